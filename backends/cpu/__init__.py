@@ -1,0 +1,8 @@
+"""The CPU driver: the default that works everywhere.
+
+driver.py opens it, kernels.py holds what beats the references, tape.py is its graph, device.py its no-op streams.
+"""
+
+from .driver import CpuDriver
+
+__all__ = ["CpuDriver"]

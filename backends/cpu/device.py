@@ -1,0 +1,108 @@
+"""The CPU as a device: everything runs at once, so streams and events have nothing to wait for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+import torch
+
+from hal.device import Device
+from hal.memory import MemoryStats
+from hal.stream import Event, Stream
+
+
+class CpuStream(Stream):
+    """A stream on which work has finished as soon as it is enqueued."""
+
+    def __init__(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def wait_stream(self, other: Stream) -> None:
+        """Return at once."""
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+
+class CpuEvent(Event):
+    """An event that has always been reached; it keeps the time it was recorded at."""
+
+    def __init__(self) -> None:
+        self.recorded = 0.0
+
+    def record(self, stream: Stream) -> None:
+        """Note the time."""
+        self.recorded = time.perf_counter()
+
+    def wait(self, stream: Stream) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between the two records."""
+        if not isinstance(end, CpuEvent):
+            raise TypeError(f"an event of the CPU cannot be compared with {end!r}")
+        return (end.recorded - self.recorded) * 1e3
+
+
+class CpuDevice(Device):
+    """The CPU. PyTorch keeps no statistics of host memory, so a process's resident memory stands for it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads")
+
+    def stream(self, *, priority: int = 0) -> CpuStream:
+        """A no-op stream."""
+        return CpuStream()
+
+    def event(self, *, timing: bool = False) -> CpuEvent:
+        """A no-op event, which can always be timed."""
+        return CpuEvent()
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is asynchronous."""
+
+    def memory_stats(self) -> MemoryStats:
+        """Resident memory of the process, its peak, and what the machine has."""
+        import psutil
+
+        process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
+        return MemoryStats(
+            allocated=process.rss,
+            peak=max(process.rss, _peak_resident(process)),
+            reserved=process.rss,
+            free=machine.available,
+            total=machine.total,
+        )
+
+    def empty_cache(self) -> None:
+        """Return at once: host memory goes back by itself."""
+
+
+def _peak_resident(process: object) -> int:
+    if sys.platform == "win32":
+        return int(process.peak_wset)  # type: ignore[attr-defined]
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

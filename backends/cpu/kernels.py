@@ -1,0 +1,126 @@
+"""Kernels for what torch does faster on a CPU than the references do. Each keeps its operation's declared rounding.
+
+An operation that is one torch call in its declaration already (linear, embedding) is taken over as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """torch's own, which also computes in float32 and rounds once."""
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """No faster than its parts, but one call."""
+    hidden = x + residual
+    return functional.rms_norm(hidden, weight.shape, weight, eps), hidden
+
+
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves in place of a rotated copy; cos and sin are widened once for both."""
+    half = cos.shape[-1] // 2
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """The gate is rounded once more than in the reference, which the tolerance of 16-bit types covers."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """index_copy_ moves whole rows, where index_put_ would move elements."""
+    slots = slot_mapping.long()
+    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
+    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    query_start_loc_host: Tensor,
+    kv_lens_host: Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+) -> Tensor:
+    """torch's flash attention, one sequence at a time, on the cache in place where its blocks lie one after another."""
+    starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    for row, length in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
+        if length == 0 or start == end:
+            continue
+        blocks = block_table[row, : -(-length // key_cache.shape[1])]
+        keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
+        attend = _decode if end - start == 1 and causal else _prefill
+        output[start:end] = attend(query[start:end], keys, values, scale, causal, sliding_window)
+    return output
+
+
+def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """A sequence's rows ``[length, num_kv_heads, head_dim]``: a view if its blocks ascend by one, else a copy."""
+    first, count = int(blocks[0]), blocks.shape[0]
+    if int(blocks[-1]) - first == count - 1 and (count <= 2 or bool((blocks.diff() == 1).all())):
+        return cache[first : first + count].flatten(0, 1)[:length]
+    return cache[blocks.long()].flatten(0, 1)[:length]
+
+
+def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+    """One query sees all that the window leaves; the heads that share a key head become its rows."""
+    if window is not None:
+        keys, values = keys[-window:], values[-window:]
+    kv_heads, head_dim = keys.shape[1:]
+    grouped = query.reshape(1, kv_heads, -1, head_dim)
+    attended = functional.scaled_dot_product_attention(
+        grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale
+    )
+    return attended.reshape(1, -1, head_dim)
+
+
+def _prefill(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+    tokens, length = query.shape[0], keys.shape[0]
+    whole = causal and window is None and tokens == length
+    mask = None if whole else _mask(tokens, length, causal, window)
+    attended = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _mask(tokens: int, length: int, causal: bool, window: int | None) -> Tensor | None:
+    """What each of the last ``tokens`` of ``length`` sees; None for everything."""
+    position, slot = torch.arange(length - tokens, length)[:, None], torch.arange(length)
+    mask = None
+    if causal:
+        mask = slot <= position
+    if window is not None:
+        recent = slot > position - window
+        mask = recent if mask is None else mask & recent
+    return mask
+
+
+def greedy_sample(logits: Tensor) -> Tensor:
+    """torch's argmax takes the first of equal values on a CPU."""
+    return logits.argmax(-1)

@@ -1,0 +1,247 @@
+"""The CPU's graph: a tape of every operation that a function performed, on fixed memory.
+
+Capture watches the function from two sides. A dispatch mode sees every ATen call, the model's glue included; an
+interception of ``hal.ops`` sees the kernels that read host values, which go on the tape whole. A functional ATen call is
+recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded at all, for the
+memory under it does not move. Afterwards the memory plan (plan.py) lets results that are never alive together share it.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from hal import ops
+from hal.errors import CaptureError
+from hal.graph import Graph
+from hal.ops.declaration import Kernel, Operation
+from hal.ops.library import without_aliases
+from hal.stream import Stream
+
+from .plan import Pool, place
+
+
+@attrs.define
+class Launch:
+    """One recorded call, and the fresh tensors it made.
+
+    Attributes:
+        fills: whether the call writes the results itself; else ``copied`` says which of the tensors that it returns
+            go where the results are.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+    fills: bool = False
+    copied: tuple[int, ...] = ()
+
+    def replayable(self) -> Callable[[], Any]:
+        """What a replay calls."""
+        call = partial(self.function, *self.args, **self.kwargs)
+        return call if self.fills or not self.results else partial(_refill, call, self.copied, self.results)
+
+
+class Tape(Graph):
+    """See the module. Streams mean nothing here; the pool is the memory that results live in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launches: list[Launch] = []
+        self._calls: list[Callable[[], Any]] = []
+
+    def dump(self, path: Path) -> None:
+        """One line a launch: its name, and the shapes and dtypes of its tensors."""
+        self._require_capture("dump")
+        path.write_text("".join(f"{_line(launch)}\n" for launch in self._launches), encoding="utf-8")
+
+    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Pool]:
+        recorder = _Recorder(self._launches, self.host_values.record)
+        with ops.intercepted(recorder.wrap), torch.inference_mode(), _RefuseHostReads(recorder), recorder:
+            outputs = fn()
+        pool = Pool() if pool is None else pool
+        moved = place(self._launches, outputs, pool)
+        outputs = tree_map_only(Tensor, moved, outputs)
+        for launch in self._launches:
+            launch.args, launch.kwargs = tree_map_only(Tensor, moved, (launch.args, launch.kwargs))
+            launch.results = [moved(result) for result in launch.results]
+        self._calls = [launch.replayable() for launch in self._launches]
+        self._launch({})  # the plan moved the results: fill them once where they now are
+        return outputs, pool
+
+    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+        self.host_values.write(host_values)
+        with torch.inference_mode():
+            for call in self._calls:
+                call()
+
+    def _release(self) -> None:
+        self._launches.clear()
+        self._calls.clear()
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs and records. Only the capturing thread's calls are its business."""
+
+    def __init__(self, launches: list[Launch], record_host_value: Callable[[str, Tensor, str], None]) -> None:
+        super().__init__()
+        self.launches = launches
+        self.record_host_value = record_host_value
+        self.thread = threading.get_ident()
+        self.opaque = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.opaque:
+            return func(*args, **kwargs)
+        if func.namespace in {each.namespace for each in ops.catalogue().values()}:
+            # Traced code calls the node itself; its kernel is recorded as an eager call's would be.
+            with self:
+                return without_aliases(ops.operation(func._opname).function(*args, **kwargs), _tensors((args, kwargs)))
+        if _depends_on_values(func, args):
+            raise CaptureError(
+                f"{func} reads values that a replay could not follow, {_where()}",
+                "keep values on the device, or declare them as host values of an operation",
+            )
+        result = func(*args, **kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
+        """The interception: kernels that take host values are recorded whole, the others through what they call."""
+        if not operation.host:
+            return kernel
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread or self.opaque:
+                return kernel(*args, **kwargs)
+            arguments = operation.arguments(args, kwargs)
+            for name in operation.host:
+                self.record_host_value(name, arguments[name], operation.name)
+            self.opaque = True
+            try:
+                result = kernel(*args, **kwargs)
+            finally:
+                self.opaque = False
+            copied = _fresh(result, args, kwargs)
+            results = [_tensors(result)[index] for index in copied]
+            self.launches.append(Launch(operation.qualified_name, kernel, args, kwargs, results, copied=copied))
+            return result
+
+        return recorded
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        copied = _fresh(result, args, kwargs)
+        fresh = [_tensors(result)[index] for index in copied]
+        if not fresh and not func._schema.is_mutable:
+            return  # a view, or nothing at all: the memory under it is filled by others
+        launch = Launch(str(func), func, args, kwargs, fresh, copied=copied)
+        if fresh and func.overloadpacket is torch.ops.aten.to:
+            launch.function, launch.args, launch.kwargs, launch.fills = _cast, (args[0], fresh[0]), {}, True
+        elif fresh and (out := _out_variant(func, len(fresh))):
+            launch.function, names = out
+            launch.kwargs, launch.fills = {**kwargs, **dict(zip(names, fresh, strict=True))}, True
+        self.launches.append(launch)
+
+
+class _RefuseHostReads(TorchFunctionMode):
+    """Refuses what would copy a tensor's value into Python, where a replay could not renew it."""
+
+    NAMES = frozenset({"tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"})
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES and not self.recorder.opaque and args and isinstance(args[0], Tensor):
+            raise CaptureError(
+                f"Tensor.{name}() was called during a capture, {_where()}; every replay would see the same value",
+                "compute with the tensor instead, or declare it as a host value of an operation",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _depends_on_values(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the result's value in Python, or its shape, depends on values in tensors."""
+    if func is torch.ops.aten.index.Tensor:  # tagged so for the sake of boolean masks alone
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_iter(tree) if isinstance(value, Tensor)]
+
+
+def _fresh(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Which of the tensors in ``result`` do not live in the memory of an argument."""
+    old = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+    return tuple(index for index, tensor in enumerate(_tensors(result)) if _storage(tensor) not in old)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _cast(source: Tensor, result: Tensor) -> None:
+    result.copy_(source)
+
+
+def _out_variant(func: OpOverload, fresh: int) -> tuple[OpOverload, list[str]] | None:
+    """The overload that writes ``func``'s results, all of them fresh, into given tensors, and their names there."""
+    schema = func._schema
+    inputs = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    if schema.is_mutable or fresh != len(schema.returns) or any(str(each.type) != "Tensor" for each in schema.returns):
+        return None
+    for name in func.overloadpacket.overloads():
+        variant = getattr(func.overloadpacket, name)
+        given = [(each.name, str(each.type)) for each in variant._schema.arguments if not each.is_out]
+        outs = [each.name for each in variant._schema.arguments if each.is_out]
+        if len(outs) == fresh and given == inputs:
+            return variant, outs
+    return None
+
+
+def _refill(call: Callable[[], Any], copied: tuple[int, ...], results: list[Tensor]) -> None:
+    """Run what cannot write into given memory, and copy its results there."""
+    made = _tensors(call())
+    for index, result in zip(copied, results, strict=True):
+        result.copy_(made[index])
+
+
+def _where() -> str:
+    """The place in the captured function, for an error message."""
+    own = (__file__, torch.__path__[0], ops.__path__[0])
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(own) and not frame.filename.startswith("<"):
+            return f"in {frame.name} at {frame.filename}:{frame.lineno}"
+    return "in code without a source file"
+
+
+def _line(launch: Launch) -> str:
+    def describe(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return repr(value)
+
+    arguments = ", ".join(describe(value) for value in tree_iter((launch.args, launch.kwargs)))
+    return f"{launch.name}({arguments}) -> {', '.join(map(describe, launch.results)) or 'in place'}"

@@ -1,0 +1,80 @@
+"""hal: a hardware abstraction layer for running language models on PyTorch.
+
+Model authors code against :mod:`hal.ops` and :mod:`hal.nn`, vendors subclass :class:`hal.Driver`, and engines call
+:func:`hal.open`, :func:`hal.load_model` and :class:`hal.Runner`. Names load when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hal.version import __version__
+
+if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ:
+    # `import torch` imports every vendor package it finds, and fails if one of them does. A driver imports its own when
+    # it is opened, so torch is imported without them; the variable is restored for whoever comes after.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    try:
+        import torch as _torch  # noqa: F401
+    finally:
+        del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+
+if TYPE_CHECKING:
+    from hal import nn, ops
+    from hal.backend import Backend, Limits, active_backend
+    from hal.batch import Batch
+    from hal.config import CacheConfig, CompilationConfig, Config
+    from hal.device import Device
+    from hal.driver import API_VERSION, Driver, Probe
+    from hal.errors import HalError
+    from hal.graph import Graph
+    from hal.kv_cache import KVCache, KVCacheSpec
+    from hal.memory import MemoryStats
+    from hal.registry import open_backend as open
+    from hal.runtime.checkpoint import load_model
+    from hal.runtime.generate import SamplingParams, generate
+    from hal.runtime.runner import Runner
+    from hal.stream import Event, Stream
+
+_HOME = {
+    "API_VERSION": "hal.driver",
+    "Backend": "hal.backend",
+    "Batch": "hal.batch",
+    "CacheConfig": "hal.config",
+    "CompilationConfig": "hal.config",
+    "Config": "hal.config",
+    "Device": "hal.device",
+    "Driver": "hal.driver",
+    "Event": "hal.stream",
+    "Graph": "hal.graph",
+    "HalError": "hal.errors",
+    "KVCache": "hal.kv_cache",
+    "KVCacheSpec": "hal.kv_cache",
+    "Limits": "hal.backend",
+    "MemoryStats": "hal.memory",
+    "Probe": "hal.driver",
+    "Runner": "hal.runtime.runner",
+    "SamplingParams": "hal.runtime.generate",
+    "Stream": "hal.stream",
+    "active_backend": "hal.backend",
+    "generate": "hal.runtime.generate",
+    "load_model": "hal.runtime.checkpoint",
+    "open": "hal.registry:open_backend",
+}
+_MODULES = ("nn", "ops")
+
+__all__ = [*_HOME, *_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"hal.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'hal' has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    value = getattr(importlib.import_module(module), attribute or name)
+    globals()[name] = value
+    return value

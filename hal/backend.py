@@ -1,0 +1,176 @@
+"""A backend: an opened driver. It holds what models run on: a device, kernels, limits, graphs, caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+
+from hal import ops
+from hal.config import Config
+from hal.device import Device
+from hal.errors import ConfigError, MissingKernel, nearest
+from hal.graph import Graph
+from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
+from hal.ops.declaration import Kernel, Operation
+
+log = logging.getLogger("hal.backend")
+
+
+@attrs.frozen
+class Limits:
+    """What a backend can take. Constant for its lifetime.
+
+    Attributes:
+        dtypes: of weights, activations and caches.
+        block_sizes: of the KV cache, the preferred first; empty if any will do.
+        head_dims: that attention takes; empty if any will do.
+        max_streams: streams that graphs may take together; None if there is no limit.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    block_sizes: tuple[int, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    max_streams: int | None = None
+
+
+class Backend:
+    """An opened driver. Drivers make one, or a subclass with ``graph`` and ``kv_cache`` of their own.
+
+    Args:
+        name: the driver's name.
+        device: the device it runs on.
+        kernels: by operation name, a callable with the operation's arguments. An operation without one runs its body.
+        compilers: the names that ``compilation.compiler`` may take here; ``eager`` is always one.
+        rewrites: graph rewrites of the driver's own.
+        capabilities: names of optional abilities.
+        limits: see :class:`Limits`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        *,
+        kernels: Mapping[str, Kernel],
+        compilers: Sequence[str] = (),
+        rewrites: Sequence[Any] = (),
+        capabilities: frozenset[str] = frozenset(),
+        limits: Limits | None = None,
+    ) -> None:
+        for kernel in kernels:
+            ops.operation(kernel)  # a misspelt name would otherwise never run
+        self.name = name
+        self.device = device
+        self.kernels = MappingProxyType(dict(kernels))
+        self.compilers = ("eager", *(compiler for compiler in compilers if compiler != "eager"))
+        self.rewrites = tuple(rewrites)
+        self.capabilities = capabilities
+        self.limits = limits or Limits()
+        self.config = Config(backend=name)
+        self.ops = BackendOps(self)
+        self._said: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} on {self.device!r}>"
+
+    @property
+    def active(self) -> bool:
+        """Whether ``hal.ops`` goes to this backend."""
+        return _active is self
+
+    def activate(self) -> None:
+        """Make ``hal.ops`` go to this backend, process-wide, from the next call on."""
+        global _active
+        ops.activate(self.resolve)
+        _active = self
+
+    def resolve(self, operation: Operation) -> Kernel:
+        """What ``hal.ops`` runs for ``operation`` while this backend is active."""
+        return self.kernels.get(operation.name) or self._stand_in(operation, operation.body)
+
+    def configure(self, config: Config) -> None:
+        """Take over the configuration it was opened with; refuse what this backend cannot do.
+
+        Raises:
+            ConfigError: a compiler, dtype or block size that the backend does not have.
+        """
+        compiler = config.compilation.compiler
+        if compiler not in self.compilers:
+            raise ConfigError(
+                f"the backend {self.name} has no compiler {compiler!r}", nearest(compiler, self.compilers)
+            )
+        if config.dtype != "auto":
+            self.check_dtype(getattr(torch, config.dtype))
+        size, sizes = config.cache.block_size, self.limits.block_sizes
+        if size is not None and sizes and size not in sizes:
+            raise ConfigError(
+                f"cache.block_size {size} does not suit the backend {self.name}", f"use one of {', '.join(map(str, sizes))}"
+            )
+        self.config = config
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ConfigError unless the backend computes in ``dtype``."""
+        if dtype not in self.limits.dtypes:
+            raise ConfigError(
+                f"the backend {self.name} does not compute in {dtype}",
+                f"set dtype to one of {', '.join(str(known).removeprefix('torch.') for known in self.limits.dtypes)}",
+            )
+
+    def graph(self) -> Graph:
+        """A new, empty graph.
+
+        Raises:
+            ConfigError: the driver brings no graphs.
+        """
+        raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
+
+    def kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        """Memory for ``spec``, in a layout of the backend's choosing; by default the canonical one."""
+        return canonical_kv_cache(spec, self.device.torch)
+
+    def _stand_in(self, operation: Operation, body: Kernel) -> Kernel:
+        """``body`` in place of a missing kernel: says so at the first call, or raises if the config is strict."""
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            if self.config.strict:
+                raise MissingKernel(
+                    f"the backend {self.name} has no kernel for {operation.name}, and the config says strict",
+                    "choose a driver that has it (`hal ops` lists them), or leave strict out",
+                )
+            if operation.name not in self._said:
+                self._said.add(operation.name)
+                log.info("%s has no kernel for %s; its reference runs", self.name, operation.name)
+            if operation.kernel is missing:
+                operation.bind(body)
+            return body(*args, **kwargs)
+
+        return missing
+
+
+class BackendOps:
+    """The operations on one backend, active or not: ``backend.ops.rms_norm(x, weight, eps)``."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = ops.operation(name)
+        kernel = self._backend.kernels.get(name)
+        if kernel is None:
+            body = operation.rebound(lambda inner: getattr(self, inner.name))
+            kernel = self._backend._stand_in(operation, body)
+        setattr(self, name, kernel)
+        return kernel
+
+
+_active: Backend | None = None
+
+
+def active_backend() -> Backend | None:
+    """The backend that ``hal.ops`` goes to, or None before one is opened."""
+    return _active

@@ -1,0 +1,113 @@
+"""A batch: one step's tokens and where their keys and values live, as tensors.
+
+The engine owns blocks and slots. It makes a batch with :meth:`Batch.build`, or from tensors that it has; the runner
+takes it finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.errors import BatchError
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """What a model sees of one step. ``tokens`` counts the new tokens of all sequences, one sequence after the other.
+
+    Attributes:
+        token_ids: ``[tokens]``, int64.
+        positions: ``[tokens]``, int64: each token's place in its sequence, from 0.
+        slot_mapping: ``[tokens]``, int32: where each token's key and value go, ``block * block_size + offset``.
+        block_table: ``[sequences, max_blocks]``, int32: the blocks of each sequence, in order; padded with 0.
+        query_start_loc: ``[sequences + 1]``, int32: where each sequence's tokens begin; the last is ``tokens``.
+        kv_lens: ``[sequences]``, int32: the length of each sequence, new tokens included.
+        logits_indices: ``[rows]``, int64: the tokens whose logits are wanted; by default each sequence's last.
+        query_start_loc_host: the values of query_start_loc on the CPU.
+        kv_lens_host: the values of kv_lens on the CPU.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    kv_lens: Tensor
+    logits_indices: Tensor
+    query_start_loc_host: Tensor
+    kv_lens_host: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the batch."""
+        return self.kv_lens.shape[0]
+
+    @classmethod
+    def build(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        block_ids: Sequence[Sequence[int]],
+        *,
+        block_size: int,
+        cached: Sequence[int] | None = None,
+        all_logits: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Batch:
+        """Make a batch from each sequence's new tokens and the blocks it owns.
+
+        Args:
+            token_ids: per sequence, its new tokens; at least one each.
+            block_ids: per sequence, all blocks it owns, in order.
+            block_size: tokens per block, as the cache has it.
+            cached: per sequence, how many tokens the cache holds already; None for none.
+            all_logits: ask for the logits of every token instead of each sequence's last.
+            device: where the tensors for the model go.
+
+        Raises:
+            BatchError: no sequences, a sequence without new tokens, or with too few blocks.
+        """
+        cached = [0] * len(token_ids) if cached is None else cached
+        if not token_ids or not len(token_ids) == len(block_ids) == len(cached):
+            raise BatchError(
+                f"a batch of {len(token_ids)} token lists, {len(block_ids)} block lists and {len(cached)} cached lengths",
+                "give at least one sequence, and one of each per sequence",
+            )
+        slots: list[int] = []
+        positions: list[int] = []
+        for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
+            if not tokens:
+                raise BatchError(f"sequence {row} has no new token", "leave it out, or give it at least one token")
+            length = start + len(tokens)
+            if length > len(blocks) * block_size:
+                raise BatchError(
+                    f"sequence {row} is {length} tokens long, but its {len(blocks)} blocks hold {len(blocks) * block_size}",
+                    "give it more blocks before the step",
+                )
+            positions += range(start, length)
+            slots += (blocks[p // block_size] * block_size + p % block_size for p in range(start, length))
+        lengths = torch.tensor([len(tokens) for tokens in token_ids])
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        kv_lens = (torch.tensor(cached) + lengths).to(torch.int32)
+        width = max(map(len, block_ids))
+        table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in block_ids], dtype=torch.int32)
+        rows = torch.arange(int(lengths.sum())) if all_logits else starts[1:].long() - 1
+        return cls(
+            token_ids=torch.tensor([token for tokens in token_ids for token in tokens]).to(device),
+            positions=torch.tensor(positions).to(device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int32).to(device),
+            block_table=table.to(device),
+            query_start_loc=starts.to(device),
+            kv_lens=kv_lens.to(device),
+            logits_indices=rows.to(device),
+            query_start_loc_host=starts,
+            kv_lens_host=kv_lens,
+        )

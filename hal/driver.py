@@ -1,0 +1,62 @@
+"""What a vendor implements: a driver that says whether it can run here, and opens a backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from hal.backend import Backend
+
+API_VERSION = (1, 0)
+"""The driver API of this release. A driver of the same major version and no higher minor version loads."""
+
+
+@attrs.frozen
+class Probe:
+    """Whether a driver can run here.
+
+    Attributes:
+        available: whether :meth:`Driver.open` can be expected to succeed.
+        reason: what was found, in a sentence; required when not available.
+        hint: what a user can do about it; required when not available.
+    """
+
+    available: bool
+    reason: str = ""
+    hint: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.available and not (self.reason and self.hint):
+            raise ValueError("a probe that says unavailable must give a reason and a hint")
+
+
+class Driver(ABC):
+    """A vendor's entry in the group ``hal.drivers``. Instances are cheap and hold no hardware.
+
+    Attributes:
+        name: the entry point's name, and what a config says to choose it.
+        api_version: the driver API that it was written for, such as ``(1, 0)``.
+        priority: ``auto`` takes the available driver of highest priority.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[tuple[int, int]]
+    priority: ClassVar[int] = 0
+
+    @abstractmethod
+    def probe(self) -> Probe:
+        """Say whether the driver can run here, within 50 ms.
+
+        Must not import the vendor's packages (``importlib.util.find_spec`` is enough) nor initialise hardware.
+        """
+
+    @abstractmethod
+    def open(self, options: Mapping[str, Any]) -> Backend:
+        """Open the hardware. May import anything.
+
+        Args:
+            options: the config's ``options``; read them with :func:`hal.config.read` so that unknown ones are errors.
+        """

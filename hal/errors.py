@@ -1,0 +1,89 @@
+"""The error family. Every error says what was asked, what was found, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HalError(Exception):
+    """Base of every error that hal raises on purpose.
+
+    Args:
+        problem: what was asked and what was found, in one sentence or two.
+        remedy: what the reader can do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  remedy: {self.remedy}"
+
+
+class ConfigError(HalError):
+    """A configuration that cannot be read, or that asks for what does not exist."""
+
+
+class DriverError(HalError):
+    """Something about a driver; the subclasses say what."""
+
+
+class DriverNotFound(DriverError):
+    """No driver of that name is installed."""
+
+
+class DriverUnavailable(DriverError):
+    """The driver is installed but cannot run here: its probe said no, or raised."""
+
+
+class DriverIncompatible(DriverError):
+    """The driver was written for another version of the driver API, or lacks a part of it."""
+
+
+class OperationError(HalError):
+    """An operation was declared or called in a way that its declaration forbids."""
+
+
+class MissingKernel(OperationError):
+    """Strict mode: the active driver has no kernel for an operation that was called."""
+
+
+class GraphError(HalError):
+    """A graph was used out of order, such as replayed before its capture."""
+
+
+class CaptureError(GraphError):
+    """A graph could not be captured."""
+
+
+class HostValueError(GraphError):
+    """A replay was given host values of a wrong name, number, shape or dtype. Nothing was launched."""
+
+
+class CheckpointError(HalError):
+    """A checkpoint that is missing, damaged, unsafe, or does not fit its model."""
+
+
+class BatchError(HalError):
+    """A batch or prompt that the model or the cache cannot take."""
+
+
+class BackendNotActive(HalError):
+    """A runner was used while another backend than its own is active."""
+
+
+class NumericsError(HalError):
+    """A computation gave NaN where a number is needed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a phrase for an error message: the known name most like ``name``, then all known names."""
+    names = sorted(known)
+    if not names:
+        return "there are none"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}known: {', '.join(names)}"

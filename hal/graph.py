@@ -1,0 +1,169 @@
+"""Graphs: a captured sequence of launches that replays without the Python that made it.
+
+Contract of capture and replay, for every driver:
+
+- ``capture(fn)`` calls ``fn`` with the launches recorded, on the memory that ``fn`` reads and writes. A replay launches
+  the same again, on the same memory: change inputs in place, read outputs from the tensors that capture returned.
+- Outputs keep their addresses for the graph's life. Graphs that share a pool share memory: the outputs of one are valid
+  until the next replay of another.
+- A kernel that reads values on the host takes them as *host values*: CPU tensors that the operation declares with
+  ``host=``. Capture records each, by argument name; every replay takes new ones, by name, and checks all names and
+  shapes before it launches anything. Values are copied before the call returns.
+- What cannot be captured raises :class:`CaptureError`, and leaves the graph as if never captured.
+- Threading: a graph belongs to one thread at a time. One capture runs in a process at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.errors import CaptureError, GraphError, HostValueError, nearest
+from hal.stream import Stream
+
+HostValue = Tensor | Sequence[int]
+
+
+class HostValues:
+    """The host values of one graph: what the capture met, by name, and the check that every replay passes."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def record(self, name: str, tensor: Tensor, operation: str) -> None:
+        """Note that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""
+        if tensor.device.type != "cpu":
+            raise CaptureError(
+                f"{operation} was given {name} on {tensor.device}; a host value must be a CPU tensor",
+                "pass the host twin of the tensor, as hal.Batch carries it",
+            )
+        known = self._tensors.setdefault(name, tensor)
+        if known.data_ptr() != tensor.data_ptr() or known.shape != tensor.shape:
+            raise CaptureError(
+                f"two launches in one capture take different tensors as {name}, so one name cannot update both",
+                "pass the same tensor to every operation of the captured function",
+            )
+
+    def check(self, values: Mapping[str, HostValue]) -> dict[str, Tensor]:
+        """Return ``values`` as tensors fit to be copied; raise HostValueError if any name, shape or dtype is off."""
+        for name in values:
+            if name not in self._tensors:
+                raise HostValueError(
+                    f"the graph has no host value {name!r}; {nearest(name, self._tensors)}", "pass the names it has"
+                )
+        missing = sorted(set(self._tensors) - set(values))
+        if missing:
+            raise HostValueError(
+                f"the replay lacks the host values {', '.join(missing)}", "pass every host value at every replay"
+            )
+        return {name: self._fit(name, value) for name, value in values.items()}
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Copy checked ``values`` into the tensors that the launches read."""
+        for name, value in values.items():
+            self._tensors[name].copy_(value)
+
+    def _fit(self, name: str, value: HostValue) -> Tensor:
+        expected = self._tensors[name]
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=expected.dtype)
+        if value.device.type != "cpu" or value.dtype != expected.dtype or value.shape != expected.shape:
+            raise HostValueError(
+                f"host value {name} must be {_describe(expected)}, found {_describe(value)}",
+                "host values keep the shape and dtype of the capture; pad to the bucket's size",
+            )
+        return value
+
+
+class Graph(ABC):
+    """One captured graph. A driver implements ``_capture``, ``_launch``, ``_release`` and ``dump``."""
+
+    def __init__(self) -> None:
+        self.host_values = HostValues()
+        self._outputs: Any = None
+        self._captured = False
+        self._pool: Any = None
+
+    def capture(self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None) -> Any:
+        """Call ``fn`` once, recording what it launches.
+
+        Args:
+            fn: takes nothing; returns tensors (or a tuple, list or dict of them), whose addresses then stay.
+            pool: another graph's :attr:`pool`, to share its memory.
+            stream: where to capture; None takes one of the driver's choosing.
+
+        Returns:
+            What ``fn`` returned: the tensors that each replay fills.
+
+        Raises:
+            CaptureError: something in ``fn`` cannot be captured, with the reason and a remedy.
+        """
+        if self._captured:
+            raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
+        self.host_values = HostValues()
+        try:
+            self._outputs, self._pool = self._capture(fn, pool, stream)
+        except BaseException:
+            self._release()
+            raise
+        self._captured = True
+        return self._outputs
+
+    def replay(self, **host_values: HostValue) -> None:
+        """Launch everything again, reading ``host_values`` in place of those of the capture.
+
+        Raises:
+            HostValueError: a name is unknown or missing, or a shape or dtype differs. Nothing was launched.
+        """
+        self._require_capture("replay")
+        self._launch(self.host_values.check(host_values))
+
+    def reset(self) -> None:
+        """Drop the capture and its memory; the graph can then capture again."""
+        self._release()
+        self._outputs = self._pool = None
+        self._captured = False
+
+    @property
+    def outputs(self) -> Any:
+        """What the captured function returned."""
+        self._require_capture("outputs")
+        return self._outputs
+
+    @property
+    def pool(self) -> Any:
+        """A handle on the graph's memory, for :meth:`capture` of another graph of the same driver."""
+        self._require_capture("pool")
+        return self._pool
+
+    def _require_capture(self, what: str) -> None:
+        if not self._captured:
+            raise GraphError(f"{what} was asked of a graph that holds no capture", "call capture() first")
+
+    @abstractmethod
+    def dump(self, path: Path) -> None:
+        """Write a readable listing of the launches to ``path``."""
+
+    @abstractmethod
+    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+        """Capture ``fn``; return its outputs and the pool."""
+
+    @abstractmethod
+    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+        """Replay with host values that passed the check; copy what is needed of them before returning."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Drop what a capture, whole or broken off, holds."""
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

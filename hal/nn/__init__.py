@@ -1,0 +1,24 @@
+"""Layers that models share, each made of ``hal.ops``.
+
+Their parameters carry the names of Hugging Face checkpoints, so that loading needs no table per model.
+"""
+
+from hal.batch import Batch
+from hal.nn.attention import Attention
+from hal.nn.embedding import Embedding
+from hal.nn.linear import Linear, MergedLinear
+from hal.nn.model import CausalLM
+from hal.nn.norm import RMSNorm
+from hal.nn.rotary import RopeParameters, RotaryEmbedding
+
+__all__ = [
+    "Attention",
+    "Batch",
+    "CausalLM",
+    "Embedding",
+    "Linear",
+    "MergedLinear",
+    "RMSNorm",
+    "RopeParameters",
+    "RotaryEmbedding",
+]

@@ -1,0 +1,52 @@
+"""Attention over the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hal import ops
+from hal.batch import Batch
+
+
+class Attention(nn.Module):
+    """Write new keys and values to the cache, then attend over all of each sequence. Causal; has no weights.
+
+    Args:
+        head_dim: elements per head; scores are scaled by ``head_dim ** -0.5``.
+        sliding_window: tokens that a query sees, its own included; None for all.
+    """
+
+    def __init__(self, head_dim: int, *, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.scale = head_dim**-0.5
+        self.sliding_window = sliding_window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[tokens, num_heads, head_dim]``.
+            key: ``[tokens, num_kv_heads, head_dim]``.
+            value: likewise.
+            batch: the step.
+            cache: this layer's key and value cache.
+
+        Returns:
+            ``[tokens, num_heads * head_dim]``.
+        """
+        key_cache, value_cache = cache
+        ops.store_kv_cache(key, value, key_cache, value_cache, batch.slot_mapping)
+        attended = ops.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.kv_lens,
+            batch.query_start_loc_host,
+            batch.kv_lens_host,
+            self.scale,
+            True,
+            self.sliding_window,
+        )
+        return attended.flatten(1)

@@ -1,0 +1,24 @@
+"""The table of token embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+
+
+class Embedding(nn.Module):
+    """A table ``[vocab_size, width]``; :meth:`as_linear` uses it as a tied output projection."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """``[tokens]`` to ``[tokens, width]``."""
+        return ops.embedding(token_ids, self.weight)
+
+    def as_linear(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to logits ``[..., vocab_size]``."""
+        return ops.linear(x, self.weight, None)

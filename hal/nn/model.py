@@ -1,0 +1,54 @@
+"""What the runtime asks of every causal language model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hal.batch import Batch
+
+
+class CausalLM(nn.Module):
+    """Base of all causal language models. A model sets the attributes and implements the two methods.
+
+    Registered in the entry-point group ``hal.models`` under the architecture name of config.json.
+
+    Attributes:
+        vocab_size: rows of the logits.
+        max_length: the longest sequence it was made for, in tokens.
+        num_layers: attention layers, each with a cache of its own.
+        num_kv_heads: key heads per layer.
+        head_dim: elements per head.
+        tied: names of checkpoint tensors that repeat a parameter of another name, and that parameter.
+    """
+
+    vocab_size: int
+    max_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tied: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any]) -> CausalLM:
+        """Build the model from a checkpoint's config.json, on whatever device is the default; weights are not set.
+
+        Raises:
+            ConfigError: the config asks for what the model does not do.
+        """
+
+    @abstractmethod
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """One step.
+
+        Args:
+            batch: the new tokens.
+            caches: per layer, the key and the value cache; written in place.
+
+        Returns:
+            Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
+        """

@@ -1,0 +1,21 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+
+
+class RMSNorm(nn.Module):
+    """:func:`hal.ops.rms_norm` over the last dimension, with its weight ``[width]``."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to the same."""
+        return ops.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,124 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hal.ops.declaration import op
+from hal.ops.samples import Draw, Sample
+
+
+def _attention_sample(
+    draw: Draw,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    causal: bool = True,
+    window: int | None = None,
+) -> Sample:
+    widest = max(-(-length // block_size) for length in kv_lens) + 1
+    num_blocks = widest * len(kv_lens) + 1
+    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    cache_shape = (num_blocks, block_size, kv_heads, head_dim)
+    return (
+        draw.normal(sum(query_lens), heads, head_dim),
+        draw.normal(*cache_shape),
+        draw.normal(*cache_shape),
+        draw.permutation(num_blocks)[: widest * len(kv_lens)].view(len(kv_lens), widest),
+        starts.to(draw.device),
+        lens.to(draw.device),
+        starts,
+        lens,
+        head_dim**-0.5,
+        causal,
+        window,
+    )
+
+
+def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
+    yield _attention_sample(draw, [1], [1])
+    yield _attention_sample(draw, [5, 17, 1], [5, 17, 1])  # prefill
+    yield _attention_sample(draw, [3, 16], [21, 48], kv_heads=1)  # prefill after a cached prefix
+    yield _attention_sample(draw, [1, 1, 1, 1], [33, 16, 1, 15], head_dim=128)  # decode
+    yield _attention_sample(draw, [1, 1, 1], [20, 0, 0])  # decode with padding rows
+    yield _attention_sample(draw, [9, 1], [30, 40], heads=2, window=7)
+    yield _attention_sample(draw, [1, 1], [30, 40], window=16)
+    yield _attention_sample(draw, [4, 6], [4, 9], causal=False)
+
+
+@op(samples=_paged_attention_samples, host=("query_start_loc_host", "kv_lens_host"))
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    query_start_loc_host: Tensor,
+    kv_lens_host: Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention of each sequence's new tokens over all its tokens in the paged cache. Serves prefill and decode alike.
+
+    Sequence ``i`` owns the queries from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``, which are the last of its
+    ``kv_lens[i]`` tokens. Query heads share key heads in groups of ``num_heads / num_kv_heads``. Scores and softmax are
+    in float32; the result is rounded once. A query of a sequence of length 0, and one past the last sequence, gives 0.
+
+    Args:
+        query: ``[tokens, num_heads, head_dim]``, floating.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, of query's dtype; new keys are in it already.
+        value_cache: likewise.
+        block_table: ``[sequences, max_blocks]``, int32; entries past a sequence's length are not read, but must be valid.
+        query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
+        kv_lens: ``[sequences]``, int32, in tokens, the new ones included.
+        query_start_loc_host: the same values as query_start_loc, on the CPU.
+        kv_lens_host: the same values as kv_lens, on the CPU.
+        scale: multiplies the scores.
+        causal: whether a query sees only tokens up to its own.
+        sliding_window: if given, a query sees only that many tokens, its own the last.
+
+    Returns:
+        ``[tokens, num_heads, head_dim]``, of query's dtype.
+
+    Source: Kwon et al., *PagedAttention*, 2023; Ainslie et al., *GQA*, 2023.
+    """
+    tokens, num_heads, head_dim = query.shape
+    sequences, max_blocks = block_table.shape
+    kv_heads, capacity = key_cache.shape[2], max_blocks * key_cache.shape[1]
+
+    # Every token meets every gathered key, and the mask leaves it those of its own sequence.
+    token = torch.arange(tokens, device=query.device)
+    owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    owned = torch.clamp(owner, max=sequences - 1)
+    length = kv_lens.long()[owned]
+    position = length - query_start_loc.long()[owned + 1] + token
+
+    slot = torch.arange(capacity, device=query.device)
+    visible = slot < length[:, None]
+    if causal:
+        visible = visible & (slot <= position[:, None])
+    if sliding_window is not None:
+        visible = visible & (slot > position[:, None] - sliding_window)
+    same = owner[:, None, None] == torch.arange(sequences, device=query.device)[:, None]
+    mask = (same & visible[:, None, :]).view(1, 1, tokens, sequences * capacity)
+
+    # A slot that no sequence fills may hold anything, even NaN, and 0 * NaN is NaN.
+    filled = (slot < kv_lens[:, None]).view(-1, 1, 1)
+    keys = key_cache[block_table.long()].view(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
+    values = value_cache[block_table.long()].view(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
+
+    grouped = query.float().view(tokens, kv_heads, num_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
+    scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * scale
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
+    result = weights @ values.permute(1, 0, 2).unsqueeze(1)
+    return result.permute(2, 0, 1, 3).reshape(tokens, num_heads, head_dim).to(query.dtype)

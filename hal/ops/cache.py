@@ -1,0 +1,48 @@
+"""Writing the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hal.ops.declaration import op
+from hal.ops.samples import Draw, Sample
+
+
+def cache_sample(draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """A key and a value cache that are not empty, and distinct slots for ``tokens``. For samples of other families."""
+    num_blocks = tokens // block_size + 2
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    slots = draw.permutation(num_blocks * block_size)[:tokens]
+    return draw.normal(*shape), draw.normal(*shape), slots.to(torch.int32)
+
+
+def _store_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, kv_heads, head_dim in ((1, 1, 64), (13, 2, 128), (5, 4, 32)):
+        key, value = draw.normal(tokens, kv_heads, head_dim), draw.normal(tokens, kv_heads, head_dim)
+        yield key, value, *cache_sample(draw, tokens, kv_heads, head_dim)
+    packed = draw.normal(6, 4 * 32)
+    yield packed[:, 64:96].view(6, 1, 32), packed[:, 96:].view(6, 1, 32), *cache_sample(draw, 6, 1, 32)
+
+
+@op(samples=_store_samples, mutates=("key_cache", "value_cache"))
+def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write each token's key and value into its slot of the paged cache; every other slot stays as it was.
+
+    A slot is ``block * block_size + offset``. Two tokens may share a slot only where nobody reads it (padding); which
+    of the two is kept is then undefined.
+
+    Args:
+        key: ``[tokens, num_kv_heads, head_dim]``, of the cache's dtype.
+        value: likewise.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; written in place.
+        value_cache: likewise.
+        slot_mapping: ``[tokens]``, int32.
+
+    Source: the paged layout of Kwon et al., *PagedAttention*, 2023.
+    """
+    slots = slot_mapping.long()
+    key_cache.view(-1, *key_cache.shape[2:])[slots] = key
+    value_cache.view(-1, *value_cache.shape[2:])[slots] = value

@@ -1,0 +1,248 @@
+"""The declaration of operations: one function that is reference, fallback, fake and pattern at once.
+
+``@op`` turns a body in plain torch into an :class:`Operation` and returns the function that models call. That function
+is generated, one per operation, and calls its global ``_kernel``; activating a backend swaps the global. So a call costs
+one Python call more than the kernel itself, and a function imported by name never goes stale.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from hal.errors import OperationError, nearest
+from hal.ops import library
+from hal.ops.rebind import rebind
+from hal.ops.samples import Draw, Sample
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Kernel = Callable[..., Any]
+Resolver = Callable[["Operation"], Kernel]
+Tolerance = Mapping[torch.dtype, tuple[float, float]]
+
+DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
+    {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (2e-3, 2e-3)}
+)
+"""Relative and absolute tolerance by dtype: a few roundings of the result."""
+
+log = logging.getLogger("hal.ops")
+_catalogue: dict[str, Operation] = {}
+_by_function: dict[Callable[..., Any], Operation] = {}
+
+
+class Operation:
+    """One declared operation.
+
+    Attributes:
+        name: its name in ``hal.ops`` and, as ``namespace::name``, in ``torch.ops``.
+        body: the function as written.
+        function: what models call.
+        fused: whether the body is made of smaller operations, and so serves as a pattern.
+        mutates: names of the arguments that are written in place.
+        host: names of the arguments whose values a kernel may read on the host.
+        tolerance: by dtype, the relative and absolute tolerance within which a kernel must meet the reference.
+        samples: draws argument tuples that cover the operation.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        *,
+        namespace: str,
+        fused: bool,
+        mutates: Sequence[str],
+        host: Sequence[str],
+        tolerance: Tolerance,
+        samples: Callable[[Draw], Iterable[Sample]],
+    ) -> None:
+        self.name = body.__name__
+        self.namespace = namespace
+        self.body = body
+        self.fused = fused
+        self.mutates = tuple(mutates)
+        self.host = tuple(host)
+        self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
+        self.samples = samples
+        self.signature = inspect.signature(body)
+        for argument in (*self.mutates, *self.host):
+            if argument not in self.signature.parameters:
+                raise OperationError(
+                    f"{self.name} declares the argument {argument!r} but does not take it",
+                    nearest(argument, self.signature.parameters),
+                )
+        self._globals: dict[str, Any] = {}
+        self.function = _generate_function(body, self.signature, self._globals)
+        self.overload = library.register(self)
+
+    def __repr__(self) -> str:
+        return f"<operation {self.qualified_name}>"
+
+    @property
+    def qualified_name(self) -> str:
+        """The name that torch.library knows, such as ``hal::rms_norm``."""
+        return f"{self.namespace}::{self.name}"
+
+    @property
+    def schema(self) -> str:
+        """The schema that torch.library knows."""
+        return str(self.overload._schema)
+
+    @cached_property
+    def reference(self) -> Kernel:
+        """The body, with every operation in it meaning its own reference: no driver's kernel can reach it."""
+        return self.rebound(lambda operation: operation.reference)
+
+    @cached_property
+    def pattern(self) -> Kernel:
+        """The body, with every operation in it meaning its node in a graph."""
+        return self.rebound(lambda operation: operation.overload)
+
+    def rebound(self, meaning: Resolver) -> Kernel:
+        """The body, with every operation in it replaced by ``meaning`` of that operation."""
+
+        def substitute(value: Any) -> Any:
+            operation = _by_function.get(value) if callable(value) and _hashable(value) else None
+            return value if operation is None else meaning(operation)
+
+        return rebind(self.body, substitute)
+
+    @property
+    def kernel(self) -> Kernel:
+        """What a call runs now."""
+        kernel: Kernel = self._globals["_kernel"]
+        return kernel
+
+    def bind(self, kernel: Kernel) -> None:
+        """Make calls run ``kernel``, from the next one on, wherever the function was imported."""
+        self._globals["_kernel"] = kernel
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments by name, defaults included."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+
+def op(
+    *,
+    samples: Callable[[Draw], Iterable[Sample]],
+    tolerance: Tolerance = MappingProxyType({}),
+    mutates: Sequence[str] = (),
+    host: Sequence[str] = (),
+    namespace: str = "hal",
+    fused: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare an operation from its body in plain torch; the decorator returns the function that models call.
+
+    The body must be functional torch on any device, without data-dependent Python, so that it can be traced; it is
+    annotated with ``Tensor``, ``int``, ``float``, ``bool``, ``None`` and tuples of ``Tensor``.
+
+    Args:
+        samples: draws argument tuples that cover the operation.
+        tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
+        mutates: names of the arguments that are written in place.
+        host: names of the arguments whose values a kernel may read on the host.
+        namespace: the torch.library namespace; a vendor's own operations take the vendor's.
+        fused: see :func:`fused_op`.
+
+    Raises:
+        OperationError: the name is taken, or ``mutates`` or ``host`` name no argument.
+    """
+
+    def declare(body: Callable[P, R]) -> Callable[P, R]:
+        if body.__name__ in _catalogue:
+            raise OperationError(f"an operation {body.__name__!r} is declared already", "choose another name")
+        declared = Operation(
+            body, namespace=namespace, fused=fused, mutates=mutates, host=host, tolerance=tolerance, samples=samples
+        )
+        _catalogue[declared.name] = declared
+        _by_function[declared.function] = declared
+        declared.bind(_resolver(declared))
+        return declared.function
+
+    return declare
+
+
+def fused_op(
+    *, samples: Callable[[Draw], Iterable[Sample]], **declaration: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare an operation made of smaller ones; its body is also the pattern that finds it. Arguments as :func:`op`."""
+    return op(samples=samples, fused=True, **declaration)
+
+
+def catalogue() -> Mapping[str, Operation]:
+    """Every declared operation, by name."""
+    return MappingProxyType(_catalogue)
+
+
+def operation(which: str | Callable[..., Any]) -> Operation:
+    """The operation of a name, or behind a function of ``hal.ops``."""
+    found = _catalogue.get(which) if isinstance(which, str) else _by_function.get(which)
+    if found is None:
+        raise OperationError(f"there is no operation {which!r}", nearest(str(which), _catalogue))
+    return found
+
+
+def activate(resolver: Resolver) -> None:
+    """Make every operation, declared now or later, run what ``resolver`` gives for it."""
+    global _resolver
+    _resolver = resolver
+    for each in _catalogue.values():
+        each.bind(resolver(each))
+
+
+@contextmanager
+def intercepted(wrap: Callable[[Operation, Kernel], Kernel]) -> Iterator[None]:
+    """Inside the block, every call of an operation runs ``wrap(operation, kernel)``. Used by graph captures.
+
+    Process-wide, as activation is: a wrapper that must serve one thread only compares thread ids itself.
+    """
+    resolver = _resolver
+    activate(lambda each: wrap(each, resolver(each)))
+    try:
+        yield
+    finally:
+        activate(resolver)
+
+
+def _run_reference(operation: Operation) -> Kernel:
+    """Before any backend is opened, operations run their references, so that a model can be tried at a prompt."""
+
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        log.info("no backend is open: %s runs its reference", operation.name)
+        if operation.kernel is first_call:
+            operation.bind(operation.reference)
+        return operation.reference(*args, **kwargs)
+
+    return first_call
+
+
+_resolver: Resolver = _run_reference
+
+
+def _generate_function(body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any]) -> Callable[..., Any]:
+    defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
+    namespace |= defaults
+    parameters = ", ".join(
+        f"{name}=_default_{name}" if f"_default_{name}" in defaults else name for name in signature.parameters
+    )
+    source = f"def {body.__name__}({parameters}):\n    return _kernel({', '.join(signature.parameters)})\n"
+    exec(compile(source, f"<hal.ops.{body.__name__}>", "exec"), namespace)
+    function: Callable[..., Any] = namespace[body.__name__]
+    function.__doc__, function.__module__ = body.__doc__, body.__module__
+    function.__annotations__ = body.__annotations__
+    return function
+
+
+def _hashable(value: Any) -> bool:
+    return not isinstance(value, (Tensor, dict, list, set))

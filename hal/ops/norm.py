@@ -1,0 +1,61 @@
+"""Normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hal.ops.declaration import fused_op, op
+from hal.ops.samples import Draw, Sample
+
+
+def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (7, 96), (3, 4, 128), (0, 64)):
+        yield draw.normal(*shape), draw.normal(shape[-1]), 1e-6
+    yield draw.normal(5, 192)[:, 64:128], draw.normal(64), 1e-5  # rows that are not contiguous
+    yield draw.normal(2, 64, scale=1e-4), draw.normal(64), 1e-6  # where epsilon counts
+
+
+@op(samples=_rms_norm_samples)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension: ``x / sqrt(mean(x**2) + eps) * weight``.
+
+    Computed in float32 throughout, rounded to ``x.dtype`` once.
+
+    Args:
+        x: ``[..., width]``, floating.
+        weight: ``[width]``, of x's dtype.
+        eps: added to the mean square.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Source: Zhang and Sennrich, *Root Mean Square Layer Normalization*, 2019.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def _add_rms_norm_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (7, 96), (2, 3, 128)):
+        yield draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1]), 1e-6
+
+
+@fused_op(samples=_add_rms_norm_samples)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a residual, then :func:`rms_norm`. The sum is rounded to x's dtype before the norm reads it.
+
+    Args:
+        x: ``[..., width]``, floating.
+        residual: of x's shape and dtype.
+        weight: ``[width]``, of x's dtype.
+        eps: added to the mean square.
+
+    Returns:
+        The normalised sum, and the sum, both of x's shape and dtype.
+    """
+    hidden = x + residual
+    return rms_norm(hidden, weight, eps), hidden

@@ -1,0 +1,53 @@
+"""Projections and table look-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.declaration import op
+from hal.ops.samples import Draw, Sample
+
+
+def _linear_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, width, out in ((1, 64, 96), (17, 128, 64), (0, 32, 16)):
+        yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), None
+        yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), draw.normal(out)
+
+
+@op(samples=_linear_samples)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, accumulated in float32 and rounded to x's dtype.
+
+    Args:
+        x: ``[..., in_features]``, floating.
+        weight: ``[out_features, in_features]``, of x's dtype, in the layout that the driver prepared.
+        bias: ``[out_features]``, of x's dtype, or None.
+
+    Returns:
+        ``[..., out_features]``, of x's dtype.
+    """
+    return functional.linear(x, weight, bias)
+
+
+def _embedding_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, vocabulary, width in ((1, 10, 64), (33, 100, 96), (0, 4, 8)):
+        for dtype in (torch.int32, torch.int64):
+            yield draw.integers(0, vocabulary, tokens, dtype=dtype), draw.normal(vocabulary, width)
+
+
+@op(samples=_embedding_samples)
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Row ``token_ids[i]`` of ``weight`` for each token.
+
+    Args:
+        token_ids: ``[tokens]``, int32 or int64, each below ``vocab_size`` (whoever builds the batch checks it).
+        weight: ``[vocab_size, width]``, floating.
+
+    Returns:
+        ``[tokens, width]``, of weight's dtype.
+    """
+    return functional.embedding(token_ids, weight)

@@ -1,0 +1,79 @@
+"""Give an operation's body another meaning for the operations it names.
+
+The body of a fused operation calls smaller operations by name. Which function such a name means depends on what the
+body serves as: the reference (their references), a pattern (their graph nodes), or a stand-in on one backend (that
+backend's kernels). ``rebind`` makes a copy of the body whose names mean what is wanted, so that no call ever looks at
+a mode, and no thread can change another's.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+Substitute = Callable[[Any], Any]
+"""Maps a value to its replacement, or returns it unchanged."""
+
+
+def rebind(function: Callable[..., Any], substitute: Substitute) -> Callable[..., Any]:
+    """Copy ``function`` with every global, closure variable and default replaced by ``substitute`` of it.
+
+    Helper functions of the same package are copied likewise, and modules are wrapped so that ``ops.rms_norm`` is
+    replaced as ``rms_norm`` is.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    return _Rebinder(substitute, function.__module__.partition(".")[0]).function(function)
+
+
+class _Rebinder:
+    def __init__(self, substitute: Substitute, package: str) -> None:
+        self.substitute = substitute
+        self.package = package
+        self.done: dict[FunctionType, FunctionType] = {}
+
+    def function(self, function: FunctionType) -> FunctionType:
+        if function in self.done:
+            return self.done[function]
+        namespace: dict[str, Any] = {"__builtins__": function.__globals__["__builtins__"], "__name__": function.__module__}
+        closure = tuple(CellType() for _ in function.__closure__ or ())
+        copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure or None)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        self.done[function] = copy  # before the values, for functions that refer to themselves
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                namespace[name] = self.value(function.__globals__[name])
+        for new, old in zip(closure, function.__closure__ or (), strict=True):
+            new.cell_contents = self.value(old.cell_contents)
+        return copy
+
+    def value(self, value: Any) -> Any:
+        replacement = self.substitute(value)
+        if replacement is not value:
+            return replacement
+        if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == self.package:
+            return self.function(value)
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("hal", self.package):
+            return _Module(value, self)
+        return value
+
+
+class _Module:
+    """A module seen through a rebinder."""
+
+    def __init__(self, module: ModuleType, rebinder: _Rebinder) -> None:
+        self._module = module
+        self._rebinder = rebinder
+
+    def __getattr__(self, name: str) -> Any:
+        return self._rebinder.value(getattr(self._module, name))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    # Not co_names: that holds attributes too, and `functional.linear` is no use of a global called linear.
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:  # nested functions and comprehensions
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

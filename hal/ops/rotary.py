@@ -1,0 +1,139 @@
+"""Rotary position embedding, and its fusions with the projections before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hal.ops.cache import cache_sample, store_kv_cache
+from hal.ops.norm import rms_norm
+from hal.ops.declaration import fused_op, op
+from hal.ops.samples import Draw, Sample
+
+
+def _angles(draw: Draw, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    angles = draw.normal(tokens, head_dim // 2).float().repeat(1, 2)
+    return angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)
+
+
+def _rotary_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, heads, kv_heads, head_dim in ((1, 4, 2, 64), (9, 8, 1, 128), (3, 2, 2, 32)):
+        yield draw.normal(tokens, heads, head_dim), draw.normal(tokens, kv_heads, head_dim), *_angles(draw, tokens, head_dim)
+    packed = draw.normal(5, 4 * 64)  # views into a merged projection
+    yield packed[:, :128].view(5, 2, 64), packed[:, 128:192].view(5, 1, 64), *_angles(draw, 5, 64)
+
+
+@op(samples=_rotary_samples)
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate query and key by their positions; the two halves of a head are its real and imaginary parts (Neox).
+
+    ``x * cos + rotate_half(x) * sin``, computed in float32 and rounded to x's dtype once, where ``rotate_half`` of
+    ``(a, b)`` is ``(-b, a)``.
+
+    Args:
+        query: ``[tokens, num_heads, head_dim]``, floating.
+        key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype.
+        cos: ``[tokens, head_dim]``, of query's dtype; the second half repeats the first. Built once per step.
+        sin: likewise.
+
+    Returns:
+        The rotated query and key, of their shapes and dtype.
+
+    Source: Su et al., *RoFormer*, 2021; halves as in GPT-NeoX.
+    """
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (wide * cos.float().unsqueeze(1) + rotated * sin.float().unsqueeze(1)).to(x.dtype)
+
+
+def _split_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, heads, kv_heads, head_dim in ((1, 4, 2, 64), (6, 2, 1, 128), (4, 3, 3, 32)):
+        qkv = draw.normal(tokens, (heads + 2 * kv_heads) * head_dim)
+        weights = draw.normal(head_dim), draw.normal(head_dim)
+        yield qkv, *weights, *_angles(draw, tokens, head_dim), 1e-6, heads, kv_heads
+
+
+@fused_op(samples=_split_samples)
+def split_qkv_rmsnorm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a merged projection into heads, normalise query and key per head, and rotate them.
+
+    Rounds where :func:`rms_norm` and :func:`rotary_embedding` round.
+
+    Args:
+        qkv: ``[tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, floating: query, key, value.
+        q_weight: ``[head_dim]``, of qkv's dtype.
+        k_weight: likewise.
+        cos: ``[tokens, head_dim]``, of qkv's dtype.
+        sin: likewise.
+        eps: of both norms.
+        num_heads: query heads.
+        num_kv_heads: key heads, and value heads.
+
+    Returns:
+        query ``[tokens, num_heads, head_dim]``, key and value ``[tokens, num_kv_heads, head_dim]``, of qkv's dtype.
+    """
+    head_dim = q_weight.shape[0]
+    query, key, value = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
+    query = rms_norm(query.view(-1, num_heads, head_dim), q_weight, eps)
+    key = rms_norm(key.view(-1, num_kv_heads, head_dim), k_weight, eps)
+    query, key = rotary_embedding(query, key, cos, sin)
+    return query, key, value.view(-1, num_kv_heads, head_dim)
+
+
+def _split_cache_samples(draw: Draw) -> Iterator[Sample]:
+    for arguments in _split_samples(draw):
+        qkv, q_weight, kv_heads = arguments[0], arguments[1], arguments[7]
+        yield *arguments, *cache_sample(draw, qkv.shape[0], kv_heads, q_weight.shape[0])
+
+
+@fused_op(samples=_split_cache_samples, mutates=("key_cache", "value_cache"))
+def split_qkv_rmsnorm_rope_cache(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """:func:`split_qkv_rmsnorm_rope`, then :func:`store_kv_cache` of key and value.
+
+    Args:
+        qkv: ``[tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, floating.
+        q_weight: ``[head_dim]``, of qkv's dtype.
+        k_weight: likewise.
+        cos: ``[tokens, head_dim]``, of qkv's dtype.
+        sin: likewise.
+        eps: of both norms.
+        num_heads: query heads.
+        num_kv_heads: key heads, and value heads.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; written in place.
+        value_cache: likewise.
+        slot_mapping: ``[tokens]``, int32.
+
+    Returns:
+        query ``[tokens, num_heads, head_dim]``, of qkv's dtype.
+    """
+    query, key, value = split_qkv_rmsnorm_rope(qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads)
+    store_kv_cache(key, value, key_cache, value_cache, slot_mapping)
+    return query

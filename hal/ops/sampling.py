@@ -1,0 +1,109 @@
+"""Choosing the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hal.ops.declaration import op
+from hal.ops.samples import Draw, Sample
+
+
+def _greedy_samples(draw: Draw) -> Iterator[Sample]:
+    for batch, vocabulary in ((1, 10), (5, 1000)):
+        yield (draw.normal(batch, vocabulary),)
+    yield (draw.tensor([[1.0, 3.0, 3.0, 2.0]], draw.dtype),)  # a tie
+
+
+@op(samples=_greedy_samples)
+def greedy_sample(logits: Tensor) -> Tensor:
+    """The token of highest logit; of equal ones, the lowest token.
+
+    Args:
+        logits: ``[batch, vocab_size]``, floating, free of NaN.
+
+    Returns:
+        ``[batch]``, int64.
+    """
+    best = logits == logits.amax(-1, keepdim=True)
+    return best.to(torch.int32).argmax(-1)
+
+
+def _sample_samples(draw: Draw) -> Iterator[Sample]:
+    for batch, vocabulary in ((1, 32), (6, 500)):
+        seeds, steps = draw.integers(0, 2**62, batch), draw.integers(0, 4096, batch)
+        for temperature, top_k, top_p, min_p in (
+            (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2),
+            (0.9, 20, 0.9, 0.05),
+        ):  # fmt: skip
+            yield (
+                draw.normal(batch, vocabulary, scale=3.0),
+                draw.tensor([temperature] * batch, torch.float32),
+                draw.tensor([top_k] * batch, torch.int32),
+                draw.tensor([top_p] * batch, torch.float32),
+                draw.tensor([min_p] * batch, torch.float32),
+                seeds,
+                steps,
+            )
+
+
+@op(samples=_sample_samples)
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor
+) -> Tensor:
+    """Draw a token for each sequence, reproducibly: it depends on the row's own arguments, not on the batch.
+
+    Logits are divided by the temperature; then only the ``top_k`` likeliest tokens stay; of those, only the likeliest
+    that together reach ``top_p``, the one that reaches it included; of those, only tokens at least ``min_p`` times as
+    likely as the likeliest. Equal logits are ranked by token. All in float32. The draw takes the token of lowest
+    ``exponential / probability``, where the exponentials come from a hash of seed, step and token.
+
+    Args:
+        logits: ``[batch, vocab_size]``, floating, free of NaN.
+        temperature: ``[batch]``, float32; 0 takes the likeliest token.
+        top_k: ``[batch]``, int32; 0 keeps all.
+        top_p: ``[batch]``, float32, in (0, 1]; 1 keeps all.
+        min_p: ``[batch]``, float32, in [0, 1]; 0 keeps all.
+        seed: ``[batch]``, int64: one per sequence.
+        step: ``[batch]``, int64: the number of the token in its sequence, so that each step draws anew.
+
+    Returns:
+        ``[batch]``, int64.
+
+    Source: Holtzman et al., *The Curious Case of Neural Text Degeneration*, 2019 (top-p); Nguyen et al., *Min-p
+    Sampling*, 2024.
+    """
+    greedy = temperature <= 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    limit = torch.where(greedy, 1, torch.where(top_k > 0, top_k.long(), logits.shape[-1]))
+    ranked = ranked.masked_fill(rank >= limit[:, None], float("-inf"))
+
+    probability = ranked.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    keep = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    keep = keep & (probability >= min_p[:, None] * probability[:, :1])
+    probability = probability.masked_fill(~keep & (rank > 0), 0.0)
+
+    chosen = (_exponential(seed, step, token) / probability).argmin(-1, keepdim=True)
+    return token.gather(-1, chosen).squeeze(-1)
+
+
+def _exponential(seed: Tensor, step: Tensor, token: Tensor) -> Tensor:
+    """Exponentially distributed float32 numbers that depend on seed and step (``[batch]``) and token only."""
+    state = _mix(seed & 0xFFFFFFFF)
+    state = _mix(state ^ (seed >> 32 & 0xFFFFFFFF))
+    state = _mix(state ^ (step & 0xFFFFFFFF))
+    bits = _mix(_mix(state[:, None] ^ token) ^ 0x9E3779B9)
+    # The draw goes to small values, where float32 has precision to spare; 1.0 gives infinity, which never wins.
+    return -torch.log1p(-(bits.float() + 0.5) / 2**32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The 32-bit finaliser of MurmurHash3, in int64."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -1,0 +1,157 @@
+"""Finding drivers through entry points, and choosing one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from typing import Any
+
+import attrs
+from stevedore.driver import DriverManager
+from stevedore.exception import NoMatches
+
+from hal.backend import Backend
+from hal.config import Config, Source, load
+from hal.driver import API_VERSION, Driver, Probe
+from hal.errors import DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, nearest
+
+GROUP = "hal.drivers"
+
+
+@attrs.frozen
+class Candidate:
+    """A driver as ``auto`` and ``hal backends`` see it.
+
+    Attributes:
+        name: the entry point's name.
+        driver: the driver, or None if it could not be loaded.
+        probe: what its probe said; if it could not be loaded or raised, that.
+    """
+
+    name: str
+    driver: Driver | None
+    probe: Probe
+
+
+def driver_names() -> list[str]:
+    """The names of all installed drivers; imports none of them."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
+
+
+def load_driver(name: str) -> Driver:
+    """Load the driver ``name``, and no other.
+
+    Raises:
+        DriverNotFound: there is none of that name.
+        DriverIncompatible: it does not fit this release's driver API.
+        DriverError: importing it failed.
+    """
+    try:
+        cls = _entry(name)
+    except ImportError as error:
+        raise DriverError(
+            f"the driver {name} cannot be imported: {error}", "reinstall the package that brings it"
+        ) from error
+    return _negotiate(name, cls)
+
+
+def candidates() -> list[Candidate]:
+    """Every installed driver, probed, the highest priority first. A broken one is reported, never raised."""
+    found = [_candidate(name) for name in driver_names()]
+    return sorted(found, key=lambda each: -each.driver.priority if each.driver else 0)
+
+
+def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
+    """Open the backend that ``config`` asks for.
+
+    Args:
+        config: anything that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables.
+        activate: make ``hal.ops`` go to it. Pass False to open a second one beside the active one.
+
+    Raises:
+        ConfigError: the configuration is wrong, or asks for what the backend does not have.
+        DriverNotFound, DriverIncompatible, DriverUnavailable: the driver cannot be used, with the reason and a remedy.
+    """
+    settings = load(config, driver_names=driver_names())
+    driver = _choose() if settings.backend == "auto" else _available(settings.backend)
+    backend = driver.open(settings.options)
+    backend.configure(settings)
+    if activate:
+        backend.activate()
+    return backend
+
+
+def _available(name: str) -> Driver:
+    driver = load_driver(name)
+    probe = driver.probe()
+    if not probe.available:
+        raise DriverUnavailable(f"the driver {name} cannot run here: {probe.reason}", probe.hint)
+    return driver
+
+
+def _choose() -> Driver:
+    tried = candidates()
+    for candidate in tried:
+        if candidate.driver is not None and candidate.probe.available:
+            return candidate.driver
+    reasons = "; ".join(f"{each.name}: {each.probe.reason}" for each in tried) or "none is installed"
+    hints = "; ".join(f"{each.name}: {each.probe.hint}" for each in tried) or "reinstall torch-hal"
+    raise DriverUnavailable(f"no driver can run here ({reasons})", hints)
+
+
+def _candidate(name: str) -> Candidate:
+    # The one place that catches everything: a vendor's broken package must not take the others down.
+    try:
+        driver = load_driver(name)
+        return Candidate(name, driver, driver.probe())
+    except DriverError as error:
+        return Candidate(name, None, Probe(False, error.problem, error.remedy))
+    except Exception as error:
+        return Candidate(name, None, Probe(False, f"it raised {error!r}", "report it to the driver's vendor"))
+
+
+def _entry(name: str) -> Any:
+    try:
+        return DriverManager(GROUP, name, on_load_failure_callback=_raise).driver
+    except NoMatches:
+        # stevedore's cache on disk can be two minutes behind an installation; the metadata itself is not.
+        for entry in importlib.metadata.entry_points(group=GROUP, name=name):
+            return entry.load()
+    raise DriverNotFound(f"no driver {name!r} is installed", nearest(name, driver_names()))
+
+
+def _raise(manager: Any, entry: Any, error: BaseException) -> None:
+    raise error
+
+
+def _negotiate(name: str, cls: Any) -> Driver:
+    if not (inspect.isclass(cls) and issubclass(cls, Driver)):
+        raise DriverIncompatible(
+            f"the entry point {name} in {GROUP} is {cls!r}, not a subclass of hal.Driver", "point it at the driver's class"
+        )
+    missing = sorted(cls.__abstractmethods__) + [each for each in ("name", "api_version") if not hasattr(cls, each)]
+    if missing:
+        raise DriverIncompatible(
+            f"the driver {name} lacks {', '.join(missing)}", f"implement them; the driver API is {_version(API_VERSION)}"
+        )
+    major, minor = cls.api_version
+    if major != API_VERSION[0]:
+        raise DriverIncompatible(
+            f"the driver {name} was written for driver API {major}.x; this torch-hal has {_version(API_VERSION)}",
+            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x",
+        )
+    if minor > API_VERSION[1]:
+        absent = ", ".join(f"{major}.{each}" for each in range(API_VERSION[1] + 1, minor + 1))
+        raise DriverIncompatible(
+            f"the driver {name} needs driver API {major}.{minor}; this torch-hal has {_version(API_VERSION)} "
+            f"and lacks what {absent} added",
+            "upgrade torch-hal, or install an older release of the driver",
+        )
+    return cls()
+
+
+def _version(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+__all__ = ["GROUP", "Candidate", "Config", "candidates", "driver_names", "load_driver", "open_backend"]
