@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from hal.graph import Graph
     from hal.kv_cache import KVCache, KVCacheSpec
     from hal.memory import MemoryStats
-    from hal.registry import open_backend as open
-    from hal.runtime.checkpoint import load_model
+    from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.runtime.generate import SamplingParams, generate
+    from hal.runtime.loading import load_model
     from hal.runtime.runner import Runner
     from hal.stream import Event, Stream
 
@@ -61,12 +61,39 @@ _HOME = {
     "Stream": "hal.stream",
     "active_backend": "hal.backend",
     "generate": "hal.runtime.generate",
-    "load_model": "hal.runtime.checkpoint",
+    "load_model": "hal.runtime.loading",
     "open": "hal.registry:open_backend",
 }
 _MODULES = ("nn", "ops")
 
-__all__ = [*_HOME, *_MODULES, "__version__"]
+__all__ = [
+    "API_VERSION",
+    "Backend",
+    "Batch",
+    "CacheConfig",
+    "CompilationConfig",
+    "Config",
+    "Device",
+    "Driver",
+    "Event",
+    "Graph",
+    "HalError",
+    "KVCache",
+    "KVCacheSpec",
+    "Limits",
+    "MemoryStats",
+    "Probe",
+    "Runner",
+    "SamplingParams",
+    "Stream",
+    "__version__",
+    "active_backend",
+    "generate",
+    "load_model",
+    "nn",
+    "open",
+    "ops",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -109,7 +109,8 @@ class Backend:
         size, sizes = config.cache.block_size, self.limits.block_sizes
         if size is not None and sizes and size not in sizes:
             raise ConfigError(
-                f"cache.block_size {size} does not suit the backend {self.name}", f"use one of {', '.join(map(str, sizes))}"
+                f"cache.block_size {size} does not suit the backend {self.name}",
+                f"use one of {', '.join(map(str, sizes))}",
             )
         self.config = config
 

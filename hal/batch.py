@@ -78,7 +78,7 @@ class Batch:
         cached = [0] * len(token_ids) if cached is None else cached
         if not token_ids or not len(token_ids) == len(block_ids) == len(cached):
             raise BatchError(
-                f"a batch of {len(token_ids)} token lists, {len(block_ids)} block lists and {len(cached)} cached lengths",
+                f"a batch of {len(token_ids)} token lists, {len(block_ids)} block lists and {len(cached)} lengths",
                 "give at least one sequence, and one of each per sequence",
             )
         slots: list[int] = []
@@ -89,7 +89,7 @@ class Batch:
             length = start + len(tokens)
             if length > len(blocks) * block_size:
                 raise BatchError(
-                    f"sequence {row} is {length} tokens long, but its {len(blocks)} blocks hold {len(blocks) * block_size}",
+                    f"sequence {row} has {length} tokens, but its {len(blocks)} blocks hold {len(blocks) * block_size}",
                     "give it more blocks before the step",
                 )
             positions += range(start, length)

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -100,12 +100,13 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
 Source = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-_INERT_MODEL_KEYS = frozenset(
-    "architectures model_type dtype torch_dtype transformers_version _name_or_path initializer_range use_cache "
-    "attention_dropout bos_token_id eos_token_id pad_token_id rope_parameters rope_theta rope_scaling "
-    "pretraining_tp output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder "
-    "id2label label2id problem_type".split()
-)
+# What a checkpoint's config.json says about training, generation or itself, and what RopeParameters reads.
+_INERT_MODEL_KEYS = frozenset({
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype", "transformers_version", "use_cache",
+})  # fmt: skip
 
 
 def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -119,7 +120,9 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
     """
     known = set(_keys(cls))
     if config.get("quantization_config"):
-        raise ConfigError("config.json says the weights are quantised", "use a checkpoint in float32, bfloat16 or float16")
+        raise ConfigError(
+            "config.json says the weights are quantised", "use a checkpoint in float32, bfloat16 or float16"
+        )
     unread = sorted(key for key in config if key not in known | _INERT_MODEL_KEYS and config[key] is not None)
     if unread:
         log.warning("config.json has keys that %s does not read: %s", cls.__name__, ", ".join(unread))
@@ -162,7 +165,9 @@ def read_file(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config file {path}: {error}", "check the path and its permissions") from None
+        raise ConfigError(
+            f"cannot read the config file {path}: {error}", "check the path and its permissions"
+        ) from None
     if path.suffix != ".toml":
         return parse_json(text, str(path))
     try:
@@ -191,9 +196,7 @@ def parse_json(text: str, where: str) -> Mapping[str, Any]:
     return value
 
 
-def environment_mapping(
-    environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()
-) -> dict[str, Any]:
+def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
     """Read ``HAL_BACKEND``, ``HAL_CACHE``, ... into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets a key of a table.
 
     Values are JSON where that parses (``HAL_STRICT=true``), else text. ``HAL_<DRIVER>_*`` belongs to that driver and
@@ -240,10 +243,16 @@ def _kind(value: Any) -> str:
 def _format(error: BaseException, expected: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = _keys(error.cl)
-        return "; ".join(f"unknown key {name!r} ({nearest(str(name), known)})" for name in sorted(map(str, error.extra_fields)))
+        return "; ".join(
+            f"unknown key {name!r} ({nearest(str(name), known)})" for name in sorted(map(str, error.extra_fields))
+        )
     if isinstance(error, KeyError):
         return f"required key {error.args[0]!r} is missing"
     return str(error)
+
+
+def _has_origin(origin: Any) -> Callable[[Any], bool]:
+    return lambda kind: get_origin(kind) is origin
 
 
 def _strict(kind: type) -> Any:
@@ -290,7 +299,7 @@ def _structure_dict(value: Any, _: Any) -> Any:
 
 
 def _structure_table(cls: type) -> Any:
-    structure = cattrs.gen.make_dict_structure_fn(
+    structure: Any = cattrs.gen.make_dict_structure_fn(
         cls, _CONVERTER, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
     )
 
@@ -306,7 +315,7 @@ _CONVERTER = cattrs.Converter(detailed_validation=True)
 _CONVERTER.register_structure_hook_factory(attrs.has, _structure_table)
 for _primitive in (str, int, float, bool):
     _CONVERTER.register_structure_hook(_primitive, _strict(_primitive))
-_CONVERTER.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _structure_tuple)
-_CONVERTER.register_structure_hook_func(lambda kind: get_origin(kind) is dict, _structure_dict)
-_CONVERTER.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _structure_literal)
+_CONVERTER.register_structure_hook_func(_has_origin(tuple), _structure_tuple)
+_CONVERTER.register_structure_hook_func(_has_origin(dict), _structure_dict)
+_CONVERTER.register_structure_hook_func(_has_origin(Literal), _structure_literal)
 _CONVERTER.register_structure_hook_func(_is_optional, _structure_union)

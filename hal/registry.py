@@ -127,12 +127,14 @@ def _raise(manager: Any, entry: Any, error: BaseException) -> None:
 def _negotiate(name: str, cls: Any) -> Driver:
     if not (inspect.isclass(cls) and issubclass(cls, Driver)):
         raise DriverIncompatible(
-            f"the entry point {name} in {GROUP} is {cls!r}, not a subclass of hal.Driver", "point it at the driver's class"
+            f"the entry point {name} in {GROUP} is {cls!r}, not a subclass of hal.Driver",
+            "point it at the driver's class",
         )
     missing = sorted(cls.__abstractmethods__) + [each for each in ("name", "api_version") if not hasattr(cls, each)]
     if missing:
         raise DriverIncompatible(
-            f"the driver {name} lacks {', '.join(missing)}", f"implement them; the driver API is {_version(API_VERSION)}"
+            f"the driver {name} lacks {', '.join(missing)}",
+            f"implement them; the driver API is {_version(API_VERSION)}",
         )
     major, minor = cls.api_version
     if major != API_VERSION[0]:

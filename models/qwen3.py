@@ -53,7 +53,11 @@ class Qwen3Config:
 class Qwen3Attention(nn.Module):
     def __init__(self, config: Qwen3Config, layer: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         self.sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
@@ -62,9 +66,7 @@ class Qwen3Attention(nn.Module):
         self.attention = Attention(config.head_dim, sliding_window=config.window(layer))
         self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias)
 
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
         query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
         query = self.q_norm(query.view(-1, self.heads, self.head_dim))
         key = self.k_norm(key.view(-1, self.kv_heads, self.head_dim))
@@ -92,9 +94,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
 
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

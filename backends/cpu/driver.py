@@ -12,12 +12,13 @@ from hal.backend import Backend
 from hal.config import read
 from hal.driver import Driver, Probe
 from hal.graph import Graph
+from hal.ops.declaration import Kernel
 
 from . import kernels
 from .device import CpuDevice
 from .tape import Tape
 
-KERNELS = {
+KERNELS: dict[str, Kernel] = {
     "add_rms_norm": kernels.add_rms_norm,
     "embedding": functional.embedding,
     "greedy_sample": kernels.greedy_sample,

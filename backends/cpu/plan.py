@@ -74,7 +74,7 @@ def place(launches: list[Launch], outputs: Any, pool: Pool) -> Callable[[Tensor]
         if life is None:
             return tensor
         offset = life.offset // tensor.element_size() + tensor.storage_offset()
-        return torch.empty(0, dtype=tensor.dtype).set_(arena, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=tensor.dtype).set_(arena, offset, tensor.shape, tensor.stride())
 
     return moved
 

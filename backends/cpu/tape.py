@@ -1,9 +1,9 @@
 """The CPU's graph: a tape of every operation that a function performed, on fixed memory.
 
 Capture watches the function from two sides. A dispatch mode sees every ATen call, the model's glue included; an
-interception of ``hal.ops`` sees the kernels that read host values, which go on the tape whole. A functional ATen call is
-recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded at all, for the
-memory under it does not move. Afterwards the memory plan (plan.py) lets results that are never alive together share it.
+interception of ``hal.ops`` sees the kernels that read host values, which go on the tape whole. A functional ATen call
+is recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded at all, for
+the memory under it does not move. Then the memory plan (plan.py) lets results that are never alive together share it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
     """Runs and records. Only the capturing thread's calls are its business."""
 
     def __init__(self, launches: list[Launch], record_host_value: Callable[[str, Tensor, str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches = launches
         self.record_host_value = record_host_value
         self.thread = threading.get_ident()
@@ -199,7 +199,7 @@ def _fresh(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _cast(source: Tensor, result: Tensor) -> None:

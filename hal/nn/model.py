@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class CausalLM(nn.Module):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    tied: ClassVar[Mapping[str, str]] = {}
+    tied: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     @abstractmethod

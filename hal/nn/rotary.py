@@ -26,7 +26,7 @@ class RopeParameters:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RopeParameters:
-        """Read them from a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
+        """Read a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
         parameters = config.get("rope_parameters")
         if parameters is None:
             parameters = {**(config.get("rope_scaling") or {})}
@@ -46,7 +46,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, parameters: RopeParameters) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.parameters = parameters
+        self.rope = parameters
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin, each ``[tokens, head_dim]`` of ``dtype``, computed in float32; the halves are equal.
@@ -56,6 +56,6 @@ class RotaryEmbedding(nn.Module):
             dtype: of the query that they will rotate.
         """
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=positions.device).float() / self.head_dim
-        inverse = 1.0 / self.parameters.rope_theta**exponent
+        inverse = 1.0 / self.rope.rope_theta**exponent
         angles = (positions.float()[:, None] * inverse).repeat(1, 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -6,12 +6,12 @@ Each is declared once (see :mod:`hal.ops.declaration`) and runs on whichever bac
 from hal.ops.activation import silu_and_mul
 from hal.ops.attention import paged_attention
 from hal.ops.cache import store_kv_cache
-from hal.ops.projection import embedding, linear
-from hal.ops.norm import add_rms_norm, rms_norm
 from hal.ops.declaration import Operation, activate, catalogue, fused_op, intercepted, op, operation
+from hal.ops.norm import add_rms_norm, rms_norm
+from hal.ops.projection import embedding, linear
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
-from hal.ops.sampling import greedy_sample, sample
 from hal.ops.samples import Draw, Sample
+from hal.ops.sampling import greedy_sample, sample
 
 __all__ = [
     "Draw", "Operation", "Sample", "activate", "add_rms_norm", "catalogue", "embedding", "fused_op", "greedy_sample",

@@ -78,7 +78,7 @@ def paged_attention(
         query: ``[tokens, num_heads, head_dim]``, floating.
         key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, of query's dtype; new keys are in it already.
         value_cache: likewise.
-        block_table: ``[sequences, max_blocks]``, int32; entries past a sequence's length are not read, but must be valid.
+        block_table: ``[sequences, max_blocks]``, int32; entries past a sequence's length must be valid, too.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         kv_lens: ``[sequences]``, int32, in tokens, the new ones included.
         query_start_loc_host: the same values as query_start_loc, on the CPU.

@@ -11,7 +11,9 @@ from hal.ops.declaration import op
 from hal.ops.samples import Draw, Sample
 
 
-def cache_sample(draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+def cache_sample(
+    draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     """A key and a value cache that are not empty, and distinct slots for ``tokens``. For samples of other families."""
     num_blocks = tokens // block_size + 2
     shape = (num_blocks, block_size, kv_heads, head_dim)

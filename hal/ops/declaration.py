@@ -1,8 +1,8 @@
 """The declaration of operations: one function that is reference, fallback, fake and pattern at once.
 
 ``@op`` turns a body in plain torch into an :class:`Operation` and returns the function that models call. That function
-is generated, one per operation, and calls its global ``_kernel``; activating a backend swaps the global. So a call costs
-one Python call more than the kernel itself, and a function imported by name never goes stale.
+is generated, one per operation, and calls its global ``_kernel``; activating a backend swaps the global. So a call
+costs one Python call more than the kernel itself, and a function imported by name never goes stale.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def op(
 def fused_op(
     *, samples: Callable[[Draw], Iterable[Sample]], **declaration: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare an operation made of smaller ones; its body is also the pattern that finds it. Arguments as :func:`op`."""
+    """Declare an operation made of smaller ones; its body is also the pattern that finds it. Else as :func:`op`."""
     return op(samples=samples, fused=True, **declaration)
 
 
@@ -230,7 +230,9 @@ def _run_reference(operation: Operation) -> Kernel:
 _resolver: Resolver = _run_reference
 
 
-def _generate_function(body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any]) -> Callable[..., Any]:
+def _generate_function(
+    body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any]
+) -> Callable[..., Any]:
     defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
     namespace |= defaults
     parameters = ", ".join(

@@ -48,12 +48,16 @@ def _implementation(operation: Operation, kernel: Callable[[], Callable[..., Any
 
 
 def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
-    """Copy every output that shares memory with an input or an earlier output, as torch.library demands."""
+    """Copy every output that shares memory with an input or an earlier output, as torch.library demands.
+
+    Outputs are made contiguous too: a fake must know the strides, whichever kernel runs.
+    """
     seen = {tensor.untyped_storage()._cdata for tensor in inputs}
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata in seen:
-            tensor = tensor.clone()
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.contiguous()
         seen.add(tensor.untyped_storage()._cdata)
         return tensor
 
@@ -65,10 +69,12 @@ def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
 def _substitute_in_dynamo(operation: Operation, overload: OpOverload) -> None:
     # Dynamo records a call of the public function as this function's body, the node; its signature must be the same.
     names = ", ".join(operation.signature.parameters)
-    header = str(operation.signature.replace(
-        parameters=[p.replace(annotation=p.empty) for p in operation.signature.parameters.values()],
-        return_annotation=operation.signature.empty,
-    ))
+    header = str(
+        operation.signature.replace(
+            parameters=[p.replace(annotation=p.empty) for p in operation.signature.parameters.values()],
+            return_annotation=operation.signature.empty,
+        )
+    )
     namespace: dict[str, Any] = {"_overload": overload}
     exec(f"def {operation.name}{header}:\n    return _overload({names})\n", namespace)
     torch.compiler.substitute_in_graph(operation.function)(namespace[operation.name])

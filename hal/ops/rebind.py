@@ -37,7 +37,10 @@ class _Rebinder:
     def function(self, function: FunctionType) -> FunctionType:
         if function in self.done:
             return self.done[function]
-        namespace: dict[str, Any] = {"__builtins__": function.__globals__["__builtins__"], "__name__": function.__module__}
+        namespace: dict[str, Any] = {
+            "__builtins__": function.__globals__["__builtins__"],
+            "__name__": function.__module__,
+        }
         closure = tuple(CellType() for _ in function.__closure__ or ())
         copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure or None)
         copy.__kwdefaults__ = function.__kwdefaults__

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hal.ops.cache import cache_sample, store_kv_cache
-from hal.ops.norm import rms_norm
 from hal.ops.declaration import fused_op, op
+from hal.ops.norm import rms_norm
 from hal.ops.samples import Draw, Sample
 
 
@@ -20,7 +20,11 @@ def _angles(draw: Draw, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 def _rotary_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, heads, kv_heads, head_dim in ((1, 4, 2, 64), (9, 8, 1, 128), (3, 2, 2, 32)):
-        yield draw.normal(tokens, heads, head_dim), draw.normal(tokens, kv_heads, head_dim), *_angles(draw, tokens, head_dim)
+        yield (
+            draw.normal(tokens, heads, head_dim),
+            draw.normal(tokens, kv_heads, head_dim),
+            *_angles(draw, tokens, head_dim),
+        )
     packed = draw.normal(5, 4 * 64)  # views into a merged projection
     yield packed[:, :128].view(5, 2, 64), packed[:, 128:192].view(5, 1, 64), *_angles(draw, 5, 64)
 

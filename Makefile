@@ -1,0 +1,54 @@
+# Each target does everything from nothing: virtual environment, installation, run.
+PYTHON ?= python3
+VENV ?= .venv
+# Tests use this version. On a machine without a GPU a CPU build of it saves gigabytes.
+TORCH ?= torch==2.13.0
+CHECKPOINT ?= checkpoints/tiny-python
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test bench lint types layers docs checkpoint clean
+
+demo: $(VENV)/.base
+	$(BIN)/hal generate $(CHECKPOINT) --max-new-tokens 80 \
+	  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'import os'
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs docs/_build/html
+
+checkpoint: $(VENV)/.test
+	$(BIN)/python checkpoints/train.py
+
+clean:
+	rm -rf $(VENV) build dist docs/_build *.egg-info
+
+$(VENV)/.base: setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/.test

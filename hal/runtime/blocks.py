@@ -1,0 +1,31 @@
+"""Blocks of the KV cache, handed out and taken back."""
+
+from __future__ import annotations
+
+from hal.kv_cache import DUMMY_BLOCK
+
+
+class BlockAllocator:
+    """Hands out the blocks of a cache, one after another where it can, since neighbours can be read without a copy."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = list(range(DUMMY_BLOCK + 1, num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """``count`` blocks, or None if fewer are free."""
+        if count > len(self._free):
+            return None
+        starts = range(len(self._free) - count + 1)
+        first = next((i for i in starts if self._free[i + count - 1] - self._free[i] == count - 1), 0)
+        taken = self._free[first : first + count]
+        del self._free[first : first + count]
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Take blocks back."""
+        self._free = sorted(self._free + blocks)

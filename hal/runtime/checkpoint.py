@@ -1,0 +1,203 @@
+"""A checkpoint on disk, in the layout of Hugging Face: config.json, safetensors files, tokenizer.json.
+
+Only safetensors are read. Nothing is unpickled, and no code from a checkpoint runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from hal.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+REMAP_BYTES = 64 << 20
+"""A file is mapped anew after so many bytes, because pages that were read count as the process's memory until then."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@attrs.frozen
+class TensorInfo:
+    """Where a tensor is, and its shape. Its values are read later."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@attrs.frozen
+class Checkpoint:
+    """An opened checkpoint: everything but the weights' values has been read and checked.
+
+    Attributes:
+        path: its folder.
+        config: config.json.
+        tensors: what the safetensors files hold, by name.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Open the folder ``path``.
+
+        Raises:
+            CheckpointError: there is no such folder, it is no checkpoint, or a file in it is damaged or unsafe.
+        """
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            found = "a file" if folder.exists() else "nothing"
+            raise CheckpointError(f"no checkpoint at {folder}: found {found}", "give the path of a checkpoint's folder")
+        config = _read_json(folder / "config.json")
+        tensors: dict[str, TensorInfo] = {}
+        for file in _weight_files(folder):
+            for name, info in _inspect(file):
+                if name in tensors:
+                    raise CheckpointError(
+                        f"{file.name} and {tensors[name].file.name} both hold {name}",
+                        "remove the file that is not meant",
+                    )
+                tensors[name] = info
+        return cls(folder, config, tensors)
+
+    @property
+    def architecture(self) -> str:
+        """The architecture that config.json names."""
+        architectures = self.config.get("architectures")
+        if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
+            raise CheckpointError(
+                f"{self.path / 'config.json'} names no architecture",
+                'add "architectures": ["..."] as its author meant it',
+            )
+        return architectures[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are held in, by config.json, or else by most of their bytes."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        if isinstance(named, str) and isinstance(dtype := getattr(torch, named, None), torch.dtype):
+            return dtype
+        kinds = [info.dtype for info in self.tensors.values()]
+        return _DTYPES[max(set(kinds), key=kinds.count)] if kinds else torch.float32
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text, by generation_config.json, or else by config.json."""
+        file = self.path / "generation_config.json"
+        ids = (_read_json(file) if file.exists() else {}).get("eos_token_id", self.config.get("eos_token_id"))
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(each) is int for each in listed):
+            raise CheckpointError(f"eos_token_id in {self.path} is {ids!r}", "make it a token id, or a list of them")
+        return frozenset(listed)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of tokenizer.json."""
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{self.path} has no tokenizer.json", "save the fast tokenizer beside the weights")
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise CheckpointError(f"{file} is not a tokenizer: {error}", "download or save it again") from None
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The values of ``names``, file by file, as CPU tensors mapped from disk: copy each before taking the next."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file, wanted in by_file.items():
+            for group in _grouped(wanted, self.tensors):
+                with _opened(file) as handle:
+                    for name in group:
+                        yield name, handle.get_tensor(name)
+
+
+def _grouped(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name in names:
+        group.append(name)
+        size += torch.Size(tensors[name].shape).numel() * _DTYPES[tensors[name].dtype].itemsize
+        if size >= REMAP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file.parent} is no checkpoint: it has no {file.name}", "give the folder that holds config.json"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "download or save it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object", "download or save it again")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        weight_map = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map", "download or save it again")
+        names = sorted(set(weight_map.values()))
+        # A name with a path in it could point anywhere on the machine.
+        if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise CheckpointError(
+                f"{INDEX} names {outside[0]!r}, which is no safetensors file of the folder", "download or save it again"
+            )
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names", "download it again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise CheckpointError(
+            f"{folder} holds {len(files)} safetensors files and no {INDEX}", "save it again, or add the index"
+        )
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when loaded",
+            "convert it to safetensors on a machine that you can lose",
+        )
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it has no safetensors file", "give the folder that holds the weights"
+    )
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}", "it may be truncated; download or save it again"
+        ) from None
+
+
+def _inspect(file: Path) -> Iterator[tuple[str, TensorInfo]]:
+    with _opened(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            part = handle.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise CheckpointError(
+                    f"{name} in {file} is {part.get_dtype()}", f"use a checkpoint in one of {', '.join(_DTYPES)}"
+                )
+            yield name, TensorInfo(file, tuple(part.get_shape()), part.get_dtype())

@@ -1,0 +1,223 @@
+"""Generation: many prompts at once, each to its end."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.errors import BatchError, ConfigError, NumericsError
+from hal.runtime.blocks import BlockAllocator
+from hal.runtime.runner import Runner
+
+log = logging.getLogger("hal.runtime")
+
+MAX_PREFILL_TOKENS = 8192
+"""New prompts join a prefill step until it holds so many tokens; a longer prompt goes alone."""
+
+
+@attrs.frozen
+class SamplingParams:
+    """How the tokens of one prompt are chosen; see :func:`hal.ops.sample`.
+
+    Attributes:
+        max_new_tokens: at most so many.
+        temperature: 0 takes the likeliest token each time.
+        top_k: keep only the likeliest; 0 keeps all.
+        top_p: keep the likeliest that together reach this probability.
+        min_p: keep tokens at least this fraction as likely as the likeliest.
+        seed: of this prompt alone; the same seed gives the same tokens in any batch.
+        stop_token_ids: tokens that end the text. They are reported, as the last token.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __attrs_post_init__(self) -> None:
+        ranges = {
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "seed": 0 <= self.seed < 2**63,
+        }
+        for name, fits in ranges.items():
+            if not fits:
+                raise ConfigError(f"{name} is {getattr(self, name)}, out of its range", "see hal.SamplingParams")
+
+
+@attrs.frozen
+class Token:
+    """One new token.
+
+    Attributes:
+        prompt: which prompt it continues.
+        token_id: the token.
+        finished: None, or why it is the prompt's last: ``stop`` (a stop token) or ``length`` (no room for more).
+    """
+
+    prompt: int
+    token_id: int
+    finished: Literal["stop", "length"] | None
+
+
+@attrs.define(eq=False)
+class _Sequence:
+    prompt: int
+    tokens: list[int]
+    params: SamplingParams
+    limit: int
+    blocks: list[int] = attrs.field(factory=list)
+    new: int = 0
+
+
+def generate(
+    runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> Iterator[Token]:
+    """Continue all ``prompts``, yielding tokens as they come: in the order of prompts within a step, step after step.
+
+    Prompts start as soon as the cache has room for them to their end. A prompt's tokens do not depend on the others.
+
+    Args:
+        runner: runs the steps.
+        prompts: token ids of each prompt.
+        params: for all prompts, or one for each.
+
+    Raises:
+        BatchError: an empty prompt, one longer than the model or the cache, or a token id out of range. All prompts are
+            checked before the first step.
+        NumericsError: the model gave NaN.
+    """
+    per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(per_prompt) != len(prompts):
+        raise BatchError(
+            f"{len(prompts)} prompts and {len(per_prompt)} parameters", "give one for all, or one for each"
+        )
+    waiting = deque(
+        _checked(runner, index, list(prompt), wanted)
+        for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
+    )
+    return _run(runner, waiting)
+
+
+def _checked(runner: Runner, index: int, prompt: list[int], params: SamplingParams) -> _Sequence:
+    longest, capacity = runner.model.max_length, runner.spec.num_tokens
+    if not prompt:
+        raise BatchError(f"prompt {index} is empty", "give it at least one token")
+    if len(prompt) >= longest:
+        raise BatchError(
+            f"prompt {index} is {len(prompt)} tokens long; the model takes {longest}, the new ones included",
+            "shorten the prompt",
+        )
+    if not all(0 <= token < runner.model.vocab_size for token in prompt):
+        raise BatchError(
+            f"prompt {index} has a token id out of the range 0 to {runner.model.vocab_size - 1}",
+            "check that the tokenizer belongs to the model",
+        )
+    limit = min(params.max_new_tokens, longest - len(prompt))
+    if limit < params.max_new_tokens:
+        log.warning("prompt %d: the model has room for %d new tokens, not %d", index, limit, params.max_new_tokens)
+    if len(prompt) + limit > capacity:
+        raise BatchError(
+            f"prompt {index} needs {len(prompt) + limit} tokens of cache, and the cache holds {capacity}",
+            "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
+        )
+    return _Sequence(index, prompt, params, limit)
+
+
+def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
+    allocator = BlockAllocator(runner.spec.num_blocks)
+    running: list[_Sequence] = []
+    while waiting or running:
+        admitted = _admit(runner, waiting, allocator)
+        if admitted:
+            batch = runner.batch([each.tokens for each in admitted], [each.blocks for each in admitted])
+            yield from _take(admitted, runner.prefill(batch))
+            running += admitted
+        running = _without_finished(running, allocator)
+        if running:
+            cached = [len(each.tokens) - 1 for each in running]
+            batch = runner.batch(
+                [each.tokens[-1:] for each in running], [each.blocks for each in running], cached=cached
+            )
+            yield from _take(running, runner.decode(batch))
+            running = _without_finished(running, allocator)
+
+
+def _admit(runner: Runner, waiting: deque[_Sequence], allocator: BlockAllocator) -> list[_Sequence]:
+    """The next prompts, as far as the cache has room for them to their end and the step for their tokens."""
+    admitted: list[_Sequence] = []
+    tokens = 0
+    while waiting and (not admitted or tokens + len(waiting[0].tokens) <= MAX_PREFILL_TOKENS):
+        first = waiting[0]
+        blocks = allocator.take(runner.spec.blocks_for(len(first.tokens) + first.limit))
+        if blocks is None:
+            break
+        first.blocks = blocks
+        tokens += len(first.tokens)
+        admitted.append(waiting.popleft())
+    return admitted
+
+
+def _take(sequences: list[_Sequence], logits: Tensor) -> Iterator[Token]:
+    """Choose each sequence's next token and append it."""
+    with torch.inference_mode():
+        _refuse_nan(sequences, logits)
+        chosen = _choose(sequences, logits).tolist()
+    for sequence, token in zip(sequences, chosen, strict=True):
+        sequence.tokens.append(token)
+        sequence.new += 1
+        yield Token(sequence.prompt, token, _finished(sequence))
+
+
+def _choose(sequences: list[_Sequence], logits: Tensor) -> Tensor:
+    if all(each.params.temperature == 0 for each in sequences):
+        return ops.greedy_sample(logits)
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(logits.device)
+
+    return ops.sample(
+        logits,
+        column([each.params.temperature for each in sequences], torch.float32),
+        column([each.params.top_k for each in sequences], torch.int32),
+        column([each.params.top_p for each in sequences], torch.float32),
+        column([each.params.min_p for each in sequences], torch.float32),
+        column([each.params.seed for each in sequences], torch.int64),
+        column([each.new for each in sequences], torch.int64),
+    )
+
+
+def _finished(sequence: _Sequence) -> Literal["stop", "length"] | None:
+    if sequence.tokens[-1] in sequence.params.stop_token_ids:
+        return "stop"
+    return "length" if sequence.new == sequence.limit else None
+
+
+def _without_finished(running: list[_Sequence], allocator: BlockAllocator) -> list[_Sequence]:
+    for sequence in running:
+        if _finished(sequence):
+            allocator.give_back(sequence.blocks)
+    return [sequence for sequence in running if not _finished(sequence)]
+
+
+def _refuse_nan(sequences: list[_Sequence], logits: Tensor) -> None:
+    bad = logits.amax(-1).isnan()
+    if bad.any():
+        prompts = [str(each.prompt) for each, wrong in zip(sequences, bad.tolist(), strict=True) if wrong]
+        raise NumericsError(
+            f"the model gave NaN logits for prompt {', '.join(prompts)}",
+            "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
+        )

@@ -1,0 +1,130 @@
+"""Making a model from a checkpoint: names and shapes are checked first, then each tensor goes straight to its place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+from torch import nn
+
+from hal.backend import Backend
+from hal.errors import CheckpointError, ConfigError, nearest
+from hal.nn import CausalLM, MergedLinear
+from hal.runtime.checkpoint import Checkpoint
+
+GROUP = "hal.models"
+Progress = Callable[[int, int], None]
+"""Told the bytes loaded so far, and the bytes in all."""
+
+
+@attrs.frozen
+class _Place:
+    """Where a checkpoint's tensor goes: the rows of a parameter from ``start`` on; all of it, unless it is merged."""
+
+    module: nn.Module
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def load_model(path: str | Path | Checkpoint, backend: Backend, *, progress: Progress | None = None) -> CausalLM:
+    """Load a checkpoint onto a backend's device.
+
+    Args:
+        path: the checkpoint's folder.
+        backend: its config's ``dtype`` decides what the weights are held in.
+        progress: called as weights arrive.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
+        ConfigError: its config, or the dtype, is not one that the model or the backend can do.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    asked = backend.config.dtype
+    dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
+    backend.check_dtype(dtype)
+    with torch.device("meta"):
+        model = model_class(checkpoint.architecture).from_config(checkpoint.config)
+    if (dims := backend.limits.head_dims) and model.head_dim not in dims:
+        raise ConfigError(
+            f"the backend {backend.name} has no attention for head_dim {model.head_dim}",
+            f"it takes {', '.join(map(str, dims))}; choose another backend",
+        )
+    places = dict(_places(model))
+    _check(checkpoint, model, places)
+    _fill(checkpoint, places, dtype, backend.device.torch, progress)
+    if left := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]:
+        raise CheckpointError(f"{type(model).__name__} keeps {', '.join(left)}, which no checkpoint fills", "make it a "
+                              "parameter, or compute it in forward")  # fmt: skip
+    return model.eval()
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The model registered for an architecture's name; imports that one only."""
+    known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    if architecture not in known:
+        raise CheckpointError(
+            f"no model is registered for the architecture {architecture!r}", nearest(architecture, known)
+        )
+    cls: type[CausalLM] = known[architecture].load()
+    return cls
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+    """Every checkpoint tensor that the model takes, and where it goes."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(module, MergedLinear):
+                yield f"{path}.{name}".lstrip("."), _Place(module, name, 0, tuple(parameter.shape))
+                continue
+            start, parent = 0, path.rpartition(".")[0]
+            for part, rows in module.parts.items():
+                shape = (rows, *parameter.shape[1:])
+                yield f"{parent}.{part}.{name}".lstrip("."), _Place(module, name, start, shape)
+                start += rows
+
+
+def _check(checkpoint: Checkpoint, model: CausalLM, places: Mapping[str, _Place]) -> None:
+    tensors = checkpoint.tensors
+    problems = [f"{name} is missing" for name in places if name not in tensors]
+    problems += [
+        f"{name} is {list(tensors[name].shape)}, not {list(place.shape)}"
+        for name, place in places.items()
+        if name in tensors and tensors[name].shape != place.shape
+    ]
+    problems += [f"{name} is not the model's" for name in tensors if name not in places and name not in model.tied]
+    problems += [
+        f"{name} repeats {source}, yet their shapes differ"
+        for name, source in model.tied.items()
+        if name in tensors and tensors[name].shape != places[source].shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(
+            f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}",
+            "check that config.json and the weights belong together",
+        )
+
+
+def _fill(
+    checkpoint: Checkpoint,
+    places: Mapping[str, _Place],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> None:
+    sizes = {name: torch.Size(place.shape).numel() * dtype.itemsize for name, place in places.items()}
+    done, total = 0, sum(sizes.values())
+    for name, values in checkpoint.read(places):
+        place = places[name]
+        parameter = getattr(place.module, place.parameter)
+        if parameter.is_meta:  # the first of its parts to arrive
+            parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+            setattr(place.module, place.parameter, parameter)
+        parameter.data[place.start : place.start + place.shape[0]].copy_(values)
+        done += sizes[name]
+        if progress is not None:
+            progress(done, total)

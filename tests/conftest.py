@@ -1,0 +1,41 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hal
+from hal import ops
+
+
+@pytest.fixture
+def cpu() -> Iterator[hal.Backend]:
+    """The CPU backend, active."""
+    yield hal.open("cpu")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def trained(repository: Path) -> Path:
+    """The trained checkpoint."""
+    return repository / "checkpoints" / "tiny-python"
+
+
+@pytest.fixture
+def forget_operations() -> Iterator[None]:
+    """Take operations that a test declares out of the catalogue again, so that no other test meets them."""
+    from hal.ops import declaration
+
+    known = set(ops.catalogue())
+    yield
+    for name in set(ops.catalogue()) - known:
+        operation = declaration._catalogue.pop(name)
+        del declaration._by_function[operation.function]

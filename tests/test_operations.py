@@ -1,0 +1,319 @@
+"""Every operation of the catalogue: its declaration, its reference, the CPU's kernels, and how calls find them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import hal
+from hal import ops
+from hal.device import Device
+from hal.errors import MissingKernel, OperationError
+from hal.ops import Draw, Operation, Sample
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPERATIONS = list(ops.catalogue().values())
+
+
+def each_operation() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
+
+
+def copied(sample: Sample) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in sample]
+
+
+def assert_agree(operation: Operation, dtype: torch.dtype, found: Any, expected: Any, sample: int) -> None:
+    rtol, atol = operation.tolerance[dtype]
+    for got, want in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=rtol, atol=atol, msg=lambda text: f"{operation.name}, sample {sample}, {dtype}: {text}"
+        )
+
+
+@each_operation()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cpu_kernel_meets_the_reference(cpu: hal.Backend, operation: Operation, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        for index, sample in enumerate(operation.samples(Draw(dtype, seed=seed))):
+            ours, reference = copied(sample), copied(sample)
+            found, expected = getattr(cpu.ops, operation.name)(*ours), operation.reference(*reference)
+            assert_agree(operation, dtype, (found, ours), (expected, reference), index)
+
+
+@each_operation()
+def test_opcheck(operation: Operation) -> None:
+    for sample in operation.samples(Draw()):
+        torch.library.opcheck(operation.overload, tuple(copied(sample)))
+
+
+@each_operation()
+def test_the_node_gives_what_the_call_gives(cpu: hal.Backend, operation: Operation) -> None:
+    sample = next(iter(operation.samples(Draw())))
+    by_node, by_call = copied(sample), copied(sample)
+    torch.testing.assert_close(operation.overload(*by_node), operation.function(*by_call), rtol=0, atol=0)
+    torch.testing.assert_close(by_node, by_call, rtol=0, atol=0)
+
+
+@each_operation()
+def test_mutates_what_it_declares_and_nothing_else(cpu: hal.Backend, operation: Operation) -> None:
+    for sample in operation.samples(Draw()):
+        arguments = copied(sample)
+        operation.function(*arguments)
+        for name, before, after in zip(operation.signature.parameters, sample, arguments, strict=True):
+            if isinstance(before, Tensor) and before.numel() and name in operation.mutates:
+                assert not torch.equal(before, after), f"{name} was not written"
+            elif isinstance(before, Tensor):
+                assert torch.equal(before, after), f"{name} was written"
+
+
+@each_operation()
+def test_host_arguments_repeat_their_device_twins(operation: Operation) -> None:
+    for sample in operation.samples(Draw()):
+        named = dict(zip(operation.signature.parameters, sample, strict=True))
+        for name in operation.host:
+            assert torch.equal(named[name], named[name.removesuffix("_host")].cpu())
+
+
+@each_operation()
+def test_documentation_says_what_goes_in_and_out(operation: Operation) -> None:
+    text = operation.function.__doc__ or ""
+    for parameter in operation.signature.parameters:
+        assert f"{parameter}:" in text, f"{operation.name} does not say what {parameter} is"
+    assert operation.signature.return_annotation in (None, "None") or "Returns:" in text
+
+
+def test_grad_is_refused() -> None:
+    with pytest.raises(OperationError, match="requires grad"):
+        torch.ops.hal.rms_norm(torch.ones(2, 4, requires_grad=True), torch.ones(4), 1e-6)
+    with torch.no_grad():
+        torch.ops.hal.rms_norm(torch.ones(2, 4, requires_grad=True), torch.ones(4), 1e-6)
+
+
+def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend) -> None:
+    from hal.ops import rms_norm
+
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    right = rms_norm(x, weight, 1e-6)
+    other = hal.Backend("other", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x + 1})
+    other.activate()
+    assert torch.equal(rms_norm(x, weight, 1e-6), x + 1)
+    assert torch.equal(cpu.ops.rms_norm(x, weight, 1e-6), right)
+    cpu.activate()
+    assert torch.equal(rms_norm(x, weight, 1e-6), right)
+
+
+def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
+    """Neither when a backend with a wrong kernel is active, nor through a fused operation made of a fused operation."""
+    wrong = hal.Backend("wrong", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x * 0})
+    for operation in map(ops.operation, ("add_rms_norm", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache")):
+        sample = next(iter(operation.samples(Draw())))
+        cpu.activate()
+        expected = operation.reference(*copied(sample))
+        wrong.activate()
+        torch.testing.assert_close(operation.reference(*copied(sample)), expected, rtol=0, atol=0)
+        stand_in = tree_leaves(operation.function(*copied(sample)))[0]
+        assert not torch.allclose(stand_in, tree_leaves(expected)[0]), "run for want of a kernel, it takes its parts' kernels"
+    cpu.activate()
+
+
+def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> None:
+    other = hal.Backend("other", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+    normed, hidden = other.ops.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6)
+    assert (normed == 7).all()
+    assert (hidden == 2).all()
+
+
+def test_strict_refuses_to_run_a_reference() -> None:
+    backend = hal.open({"backend": "cpu", "strict": True})
+    sample = next(iter(ops.operation("sample").samples(Draw())))
+    with pytest.raises(MissingKernel, match="no kernel for sample"):
+        ops.sample(*sample)
+    backend.ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
+    hal.open("cpu")
+
+
+def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    backend = hal.Backend("bare", Device(torch.device("cpu")), kernels={})
+    backend.activate()
+    with caplog.at_level("INFO", "hal.backend"):
+        for _ in range(3):
+            ops.silu_and_mul(torch.ones(1, 4))
+    assert [record.getMessage() for record in caplog.records] == ["bare has no kernel for silu_and_mul; its reference runs"]
+    hal.open("cpu")
+
+
+def test_a_kernel_under_an_unknown_name_is_refused() -> None:
+    with pytest.raises(OperationError, match=r"did you mean 'rms_norm'"):
+        hal.Backend("typo", Device(torch.device("cpu")), kernels={"rms_nrom": lambda: None})
+
+
+@pytest.mark.usefixtures("forget_operations")
+class TestDeclaration:
+    @staticmethod
+    def no_samples(draw: Draw) -> Iterator[Sample]:
+        yield (draw.normal(2),)
+
+    def test_bodies_may_name_operations_in_every_way(self, cpu: hal.Backend) -> None:
+        """As a module's attribute, in a helper, in a closure, and in a comprehension."""
+        norm = ops.rms_norm
+
+        def helper(x: Tensor) -> Tensor:
+            return ops.rms_norm(x, torch.ones(4), 1e-6)
+
+        @ops.fused_op(samples=self.no_samples, namespace="haltest")
+        def thrice_normed(x: Tensor) -> Tensor:
+            parts = [hal.ops.rms_norm(part, torch.ones(4), 1e-6) for part in (x,)]
+            return norm(helper(parts[0]), torch.ones(4), 1e-6)
+
+        seen = []
+
+        def meaning(operation: Operation) -> Any:
+            seen.append(operation.name)
+            return lambda x, weight, eps: x + 1
+
+        assert (ops.operation("thrice_normed").rebound(meaning)(torch.zeros(1, 4)) == 3).all()
+        assert set(seen) == {"rms_norm"}
+
+    def test_an_attribute_of_the_same_name_is_left_alone(self) -> None:
+        linear = ops.operation("linear")
+        torch.testing.assert_close(linear.reference(torch.ones(1, 2), torch.ones(3, 2), None), torch.full((1, 3), 2.0))
+
+    def test_names_are_unique_and_arguments_exist(self) -> None:
+        with pytest.raises(OperationError, match="declared already"):
+            ops.op(samples=self.no_samples)(ops.operation("rms_norm").body)
+
+        def body(x: Tensor) -> Tensor:
+            return x + 1
+
+        with pytest.raises(OperationError, match="'y'"):
+            ops.op(samples=self.no_samples, mutates=("y",), namespace="haltest")(body)
+
+    def test_outputs_of_a_node_alias_nothing(self, cpu: hal.Backend) -> None:
+        sample = next(iter(ops.operation("split_qkv_rmsnorm_rope").samples(Draw())))
+        by_call, by_node = ops.split_qkv_rmsnorm_rope(*sample)[2], torch.ops.hal.split_qkv_rmsnorm_rope(*sample)[2]
+        assert by_call.untyped_storage().data_ptr() == sample[0].untyped_storage().data_ptr()
+        assert by_node.untyped_storage().data_ptr() != sample[0].untyped_storage().data_ptr()
+        assert torch.equal(by_call, by_node)
+
+    def test_declared_after_a_backend_was_opened(self, cpu: hal.Backend) -> None:
+        @ops.fused_op(samples=self.no_samples, namespace="haltest")
+        def late(x: Tensor) -> Tensor:
+            return ops.rms_norm(x, torch.ones(4), 1e-6)
+
+        torch.testing.assert_close(late(torch.ones(1, 4)), torch.ones(1, 4), rtol=1e-5, atol=1e-5)
+
+
+def test_dynamo_sees_one_node_a_call(cpu: hal.Backend) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def layer(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        normed, hidden = ops.add_rms_norm(x, residual, weight, 1e-6)
+        return ops.silu_and_mul(normed) + ops.rms_norm(hidden, weight, eps=1e-6)[..., :4]
+
+    x, residual, weight = torch.randn(2, 8), torch.randn(2, 8), torch.ones(8)
+    with torch.no_grad():
+        layer(x, residual, weight)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if "hal" in str(node.target)]
+    assert targets == ["hal.add_rms_norm.default", "hal.silu_and_mul.default", "hal.rms_norm.default"]
+    torch.compiler.reset()
+
+
+class TestAttention:
+    """The reference itself, against attention written out for one query at a time."""
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_reference_against_one_query_at_a_time(self, seed: int) -> None:
+        for sample in ops.operation("paged_attention").samples(Draw(seed=seed)):
+            query, keys, values, table, starts, lens, _, _, scale, causal, window = sample
+            found = ops.operation("paged_attention").reference(*sample)
+            heads, kv_heads, block = query.shape[1], keys.shape[2], keys.shape[1]
+            for row in range(lens.shape[0]):
+                first, last, length = int(starts[row]), int(starts[row + 1]), int(lens[row])
+                for token in range(first, last):
+                    position = length - last + token
+                    expected = torch.zeros_like(query[token])
+                    seen = [
+                        slot
+                        for slot in range(length)
+                        if (not causal or slot <= position) and (window is None or slot > position - window)
+                    ]
+                    for head in range(heads) if seen else ():
+                        rows = [(int(table[row, slot // block]), slot % block, head * kv_heads // heads) for slot in seen]
+                        scores = torch.stack([query[token, head] @ keys[at] * scale for at in rows]).softmax(0)
+                        expected[head] = sum(score * values[at] for score, at in zip(scores, rows, strict=True))
+                    torch.testing.assert_close(found[token], expected, rtol=1e-5, atol=1e-5)
+
+    def test_garbage_in_unused_slots_is_not_seen(self, cpu: hal.Backend) -> None:
+        for sample in ops.operation("paged_attention").samples(Draw(seed=1)):
+            arguments = copied(sample)
+            table, lens, block = sample[3], sample[5], sample[1].shape[1]
+            used = torch.zeros(sample[1].shape[0] * block, dtype=torch.bool)
+            for row in range(lens.shape[0]):
+                slots = torch.arange(int(lens[row]))
+                used[table[row].long()[slots // block] * block + slots % block] = True
+            for cache in arguments[1:3]:
+                cache.flatten(0, 1)[~used] = math.nan
+            expected = cpu.ops.paged_attention(*sample)
+            torch.testing.assert_close(cpu.ops.paged_attention(*arguments), expected)
+            torch.testing.assert_close(ops.operation("paged_attention").reference(*arguments), expected)
+
+
+class TestSampling:
+    def arguments(self, logits: Tensor, **given: float) -> list[Tensor]:
+        batch = logits.shape[0]
+        values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | given
+        kinds = {"top_k": torch.int32}
+        columns = [torch.full((batch,), value, dtype=kinds.get(name, torch.float32)) for name, value in values.items()]
+        return [logits, *columns]
+
+    def draw_many(self, logits: Tensor, count: int, **given: float) -> Tensor:
+        many = logits.expand(count, -1)
+        return ops.sample(*self.arguments(many, **given), torch.full((count,), 123), torch.arange(count))
+
+    def test_frequencies_are_the_probabilities(self) -> None:
+        logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
+        count = 40000
+        for temperature in (0.5, 1.0, 2.0):
+            found = torch.bincount(self.draw_many(logits, count, temperature=temperature), minlength=5) / count
+            expected = (logits[0] / temperature).softmax(-1)
+            # Five standard deviations of a frequency.
+            assert ((found - expected).abs() < 5 * (expected / count).sqrt()).all()
+
+    @pytest.mark.parametrize(
+        ("given", "allowed"),
+        [({"top_k": 2}, {1, 2}), ({"top_p": 0.6}, {2}), ({"top_p": 0.7}, {1, 2}), ({"min_p": 0.3}, {1, 2}),
+         ({"top_k": 3, "top_p": 0.999, "min_p": 0.0}, {0, 1, 2}), ({"temperature": 0.0}, {2})],
+    )  # fmt: skip
+    def test_what_is_left_out_never_comes(self, given: dict[str, float], allowed: set[int]) -> None:
+        logits = torch.tensor([[0.5, 1.0, 2.0, -3.0]])  # 0.139, 0.229, 0.623, 0.004... by softmax, rounded
+        assert set(self.draw_many(logits, 3000, **given).tolist()) == allowed
+
+    def test_ties_are_ranked_by_token(self) -> None:
+        assert set(self.draw_many(torch.zeros(1, 6), 300, top_k=2).tolist()) == {0, 1}
+        assert ops.greedy_sample(torch.zeros(2, 6)).tolist() == [0, 0]
+
+    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+        draw = Draw(seed=5)
+        logits, seeds, steps = draw.normal(7, 100), draw.integers(0, 2**62, 7), draw.integers(0, 99, 7)
+        together = ops.sample(*self.arguments(logits), seeds, steps)
+        alone = [ops.sample(*self.arguments(logits[i : i + 1]), seeds[i : i + 1], steps[i : i + 1]) for i in range(7)]
+        assert together.tolist() == torch.cat(alone).tolist()
+
+    def test_seed_and_step_both_matter(self) -> None:
+        logits = torch.zeros(64, 1000)
+        zero, up = torch.zeros(64, dtype=torch.int64), torch.arange(64)
+        assert len(set(ops.sample(*self.arguments(logits), up, zero).tolist())) > 50
+        assert len(set(ops.sample(*self.arguments(logits), zero, up).tolist())) > 50
+        assert len(set(ops.sample(*self.arguments(logits), up << 32, zero).tolist())) > 50

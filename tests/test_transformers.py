@@ -1,0 +1,251 @@
+"""Our Qwen3 against the one of Hugging Face transformers, on random checkpoints and on the trained one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from reference import TEXTS, TRAINED, open_runner, prompts
+from torch import Tensor
+
+import hal
+
+transformers = pytest.importorskip("transformers", reason="transformers is what our logits are compared with")
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits, as a share of the largest logit."""
+STEPS = 16
+SEEDS = range(30, 54)  # these cover what they should, says a test below
+SENSITIVE_SEED = 32  # two layers, one of them with a window, and a spelled-out layer_types
+
+
+@attrs.frozen
+class Case:
+    """A random checkpoint, its model in transformers, and sequences to run: the last STEPS tokens of each are decoded.
+
+    ``blocks`` are each sequence's blocks, ``cuts`` the tokens that are cached before a prefill that continues.
+    """
+
+    path: Path
+    model: Any
+    sequences: list[list[int]]
+    block_size: int
+    blocks: list[list[int]]
+    cuts: list[int]
+
+    def runner(self, compiler: str = "eager", path: Path | None = None) -> hal.Runner:
+        """A runner whose cache has just the blocks needed, all NaN: a slot that was never written must never be read."""
+        num_tokens = sum(map(len, self.blocks)) * self.block_size
+        runner = open_runner(path or self.path, compiler, num_tokens=num_tokens, block_size=self.block_size)
+        with torch.inference_mode():
+            for cache in (cache for layer in runner.cache.layers for cache in layer):
+                cache[1:] = math.nan
+        return runner
+
+
+def draw_config(seed: int) -> Any:
+    """A Qwen3 configuration. Sizes are such that hidden_size / num_attention_heads is never head_dim."""
+    draw = random.Random(seed)
+    kv_heads, layers = draw.choice((1, 2)), draw.randint(1, 4)
+    window: dict[str, Any] = {}
+    if draw.random() < 0.5:
+        window = {"use_sliding_window": True, "sliding_window": draw.randint(5, 20)}
+        if draw.random() < 0.5:
+            window["layer_types"] = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+            window["layer_types"][draw.randrange(layers)] = "sliding_attention"
+        else:
+            window["max_window_layers"] = draw.randrange(layers)
+    return transformers.Qwen3Config(
+        vocab_size=draw.choice((97, 256, 1000)),
+        hidden_size=draw.choice((48, 80, 96, 160)),
+        intermediate_size=draw.choice((56, 128, 200)),
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * draw.choice((1, 2, 4, 8)),
+        num_key_value_heads=kv_heads,
+        head_dim=draw.choice((16, 32, 64, 128)),
+        max_position_embeddings=128,
+        rms_norm_eps=draw.choice((1e-6, 1e-5, 1e-3)),
+        rope_parameters={"rope_type": "default", "rope_theta": draw.choice((100.0, 1e4, 5e5, 1e6))},
+        attention_bias=draw.random() < 0.5,
+        tie_word_embeddings=draw.random() < 0.5,
+        attn_implementation="eager",
+        **window,
+    )
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Give every parameter values that show when it is misplaced, misread or left out."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            values = 1 + 0.4 * values
+        elif name.endswith("bias"):
+            values *= 0.5
+        elif "embed" in name:
+            values *= 0.1  # small, so that the first norms depend on epsilon
+        else:
+            values *= parameter.shape[1] ** -0.5
+        parameter.data.copy_(values)
+
+
+def spell_as_before_version_5(path: Path) -> None:
+    """Rewrite config.json as older checkpoints have it, without what transformers writes for readers of today."""
+    config = json.loads((path / "config.json").read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["rope_scaling"] = None
+    config["torch_dtype"] = config.pop("dtype")
+    del config["layer_types"]  # max_window_layers says the same
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def build(seed: int, path: Path) -> Case:
+    config, draw = draw_config(seed), random.Random(1000 + seed)
+    slides = [
+        config.use_sliding_window and layer >= config.max_window_layers for layer in range(config.num_hidden_layers)
+    ]
+    derived = config.layer_types == [f"{'sliding' if each else 'full'}_attention" for each in slides]
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    randomise(model, seed)
+    sharded = draw.random() < 0.5
+    model.save_pretrained(path, max_shard_size="40KB" if sharded else "1GB")
+    assert (path / "model.safetensors.index.json").exists() == sharded
+    if derived and draw.random() < 0.5:
+        spell_as_before_version_5(path)
+
+    count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # no count is a bucket
+    lengths = [draw.randint(1, 45) for _ in range(count)]
+    lengths[-1] = 45  # beyond every window
+    sequences = [[draw.randrange(config.vocab_size) for _ in range(length + STEPS)] for length in lengths]
+    cuts = [draw.randrange(length) for length in lengths]
+    needed = [math.ceil(len(sequence) / block_size) for sequence in sequences]
+    # Half of the sequences own neighbouring blocks, half own blocks from all over.
+    free = list(range(1, sum(needed) + 1))
+    blocks = [[free.pop(0) for _ in range(number)] for number in needed[: count // 2]]
+    draw.shuffle(free)
+    blocks += [[free.pop() for _ in range(number)] for number in needed[count // 2 :]]
+    return Case(path, model, sequences, block_size, blocks, cuts)
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids="seed={}".format)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return build(request.param, tmp_path_factory.mktemp("qwen3"))
+
+
+def their_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Logits ``[tokens, vocab_size]`` of one sequence, all alone and all at once."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None) -> list[Tensor]:
+    """The same of every sequence of ``case``, in one batch: prefill (from ``cuts`` on, if given), then decode."""
+    count = len(case.sequences)
+    ends = [len(sequence) - STEPS for sequence in case.sequences]
+    parts: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def run(step: Callable[[hal.Batch], Tensor], starts: Sequence[int], stops: Sequence[int]) -> None:
+        rows = [row for row in range(count) if starts[row] < stops[row]]
+        new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
+        batch = runner.batch(
+            new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], all_logits=True
+        )
+        logits = step(batch).clone()  # a replay's are valid until the next
+        for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
+            parts[row].append(part)
+
+    starts = [0] * count
+    if cuts is not None:
+        run(runner.prefill, starts, cuts)
+        starts = list(cuts)
+    run(runner.prefill, starts, ends)
+    for step in range(STEPS):
+        run(runner.decode, [end + step for end in ends], [end + step + 1 for end in ends])
+    return [torch.cat(part) for part in parts]
+
+
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference over the sequences, each as a share of its largest logit; NaN counts as infinite."""
+    return max(
+        float(((a - b).abs().amax() / b.abs().amax()).nan_to_num(math.inf)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_logits(case: Case, compiler: str, record_property: Callable[[str, object], None]) -> None:
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    found = difference(our_logits(case.runner(compiler), case), theirs)
+    record_property("difference", found)
+    assert found <= TOLERANCE
+
+
+def test_prefill_after_a_cached_prefix(case: Case, record_property: Callable[[str, object], None]) -> None:
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    found = difference(our_logits(case.runner(), case, cuts=case.cuts), theirs)
+    record_property("difference", found)
+    assert found <= TOLERANCE
+
+
+def test_sliding_window_matters(case: Case) -> None:
+    """In transformers itself, or the comparison would prove nothing about windows."""
+    config = case.model.config
+    if not config.use_sliding_window:
+        pytest.skip("this configuration has no sliding window")
+    unlimited = transformers.Qwen3Config.from_dict(
+        {**config.to_dict(), "use_sliding_window": False, "layer_types": None}, attn_implementation="eager"
+    )
+    whole = transformers.Qwen3ForCausalLM(unlimited).eval()
+    whole.load_state_dict(case.model.state_dict())
+    longest = case.sequences[-1]
+    with_window, without = their_logits(case.model, longest), their_logits(whole, longest)
+    assert difference([with_window[: config.sliding_window]], [without[: config.sliding_window]]) <= TOLERANCE
+    assert difference([with_window], [without]) > 100 * TOLERANCE
+
+
+def test_the_configurations_cover_what_they_should() -> None:
+    configs = [draw_config(seed) for seed in SEEDS]
+
+    def drawn(value: Callable[[Any], Any]) -> set[Any]:
+        return {value(config) for config in configs}
+
+    assert drawn(lambda c: c.num_hidden_layers) == {1, 2, 3, 4}
+    assert drawn(lambda c: c.num_attention_heads // c.num_key_value_heads) == {1, 2, 4, 8}
+    assert drawn(lambda c: c.head_dim) == {16, 32, 64, 128}
+    assert drawn(lambda c: c.rms_norm_eps) == {1e-6, 1e-5, 1e-3}
+    assert drawn(lambda c: c.rope_parameters["rope_theta"]) == {100.0, 1e4, 5e5, 1e6}
+    assert drawn(lambda c: (c.attention_bias, c.tie_word_embeddings, c.use_sliding_window)) == {
+        (bias, tied, window) for bias in (False, True) for tied in (False, True) for window in (False, True)
+    }
+    assert drawn(lambda c: c.hidden_size == c.num_attention_heads * c.head_dim) == {False}
+    assert drawn(lambda c: len(set(c.layer_types))) == {1, 2}  # layers with and without a window in one model
+    assert drawn(lambda c: 0 < c.max_window_layers < c.num_hidden_layers) == {False, True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda config: config.update(rms_norm_eps=config["rms_norm_eps"] * 10), id="rms_norm_eps"),
+        pytest.param(lambda config: config["rope_parameters"].update(rope_theta=101.0), id="rope_theta"),
+        pytest.param(lambda config: config.update(sliding_window=config["sliding_window"] + 1), id="sliding_window"),
+        pytest.param(lambda config: config.update(use_sliding_window=False), id="use_sliding_window"),
+        pytest.param(lambda config: config.update(layer_types=["sliding_attention"] * 2), id="layer_types"),
+    ],
+)
+def test_a_wrong_config_would_be_noticed(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    """The comparison is no better than what it would notice."""
+    case = build(SENSITIVE_SEED, tmp_path / "right")
+    shutil.copytree(case.path, tmp_path / "wrong")
+    config = json.loads((case.path / "config.json").read_text())
+    change(config)
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner(path=tmp_path / "wrong"), case), theirs) > TOLERANCE
