@@ -12,9 +12,9 @@ from hal import ops
 
 
 @pytest.fixture
-def cpu() -> Iterator[hal.Backend]:
+def cpu() -> hal.Backend:
     """The CPU backend, active."""
-    yield hal.open("cpu")
+    return hal.open("cpu")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the tests of whole models share: the trained checkpoint, prompts for it, and runners."""
+"""What the tests of whole models share: prompts for the trained checkpoint, and runners."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from pathlib import Path
 import hal
 from hal.runtime.checkpoint import Checkpoint
 
-TRAINED = Path(__file__).parents[1] / "checkpoints" / "tiny-python"
-
 TEXTS = (
     "import ",
     "def __init__(self, name",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "for key, value in sorted(table.items()):\n",
     'if __name__ == "__main__":\n    ',
-    "    try:\n        with open(path, encoding='utf-8') as file:\n            text = file.read()\n    except OSError as ",
+    "    try:\n        with open(path, 'rb') as file:\n            data = file.read()\n    except OSError as ",
     '"""Read and write',
-    "def fibonacci(n):\n    # Every number is the sum of the two before it.\n    a, b = 0, 1\n    while a < n:\n        ",
+    "def fibonacci(n):\n    # Each number is the sum of the last two.\n    a, b = 0, 1\n    while a < n:\n        ",
 )
 """Python to continue, of different lengths."""
 
 
-def prompts() -> list[list[int]]:
+def prompts(trained: Path) -> list[list[int]]:
     """:data:`TEXTS` as tokens of the trained checkpoint."""
-    return [encoding.ids for encoding in Checkpoint.open(TRAINED).tokenizer().encode_batch(list(TEXTS))]
+    return [encoding.ids for encoding in Checkpoint.open(trained).tokenizer().encode_batch(list(TEXTS))]
 
 
 def open_runner(

@@ -119,7 +119,9 @@ def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
         wrong.activate()
         torch.testing.assert_close(operation.reference(*copied(sample)), expected, rtol=0, atol=0)
         stand_in = tree_leaves(operation.function(*copied(sample)))[0]
-        assert not torch.allclose(stand_in, tree_leaves(expected)[0]), "run for want of a kernel, it takes its parts' kernels"
+        assert not torch.allclose(stand_in, tree_leaves(expected)[0]), (
+            "run for want of a kernel, it takes its parts' kernels"
+        )
     cpu.activate()
 
 
@@ -145,7 +147,9 @@ def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "hal.backend"):
         for _ in range(3):
             ops.silu_and_mul(torch.ones(1, 4))
-    assert [record.getMessage() for record in caplog.records] == ["bare has no kernel for silu_and_mul; its reference runs"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "bare has no kernel for silu_and_mul; its reference runs"
+    ]
     hal.open("cpu")
 
 
@@ -250,7 +254,9 @@ class TestAttention:
                         if (not causal or slot <= position) and (window is None or slot > position - window)
                     ]
                     for head in range(heads) if seen else ():
-                        rows = [(int(table[row, slot // block]), slot % block, head * kv_heads // heads) for slot in seen]
+                        rows = [
+                            (int(table[row, slot // block]), slot % block, head * kv_heads // heads) for slot in seen
+                        ]
                         scores = torch.stack([query[token, head] @ keys[at] * scale for at in rows]).softmax(0)
                         expected[head] = sum(score * values[at] for score, at in zip(scores, rows, strict=True))
                     torch.testing.assert_close(found[token], expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,241 @@
+"""Drivers: found through entry points, loaded by name alone, chosen by probe and priority, refused with reasons."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from stevedore.extension import ExtensionManager
+
+import hal
+from hal import registry
+from hal.errors import (
+    BackendNotActive,
+    ConfigError,
+    DriverError,
+    DriverIncompatible,
+    DriverNotFound,
+    DriverUnavailable,
+)
+
+VENDOR = """
+import hal
+from hal.device import Device
+import torch
+
+IMPORTED = True
+
+class Acme(hal.Driver):
+    name = "acme"
+    api_version = (1, 0)
+    priority = 10
+
+    def probe(self):
+        return hal.Probe(True)
+
+    def open(self, options):
+        return hal.Backend("acme", Device(torch.device("cpu")), kernels={})
+
+class Absent(Acme):
+    priority = 20
+    def probe(self):
+        return hal.Probe(False, "there is no Acme card", "buy one")
+
+class Raising(Acme):
+    def probe(self):
+        raise OSError("bus error")
+
+class NextMinor(Acme):
+    api_version = (1, 2)
+
+class NextMajor(Acme):
+    api_version = (2, 0)
+
+class Unfinished(hal.Driver):
+    name = "unfinished"
+    api_version = (1, 0)
+    def probe(self):
+        return hal.Probe(True)
+
+class Unrelated:
+    pass
+"""
+
+
+@pytest.fixture
+def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Vendor:
+    """A vendor's installed distribution, whose entry points a test chooses."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Vendor(tmp_path / "site", monkeypatch)
+
+
+@attrs.frozen
+class Vendor:
+    site: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    def install(self, **drivers: str) -> None:
+        info = self.site / "acme-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        lines = [f"{name} = {target}" for name, target in drivers.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines]))
+        (self.site / "acme_driver.py").write_text(textwrap.dedent(VENDOR))
+        (self.site / "acme_broken.py").write_text("import a_library_that_is_not_there\n")
+        self.monkeypatch.delitem(sys.modules, "acme_driver", raising=False)
+        self.monkeypatch.syspath_prepend(str(self.site))
+        # stevedore keeps what it found for the life of the process; a real installation comes before it.
+        self.monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
+
+
+def test_by_name_loads_that_driver_only(vendor: Vendor) -> None:
+    vendor.install(acme="acme_driver:Acme", broken="acme_broken:Driver")
+    assert hal.open("cpu").name == "cpu"
+    assert "acme_driver" not in sys.modules
+    assert hal.open("acme").name == "acme"
+    hal.open("cpu")
+
+
+def test_auto_takes_the_available_driver_of_highest_priority(vendor: Vendor) -> None:
+    vendor.install(acme="acme_driver:Acme", absent="acme_driver:Absent", raising="acme_driver:Raising")
+    assert hal.open({}).name == "acme"
+    hal.open("cpu")
+
+
+def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
+    vendor.install(
+        absent="acme_driver:Absent", raising="acme_driver:Raising", broken="acme_broken:Driver",
+        newer="acme_driver:NextMinor", typo="acme_driver:Nothing",
+    )  # fmt: skip
+    found = {each.name: each.probe for each in registry.candidates()}
+    assert found["cpu"].available
+    assert found["absent"] == hal.Probe(False, "there is no Acme card", "buy one")
+    assert "bus error" in found["raising"].reason
+    assert "a_library_that_is_not_there" in found["broken"].reason
+    assert "1.2" in found["newer"].reason
+    assert "Nothing" in found["typo"].reason
+    assert all(probe.reason and probe.hint for name, probe in found.items() if name != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("acme_driver:NextMinor", DriverIncompatible, r"needs driver API 1\.2; .* has 1\.0 and lacks what 1\.1, 1\.2"),
+        ("acme_driver:NextMajor", DriverIncompatible, r"written for driver API 2\.x"),
+        ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
+        ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
+        ("acme_driver:Absent", DriverUnavailable, "there is no Acme card\n  remedy: buy one"),
+        ("acme_broken:Driver", DriverError, "a_library_that_is_not_there"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_with_the_reason(
+    vendor: Vendor, target: str, error: type[DriverError], message: str
+) -> None:
+    vendor.install(acme=target)
+    with pytest.raises(error, match=message):
+        hal.open("acme")
+
+
+def test_an_older_minor_version_loads(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "API_VERSION", (1, 3))
+    vendor.install(acme="acme_driver:NextMinor")
+    assert hal.open("acme", activate=False).name == "acme"
+
+
+def test_an_unknown_driver_names_the_known_ones(vendor: Vendor) -> None:
+    vendor.install(acme="acme_driver:Acme")
+    with pytest.raises(DriverNotFound, match=r"did you mean 'acme'\? known: acme, cpu"):
+        hal.open("acne")
+
+
+def test_a_probe_that_says_no_must_say_why() -> None:
+    with pytest.raises(ValueError, match="reason and a hint"):
+        hal.Probe(False)
+
+
+class TestChoices:
+    def test_a_compiler_that_the_backend_lacks(self) -> None:
+        with pytest.raises(ConfigError, match=r"no compiler 'npugraph_ex'\n.*known: eager, graph"):
+            hal.open({"backend": "cpu", "compilation": {"compiler": "npugraph_ex"}})
+
+    def test_options_of_a_driver_are_read_strictly(self) -> None:
+        with pytest.raises(ConfigError, match=r"unknown key 'threads'.* options of the cpu driver"):
+            hal.open({"backend": "cpu", "options": {"threads": 3}})
+
+    def test_block_sizes_and_dtypes_follow_the_limits(self, cpu: hal.Backend) -> None:
+        limited = hal.Backend(
+            "limited", cpu.device, kernels={}, limits=hal.Limits(dtypes=(torch.float32,), block_sizes=(128,))
+        )
+        with pytest.raises(ConfigError, match="use one of 128"):
+            limited.configure(hal.Config(backend="limited", cache=hal.CacheConfig(block_size=16)))
+        with pytest.raises(ConfigError, match="set dtype to one of float32"):
+            limited.configure(hal.Config(backend="limited", dtype="bfloat16"))
+
+    def test_a_failed_open_leaves_the_active_backend(self, cpu: hal.Backend) -> None:
+        with pytest.raises(ConfigError):
+            hal.open({"backend": "cpu", "compilation": {"compiler": "nothing"}})
+        assert hal.active_backend() is cpu
+
+    def test_a_runner_of_another_backend_stops(self, cpu: hal.Backend, trained: Path) -> None:
+        runner = hal.Runner(hal.load_model(trained, cpu), cpu)
+        batch = runner.batch([[1]], [[1]])
+        hal.open("cpu")
+        with pytest.raises(BackendNotActive, match="another"):
+            runner.prefill(batch)
+        with pytest.raises(BackendNotActive):
+            hal.Runner(runner.model, cpu)
+        cpu.activate()
+        assert runner.prefill(batch).shape == (1, runner.model.vocab_size)
+
+
+class TestDevice:
+    """The CPU's no-ops keep the contracts of streams, events and memory."""
+
+    def test_streams_and_events(self, cpu: hal.Backend) -> None:
+        device = cpu.device
+        first, second = device.stream(), device.stream(priority=-1)
+        start, end = device.event(timing=True), device.event(timing=True)
+        assert start.query()
+        with first:
+            start.record(first)
+            second.wait_stream(first)
+            end.record(second)
+            end.wait(first)
+        first.synchronize()
+        end.synchronize()
+        device.synchronize()
+        device.empty_cache()
+        assert first.query()
+        assert start.elapsed_time(end) >= 0
+
+    def test_memory_shows_what_is_allocated(self, cpu: hal.Backend) -> None:
+        before = cpu.device.memory_stats()
+        block = torch.ones(64 << 20, dtype=torch.uint8)
+        during = cpu.device.memory_stats()
+        assert during.allocated - before.allocated > 0.9 * block.nbytes
+        assert during.peak >= during.allocated
+        assert 0 < during.free < during.total
+
+
+def test_torch_is_imported_without_the_vendors_packages(tmp_path: Path) -> None:
+    """A vendor's package that fails when torch loads it by itself must not take the CPU down."""
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nbad = bad_backend:load\n")
+    (tmp_path / "bad_backend.py").write_text("raise ImportError('libvendor.so is missing')\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+
+    def run(program: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+
+    assert "libvendor.so is missing" in run("import torch").stderr, "the trap is set"
+    result = run("import hal, os; print(hal.open('cpu').name, 'TORCH_DEVICE_BACKEND_AUTOLOAD' in os.environ)")
+    assert result.stdout.split() == ["cpu", "False"], result.stderr

@@ -1,0 +1,338 @@
+"""Graphs on the CPU: what a tape records, how it replays, and what it refuses."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.errors import CaptureError, GraphError, HostValueError
+from hal.ops import Draw, Operation
+from hal.runtime.buckets import PaddedBatch
+from hal.runtime.decode import GraphDecoder
+
+ATTENTION = ops.operation("paged_attention")
+
+
+class Attention:
+    """One captured attention over fixed memory, for tests of host values."""
+
+    def __init__(self, backend: hal.Backend, sample: int = 3) -> None:
+        arguments = list(ATTENTION.samples(Draw()))[sample]
+        self.arguments = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+        self.graph = backend.graph()
+        self.starts, self.lens = arguments[6], arguments[7]
+        self.output = self.graph.capture(lambda: ops.paged_attention(*self.arguments))
+
+    def expected(self, lens: Tensor) -> Tensor:
+        arguments = list(self.arguments)
+        arguments[5] = arguments[7] = lens
+        return ATTENTION.reference(*arguments)
+
+
+def test_every_operation_replays_what_it_computes(cpu: hal.Backend) -> None:
+    """Inputs changed in place show in the outputs, which keep their addresses; glue around the call is replayed too."""
+    for operation in ops.catalogue().values():
+        for index, sample in enumerate(operation.samples(Draw())):
+            if operation.name == "sample":
+                continue  # draws its noise from steps; covered below, since its inputs are no plain values
+            check_replay(cpu, operation, list(sample), f"{operation.name}, sample {index}")
+
+
+def check_replay(cpu: hal.Backend, operation: Operation, arguments: list[Any], what: str) -> None:
+    arguments = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+    floating = [value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def function() -> list[Tensor]:
+        results = operation.function(*[value * 1 if value is floating[0] else value for value in arguments])
+        results = results if isinstance(results, tuple) else () if results is None else (results,)
+        return [result + 1 for result in results]
+
+    names = dict(zip(operation.signature.parameters, arguments, strict=True))
+    hosts = {name: names[name].clone() for name in operation.host}
+    graph = cpu.graph()
+    outputs = graph.capture(function)
+    addresses = [output.data_ptr() for output in outputs]
+    for tensor in floating:
+        tensor.copy_(torch.randn_like(tensor))
+    before = [tensor.clone() for tensor in floating]
+    graph.replay(**hosts)
+    found, written = [output.clone() for output in outputs], [tensor.clone() for tensor in floating]
+    for tensor, value in zip(floating, before, strict=True):
+        tensor.copy_(value)
+    torch.testing.assert_close(found, function(), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(written, floating, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+    assert [output.data_ptr() for output in graph.outputs] == addresses
+
+
+def test_sampling_replays_with_new_seeds(cpu: hal.Backend) -> None:
+    arguments = list(next(iter(ops.operation("sample").samples(Draw()))))
+    graph = cpu.graph()
+    output = graph.capture(lambda: ops.sample(*arguments))
+    seen = set()
+    for seed in range(50):
+        arguments[5].fill_(seed)
+        graph.replay()
+        assert torch.equal(output, ops.sample(*arguments))
+        seen.add(int(output[0]))
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_glue_of_every_kind(cpu: hal.Backend, dtype: torch.dtype) -> None:
+    """Views, writes through views, casts, several results, constants, indexing, and an output that is an input."""
+    x, table = torch.randn(6, 8).to(dtype), torch.randn(10, 8).to(dtype)
+    index = torch.tensor([3, 1, 2, 0, 5, 4])
+
+    def function() -> dict[str, Any]:
+        hidden = x.t().contiguous().t() * 2
+        hidden[:, :2] += 1
+        hidden.view(3, 2, 8)[1].zero_()
+        values, places = hidden.float().topk(3, dim=-1)
+        first, second = hidden.split([3, 5], dim=-1)
+        total = torch.cat([second, first], dim=-1) + torch.tensor([1.0, -1.0] * 4)
+        looked_up = table[index] + torch.nn.functional.embedding(index, table)
+        buffer = torch.empty_like(hidden).copy_(looked_up)
+        return {"values": values, "places": places, "total": total, "buffer": buffer, "view": hidden[2:4], "input": x}
+
+    graph = cpu.graph()
+    outputs = graph.capture(function)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(6, 8))
+        index.copy_(torch.randperm(6))
+        graph.replay()
+        torch.testing.assert_close(outputs, function(), rtol=0, atol=0)
+    assert outputs["input"] is x
+
+
+def test_results_that_die_share_memory(cpu: hal.Backend) -> None:
+    x = torch.zeros(1000)
+
+    def chain(length: int) -> Tensor:
+        hidden = x
+        for _ in range(length):
+            hidden = hidden + 1
+        return hidden
+
+    short, long = cpu.graph(), cpu.graph()
+    short.capture(lambda: chain(3))
+    long.capture(lambda: chain(100))
+    assert long.pool.nbytes == short.pool.nbytes
+    long.replay()
+    assert (long.outputs == 100).all()
+
+
+def test_graphs_of_one_pool_share_memory(cpu: hal.Backend) -> None:
+    graphs, pool = [], None
+    for size in (64, 32, 16, 8):
+        x = torch.ones(size, 100)
+        graph = cpu.graph()
+        graph.capture(lambda x=x: (x * 2 + 1).sum(-1), pool=pool)
+        pool = graph.pool
+        graphs.append(graph)
+    assert all(graph.pool is graphs[0].pool for graph in graphs)
+    alone = cpu.graph()
+    alone.capture(lambda: (torch.ones(64, 100) * 2 + 1).sum(-1))
+    assert pool.nbytes <= alone.pool.nbytes
+    for graph in graphs:
+        graph.replay()
+        assert (graph.outputs == 300).all()
+
+
+def test_a_pool_that_grows_leaves_earlier_graphs_alone(cpu: hal.Backend) -> None:
+    small, large = torch.ones(4), torch.ones(4000)
+    first, second = cpu.graph(), cpu.graph()
+    first.capture(lambda: small + 1)
+    second.capture(lambda: large + 2, pool=first.pool)
+    small.fill_(5)
+    first.replay()
+    second.replay()
+    assert (first.outputs == 6).all()
+    assert (second.outputs == 3).all()
+
+
+class TestHostValues:
+    def test_lengths_follow_every_replay(self, cpu: hal.Backend) -> None:
+        attention = Attention(cpu)
+        for seed in range(5):
+            lens = Draw(seed=seed).integers(0, 34, 4, dtype=torch.int32)
+            attention.graph.replay(query_start_loc_host=attention.starts, kv_lens_host=lens)
+            torch.testing.assert_close(attention.output, attention.expected(lens), rtol=1e-5, atol=1e-5)
+
+    def test_values_are_copied_before_the_call_returns(self, cpu: hal.Backend) -> None:
+        attention = Attention(cpu)
+        lens = attention.lens.clone()
+        attention.graph.replay(query_start_loc_host=attention.starts, kv_lens_host=lens)
+        before = attention.output.clone()
+        lens.zero_()
+        assert torch.equal(attention.output, before)
+
+    def test_lists_will_do(self, cpu: hal.Backend) -> None:
+        attention = Attention(cpu)
+        attention.graph.replay(query_start_loc_host=[0, 1, 2, 3, 4], kv_lens_host=[3, 0, 1, 2])
+        lens = torch.tensor([3, 0, 1, 2], dtype=torch.int32)
+        torch.testing.assert_close(attention.output, attention.expected(lens), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda values: {**values, "kv_lens": values["kv_lens_host"]}, "did you mean 'kv_lens_host'"),
+            (lambda values: {"kv_lens_host": values["kv_lens_host"]}, "lacks the host values query_start_loc_host"),
+            (lambda values: {}, "lacks the host values kv_lens_host, query_start_loc_host"),
+            (lambda values: {**values, "kv_lens_host": values["kv_lens_host"][:-1]}, r"int32\[3\]"),
+            (lambda values: {**values, "kv_lens_host": values["kv_lens_host"].long()}, r"int64\[4\]"),
+            (lambda values: {**values, "kv_lens_host": [1, 2]}, r"int32\[2\]"),
+        ],
+        ids=["unknown", "missing", "none", "short", "dtype", "short list"],
+    )
+    def test_wrong_ones_raise_before_anything_runs(
+        self, cpu: hal.Backend, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+    ) -> None:
+        attention = Attention(cpu)
+        before = attention.output.clone()
+        attention.arguments[0].normal_()  # a replay would show
+        values = {"query_start_loc_host": attention.starts, "kv_lens_host": attention.lens}
+        with pytest.raises(HostValueError, match=message):
+            attention.graph.replay(**change(values))
+        assert torch.equal(attention.output, before)
+
+    def test_one_name_for_two_tensors_is_refused(self, cpu: hal.Backend) -> None:
+        first, second = (list(ATTENTION.samples(Draw()))[3] for _ in range(2))
+        with pytest.raises(CaptureError, match="different tensors as query_start_loc_host"):
+            cpu.graph().capture(lambda: ops.paged_attention(*first) + ops.paged_attention(*second))
+
+    def test_two_launches_of_one_tensor_both_follow(self, cpu: hal.Backend) -> None:
+        arguments = list(ATTENTION.samples(Draw()))[3]
+        graph = cpu.graph()
+        output = graph.capture(lambda: ops.paged_attention(*arguments) - 2 * ops.paged_attention(*arguments))
+        graph.replay(query_start_loc_host=arguments[6], kv_lens_host=[5, 6, 1, 2])
+        lens = torch.tensor([5, 6, 1, 2], dtype=torch.int32)
+        expected = -ATTENTION.reference(*arguments[:5], lens, arguments[6], lens, *arguments[8:])
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+    def test_a_call_through_the_dispatcher_is_recorded_too(self, cpu: hal.Backend) -> None:
+        """As traced code calls it. On the CPU such a call can be recorded, so it is."""
+        arguments = list(ATTENTION.samples(Draw()))[3]
+        graph = cpu.graph()
+        output = graph.capture(lambda: torch.ops.hal.paged_attention(*arguments))
+        lens = torch.tensor([5, 6, 1, 2], dtype=torch.int32)
+        graph.replay(query_start_loc_host=arguments[6], kv_lens_host=lens)
+        expected = ATTENTION.reference(*arguments[:5], lens, arguments[6], lens, *arguments[8:])
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x.sum().item(),
+            lambda x: x.tolist(),
+            lambda x: x if x.sum() > 0 else -x,
+            lambda x: x[x > 0],
+            lambda x: x.nonzero(),
+            lambda x: x.numpy(),
+            lambda x: x[int(x[0])],
+            lambda x: torch.masked_select(x, x > 0),
+            lambda x: [0, 1][x.long()[0]],
+        ],
+        ids=["item", "tolist", "if", "mask", "nonzero", "numpy", "int", "masked_select", "index"],
+    )
+    def test_what_reads_values_is_refused_by_name_and_place(
+        self, cpu: hal.Backend, function: Callable[[Tensor], Any]
+    ) -> None:
+        x = torch.zeros(4)
+        graph = cpu.graph()
+        with pytest.raises(CaptureError, match=r"test_graph\.py:\d+"):
+            graph.capture(lambda: function(x))
+        output = graph.capture(lambda: x + 1)  # the graph, and capture at large, still work
+        graph.replay()
+        assert (output == 1).all()
+
+    def test_errors_of_the_function_pass_through(self, cpu: hal.Backend) -> None:
+        def function() -> None:
+            raise ZeroDivisionError("mine")
+
+        graph = cpu.graph()
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            graph.capture(function)
+        kernel = ops.operation("rms_norm").kernel
+        assert kernel is cpu.kernels["rms_norm"], "the interception was not taken back"
+
+    def test_out_of_order(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        graph = cpu.graph()
+        for use in (graph.replay, lambda: graph.pool, lambda: graph.outputs, lambda: graph.dump(tmp_path / "dump")):
+            with pytest.raises(GraphError, match="holds no capture"):
+                use()
+        graph.capture(lambda: torch.ones(1) + 1)
+        with pytest.raises(GraphError, match="captured already"):
+            graph.capture(lambda: torch.ones(1) + 1)
+        graph.reset()
+        graph.capture(lambda: torch.ones(1) + 1)
+
+
+def test_other_threads_are_not_captured(cpu: hal.Backend) -> None:
+    sample = list(ATTENTION.samples(Draw()))[3]
+
+    def function() -> Tensor:
+        thread = threading.Thread(target=lambda: ops.paged_attention(*sample))
+        thread.start()
+        thread.join()
+        return torch.ones(2) + 1
+
+    graph = cpu.graph()
+    graph.capture(function)
+    graph.replay()  # would ask for host values if the other thread's attention were on the tape
+
+
+def test_dump_lists_every_launch(cpu: hal.Backend, tmp_path: Path) -> None:
+    attention = Attention(cpu)
+    attention.graph.dump(tmp_path / "dump.txt")
+    (line,) = (tmp_path / "dump.txt").read_text().splitlines()
+    assert line.startswith("hal::paged_attention(float32[4, 4, 128]")
+    assert line.endswith("-> float32[4, 4, 128]")
+
+
+def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
+    backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [2]}})
+    model = hal.load_model(trained, backend)
+    runner = hal.Runner(model, backend)
+    decoder = GraphDecoder(model, backend, runner.cache)
+    batch = runner.batch([[5], [6]], [[1], [2]])
+
+    def python_files(function: Callable[[], Any]) -> set[str]:
+        profile = cProfile.Profile()
+        profile.enable()
+        with torch.inference_mode():
+            function()
+        profile.disable()
+        return {Path(where[0]).as_posix() for where in pstats.Stats(profile).stats}  # type: ignore[attr-defined]
+
+    def of_the_model(files: set[str]) -> list[str]:
+        return sorted(file for file in files if "/models/" in file or "/hal/nn/" in file)
+
+    assert of_the_model(python_files(lambda: model(batch, runner.cache.layers))), (
+        "the profile sees the model when it runs"
+    )
+    assert not of_the_model(python_files(lambda: decoder(batch)))
+
+
+def test_padding_rows_write_to_the_dummy_block_only() -> None:
+    padded = PaddedBatch(8, 4, 4, torch.device("cpu"))
+    build = hal.Batch.build([[7]] * 5, [[i + 1] for i in range(5)], block_size=4, cached=[1, 2, 3, 0, 1])
+    padded.fill(build)
+    padded.fill(hal.Batch.build([[9], [9]], [[1], [2]], block_size=4, cached=[3, 0]))
+    batch = padded.batch
+    assert batch.slot_mapping.tolist() == [7, 8, 2, 3, 0, 1, 2, 3]
+    assert batch.kv_lens.tolist() == [4, 1, 0, 0, 0, 0, 0, 0]
+    assert batch.token_ids.tolist() == [9, 9, 0, 0, 0, 0, 0, 0]
+    assert padded.host_values(build)["kv_lens_host"].tolist() == [2, 3, 4, 1, 2, 0, 0, 0]

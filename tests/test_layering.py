@@ -1,0 +1,123 @@
+"""The layers of the design: import-linter where it reaches, the syntax tree for the rest, both tried on violations."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hal
+
+VENDORS = frozenset({"torch_npu", "torchair", "flashinfer", "triton", "vllm", "sglang", "transformers"})
+VENDOR_NAMES = frozenset({"torch.npu", "torch.cuda", "torch.xpu", "torch.mps"})
+MODELS_MAY_IMPORT = ("hal.ops", "hal.nn", "hal.config", "torch", "attrs", "__future__")
+
+
+def violations(root: Path) -> Iterator[str]:
+    """Vendors named in the core or in a model, and what else a model may not import."""
+    for folder in ("hal", "models"):
+        for file in sorted((root / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                where = f"{file.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+                for module in imported(node):
+                    if module.partition(".")[0] in VENDORS:
+                        yield f"{where} imports the vendor package {module}"
+                    if folder == "models" and not allowed_in_models(module):
+                        yield f"{where} imports {module}, which models may not"
+                if isinstance(node, ast.Attribute) and ast.unparse(node) in VENDOR_NAMES:
+                    yield f"{where} names {ast.unparse(node)}"
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        if node.module in ("hal", "torch"):  # from hal import runtime: the name is the module
+            return [f"{node.module}.{alias.name}" for alias in node.names]
+        return [node.module]
+    return []
+
+
+def allowed_in_models(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in sys.stdlib_module_names or any(
+        module == allowed or module.startswith(f"{allowed}.") for allowed in MODELS_MAY_IMPORT
+    )
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copy(repository: Path, tmp_path: Path) -> Path:
+    """The sources, to be violated."""
+    for folder in ("hal", "backends", "models"):
+        shutil.copytree(repository / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(repository / "setup.cfg", tmp_path)
+    return tmp_path
+
+
+def test_the_sources_are_layered(repository: Path) -> None:
+    assert list(violations(repository)) == []
+    result = lint_imports(repository)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("models/qwen3.py", "import torch_npu", "imports the vendor package torch_npu"),
+        ("models/qwen3.py", "from flashinfer import rope", "imports the vendor package flashinfer"),
+        ("models/qwen3.py", "from hal import runtime", "imports hal.runtime, which models may not"),
+        ("models/qwen3.py", "import numpy", "imports numpy, which models may not"),
+        ("models/qwen3.py", "import torch; torch.npu.synchronize()", "names torch.npu"),
+        ("hal/nn/linear.py", "torch.cuda.is_available()", "names torch.cuda"),
+        ("hal/runtime/runner.py", "def f():\n    import torch_npu", "imports the vendor package torch_npu"),
+    ],
+)
+def test_the_syntax_tree_shows_violations(copy: Path, file: str, line: str, message: str) -> None:
+    with (copy / file).open("a", encoding="utf-8") as source:
+        source.write(f"\n{line}\n")
+    assert any(message in violation for violation in violations(copy))
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("models/qwen3.py", "import torch_npu", "Models import hal.ops, hal.nn and hal.config only"),
+        ("models/qwen3.py", "import hal.backend", "Models import hal.ops, hal.nn and hal.config only"),
+        ("hal/registry.py", "import backends.cpu", "The core imports no backend, no model and no vendor"),
+        ("hal/nn/linear.py", "import models.qwen3", "The core imports no backend, no model and no vendor"),
+        ("hal/ops/norm.py", "import hal.backend", "The core is layered"),
+        ("hal/graph.py", "from hal import ops", "The core is layered"),
+        ("backends/cpu/driver.py", "import models", "A backend imports no other backend, and no model"),
+    ],
+)
+def test_import_linter_shows_violations(copy: Path, file: str, line: str, contract: str) -> None:
+    with (copy / file).open("a", encoding="utf-8") as source:
+        source.write(f"\n{line}\n")
+    result = lint_imports(copy)
+    assert result.returncode == 1, result.stdout
+    assert f"{contract} BROKEN" in result.stdout
+
+
+def test_the_public_names_are_all_there() -> None:
+    assert set(hal.__all__) == {*hal._HOME, *hal._MODULES, "__version__"}
+    for name in hal.__all__:
+        assert getattr(hal, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hal.nothing
+
+
+def test_import_hal_loads_neither_the_compile_stack_nor_the_runtime() -> None:
+    late = ("torch._dynamo", "hal.runtime", "hal.ops", "tokenizers")
+    program = f"import sys, hal; print([name for name in {late} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
