@@ -13,7 +13,7 @@ import torch
 from hal import ops
 from hal.config import Config
 from hal.device import Device
-from hal.errors import ConfigError, MissingKernel, nearest
+from hal.errors import ConfigError, DriverIncompatible, MissingKernel, nearest
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops.declaration import Kernel, Operation
@@ -49,6 +49,12 @@ class Backend:
         rewrites: graph rewrites of the driver's own.
         capabilities: names of optional abilities.
         limits: see :class:`Limits`.
+        cache_layout: ``canonical``, or a name of the driver's own, whose ``kv_cache`` then makes such caches. Only its
+            own kernels can read them.
+
+    Raises:
+        OperationError: a kernel is for no known operation.
+        DriverIncompatible: the cache layout is not canonical, and an operation that touches the cache has no kernel.
     """
 
     def __init__(
@@ -61,9 +67,16 @@ class Backend:
         rewrites: Sequence[Any] = (),
         capabilities: frozenset[str] = frozenset(),
         limits: Limits | None = None,
+        cache_layout: str = "canonical",
     ) -> None:
         for kernel in kernels:
             ops.operation(kernel)  # a misspelt name would otherwise never run
+        without = [each.name for each in ops.catalogue().values() if each.touches_cache and each.name not in kernels]
+        if without and cache_layout != "canonical":
+            raise DriverIncompatible(
+                f"the driver {name} lays its cache out as {cache_layout} but has no kernel for {', '.join(without)}",
+                "give it those kernels, or use the canonical layout, which the references can read",
+            )
         self.name = name
         self.device = device
         self.kernels = MappingProxyType(dict(kernels))
@@ -71,6 +84,7 @@ class Backend:
         self.rewrites = tuple(rewrites)
         self.capabilities = capabilities
         self.limits = limits or Limits()
+        self.cache_layout = cache_layout
         self.config = Config(backend=name)
         self.ops = BackendOps(self)
         self._said: set[str] = set()

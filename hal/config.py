@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
@@ -170,6 +169,8 @@ def read_file(path: Path) -> Mapping[str, Any]:
         ) from None
     if path.suffix != ".toml":
         return parse_json(text, str(path))
+    import tomllib
+
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -35,8 +35,8 @@ class HostValues:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
 
-    def __iter__(self) -> Any:
-        return iter(self._tensors)
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def record(self, name: str, tensor: Tensor, operation: str) -> None:
         """Note that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""

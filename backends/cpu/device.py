@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -99,10 +100,9 @@ class CpuDevice(Device):
         """Return at once: host memory goes back by itself."""
 
 
-def _peak_resident(process: object) -> int:
-    if sys.platform == "win32":
-        return int(process.peak_wset)  # type: ignore[attr-defined]
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _peak_resident(process: Any) -> int:
+    # Not getrusage: its maximum is handed down from the parent process.
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(getattr(process, "peak_wset", process.rss))

@@ -16,7 +16,6 @@ from hal.ops.declaration import Kernel
 
 from . import kernels
 from .device import CpuDevice
-from .tape import Tape
 
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": kernels.add_rms_norm,
@@ -41,6 +40,8 @@ class CpuBackend(Backend):
 
     def graph(self) -> Graph:
         """A new tape."""
+        from .tape import Tape
+
         return Tape()
 
 

@@ -117,6 +117,11 @@ class Operation:
         return rebind(self.body, substitute)
 
     @property
+    def touches_cache(self) -> bool:
+        """Whether its body reads or writes the paged cache itself, and so needs the canonical layout."""
+        return not self.fused and "key_cache" in self.signature.parameters
+
+    @property
     def kernel(self) -> Kernel:
         """What a call runs now."""
         kernel: Kernel = self._globals["_kernel"]

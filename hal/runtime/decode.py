@@ -77,6 +77,8 @@ class GraphDecoder:
             return logits
         bucket = self._buckets[size]
         bucket.padded.fill(batch)
-        bucket.graph.replay(**bucket.padded.host_values(batch))
+        values = bucket.padded.host_values(batch)
+        # A model without attention takes none of them.
+        bucket.graph.replay(**{name: value for name, value in values.items() if name in bucket.graph.host_values})
         outputs: Tensor = bucket.graph.outputs
         return outputs[: batch.num_sequences]

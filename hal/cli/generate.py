@@ -1,0 +1,209 @@
+"""``hal generate``: continue prompts with a checkpoint. Texts go to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import attrs
+import click
+from click.core import ParameterSource
+
+from hal.errors import BatchError, ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from hal.config import CompilationConfig, Config
+    from hal.nn import CausalLM
+    from hal.runtime.generate import SamplingParams
+    from hal.runtime.loading import Progress
+    from hal.runtime.runner import Runner
+
+MAX_CACHE_TOKENS = 65536
+"""The cache is not sized for more by itself; prompts that do not fit wait their turn."""
+LARGEST_BLOCK = 128
+"""Tokens. A sequence takes whole blocks, of no more than this on any hardware so far."""
+PROMPTS_FILE = "One prompt a line, in UTF-8, taken as it is; they follow those of --prompt. A - reads stdin."
+COMPILATION_CONFIG = "Keys of the table `compilation`: a JSON object, or a path ending in .json or .toml."
+SAMPLING = {
+    "temperature": "0 takes the likeliest token each time.",
+    "top_k": "Keep only the likeliest tokens; 0 keeps all.",
+    "top_p": "Keep the likeliest tokens that together reach this probability.",
+    "min_p": "Keep tokens at least this fraction as likely as the likeliest.",
+    "seed": "Prompt i draws with SEED + i. Without it, one is drawn and shown.",
+}
+
+log = logging.getLogger("hal.cli")
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, taken as it is. Repeatable.")
+@click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="At most so many a prompt.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help=SAMPLING["temperature"])
+@click.option("--top-k", type=int, default=0, show_default=True, help=SAMPLING["top_k"])
+@click.option("--top-p", type=float, default=1.0, show_default=True, help=SAMPLING["top_p"])
+@click.option("--min-p", type=float, default=0.0, show_default=True, help=SAMPLING["min_p"])
+@click.option("--seed", type=int, help=SAMPLING["seed"])
+@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
+@click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
+@click.option("--compiler", metavar="NAME", help="eager, graph, or one that the driver brings.")
+@click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+def command(
+    checkpoint: Path,
+    prompts: Sequence[str],
+    prompts_file: BinaryIO | None,
+    seed: int | None,
+    dtype: str | None,
+    backend: str | None,
+    compiler: str | None,
+    compilation_config: str | None,
+    **sampling: Any,
+) -> None:
+    """Continue prompts with the model in the folder CHECKPOINT.
+
+    All prompts run together, and none depends on the others. Their texts go to stdout in order, each with a newline
+    after it. Everything else goes to stderr.
+
+    The configuration is that of the HAL_* environment variables; an option overrides its own key and no other.
+    """
+    import hal
+    from hal.config import read
+    from hal.runtime.checkpoint import Checkpoint
+
+    texts = [*prompts, *(_lines(prompts_file) if prompts_file else ())]
+    _check(texts)
+    settings = _settings(backend, dtype, compiler, compilation_config)
+    config = read(hal.Config, settings, "configuration")
+    config = attrs.evolve(config, compilation=_fit_graphs(config.compilation, len(texts)))
+    opened = Checkpoint.open(checkpoint)
+    seed = _seed(seed, sampling["temperature"])
+    params = hal.SamplingParams(**sampling, seed=seed, stop_token_ids=opened.stop_token_ids)
+    each_params = [attrs.evolve(params, seed=seed + index) for index in range(len(texts))]
+    tokenizer = opened.tokenizer()
+    tokens = [tokenizer.encode(text).ids for text in texts]
+
+    on = hal.open(config)
+    with _progress_bar("loading") as progress:
+        model = hal.load_model(opened, on, progress=progress)
+    if "num_tokens" not in settings.get("cache", {}):
+        on.configure(_fit_cache(config, [len(each) for each in tokens], params.max_new_tokens, model))
+    _print_texts(hal.Runner(model, on), texts, tokens, each_params, tokenizer)
+
+
+def _print_texts(
+    runner: Runner, texts: list[str], tokens: list[list[int]], params: list[SamplingParams], tokenizer: Tokenizer
+) -> None:
+    from hal.runtime.generate import generate
+    from hal.runtime.text import texts_in_order
+
+    start, count, shown = time.perf_counter(), 0, -1
+    for piece in texts_in_order(generate(runner, tokens, params), tokens, tokenizer):
+        count += 1
+        if piece.prompt != shown and len(texts) > 1:
+            click.echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}", err=True)
+        shown = piece.prompt
+        # Bytes, because what a model writes is UTF-8 whatever the locale can show.
+        click.echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
+    took = time.perf_counter() - start
+    click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
+
+
+def _lines(file: BinaryIO) -> list[str]:
+    try:
+        text = file.read().decode()
+    except UnicodeDecodeError as error:
+        raise BatchError(f"{file.name} is not UTF-8: {error}", "save it as UTF-8") from None
+    # Not splitlines, which also splits at form feeds and other characters that a prompt may hold.
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _check(texts: list[str]) -> None:
+    if not texts:
+        raise click.UsageError("There is no prompt: give --prompt, or --prompts-file with at least one line.")
+    for index, text in enumerate(texts):
+        if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes that are not UTF-8
+            raise BatchError(f"prompt {index} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
+
+
+def _settings(
+    backend: str | None, dtype: str | None, compiler: str | None, compilation_config: str | None
+) -> dict[str, Any]:
+    """The environment's configuration, and over it what the options say."""
+    from hal.config import CompilationConfig, Config, environment_mapping, read
+    from hal.registry import driver_names
+
+    settings = environment_mapping(driver_names=driver_names())
+    read(Config, settings, "environment")  # so that an error in it is not blamed on an option
+    options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
+    compilation = {} if compilation_config is None else dict(_compilation(compilation_config))
+    read(CompilationConfig, compilation, "--compilation-config")
+    if compiler is not None and compilation.setdefault("compiler", compiler) != compiler:
+        raise ConfigError(
+            f"--compiler says {compiler}, and --compilation-config {compilation['compiler']}", "leave one of them out"
+        )
+    return {**settings, **options, "compilation": {**settings.get("compilation", {}), **compilation}}
+
+
+def _compilation(source: str) -> Mapping[str, Any]:
+    from hal.config import parse_json, read_file
+
+    if source.lstrip().startswith("{"):
+        return parse_json(source, "--compilation-config")
+    if source.endswith((".json", ".toml")):
+        return read_file(Path(source))
+    raise ConfigError(
+        f"--compilation-config is {source!r:.70}, neither JSON nor a file that can be read",
+        "write it as {...}, or give a path ending in .json or .toml",
+    )
+
+
+def _fit_graphs(config: CompilationConfig, num_prompts: int) -> CompilationConfig:
+    """Unless the config says which sizes to capture, leave out those that so few prompts cannot fill."""
+    from hal.runtime.buckets import DEFAULT_SIZES, bucket_for
+
+    if config.capture_sizes is not None or config.max_capture_size is not None:
+        return config
+    return attrs.evolve(config, max_capture_size=bucket_for(num_prompts, list(DEFAULT_SIZES)))
+
+
+def _fit_cache(config: Config, lengths: list[int], max_new_tokens: int, model: CausalLM) -> Config:
+    """Size the cache so that the prompts fit together, or at least each by itself."""
+    most = [min(length + max_new_tokens, model.max_length) for length in lengths]
+    whole = [math.ceil(each / LARGEST_BLOCK) * LARGEST_BLOCK for each in most]
+    num_tokens = max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
+    return attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens))
+
+
+def _seed(seed: int | None, temperature: float) -> int:
+    if temperature == 0:
+        source = click.get_current_context().get_parameter_source
+        given = [name for name in SAMPLING if source(name) is not ParameterSource.DEFAULT]
+        if unused := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
+            log.warning("%s: without effect, because temperature 0 takes the likeliest token", ", ".join(unused))
+    elif seed is None:
+        seed = secrets.randbelow(2**32)
+        click.echo(f"seed {seed}", err=True)
+    return seed or 0
+
+
+@contextmanager
+def _progress_bar(title: str) -> Iterator[Progress]:
+    """A bar of bytes on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn(title), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

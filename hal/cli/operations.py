@@ -1,0 +1,60 @@
+"""``hal ops``: which driver has a kernel for which operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hal.cli.console import print_table
+
+if TYPE_CHECKING:
+    from hal.backend import Backend
+    from hal.ops import Operation
+    from hal.registry import Candidate
+
+LEGEND = """
+kernel     the driver's own
+composed   no kernel for the whole: its parts run, each with the driver's kernel if there is one
+reference  no kernel: the declaration's body runs"""
+
+
+@click.command()
+def command() -> None:
+    """Show the coverage of operations by drivers.
+
+    Opens every driver that can run here, to ask it for its kernels.
+    """
+    from hal.ops import catalogue
+    from hal.registry import candidates
+
+    opened = [(each.name, _open(each)) for each in candidates()]
+    operations = [operation for _, operation in sorted(catalogue().items())]  # drivers that were opened may add some
+    rows = [(each.name, *(_cell(each, found) for _, found in opened)) for each in operations]
+    print_table(("operation", *(name if _usable(found) else f"{name} (unavailable)" for name, found in opened)), rows)
+    click.echo(LEGEND)
+    for name, found in opened:
+        if isinstance(found, str):
+            click.echo(f"\n{name} is unavailable: {found}")
+
+
+def _open(candidate: Candidate) -> Backend | str:
+    """The candidate's backend, or why there is none."""
+    if candidate.driver is None or not candidate.probe.available:
+        return f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}"
+    try:
+        return candidate.driver.open({})
+    except Exception as error:  # one driver that fails must not hide the others
+        return f"opening it failed: {error}"
+
+
+def _usable(found: Backend | str) -> bool:
+    return not isinstance(found, str)
+
+
+def _cell(operation: Operation, found: Backend | str) -> str:
+    if isinstance(found, str):
+        return "-"
+    if operation.name in found.kernels:
+        return "kernel"
+    return "composed" if operation.fused else "reference"

@@ -1,0 +1,1 @@
+"""Benchmarks: `make bench`. They print figures and ratios; none asserts a time."""

@@ -1,0 +1,48 @@
+"""A random Qwen3 checkpoint of any size, for measuring. Layers may be many or wide; the values mean nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> int:
+    """Write the checkpoint; return the bytes of its weights."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"], "dtype": str(dtype).removeprefix("torch."), "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+    } | overrides  # fmt: skip
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (config["num_attention_heads"] * head, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (config["num_key_value_heads"] * head, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (config["num_key_value_heads"] * head, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, config["num_attention_heads"] * head),
+            f"{prefix}.self_attn.q_norm.weight": (head,),
+            f"{prefix}.self_attn.k_norm.weight": (head,),
+            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+        }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, dtype=dtype)
+        if len(shape) == 1
+        else (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        for name, shape in shapes.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,165 @@
+"""What hal itself costs: a call, an import, an open, a step's Python, and memory while loading."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import hal
+from hal import ops
+from hal.ops import Operation
+
+from . import random_checkpoint
+
+LAYERS = 28
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """28 layers so narrow that a step is mostly Python."""
+    folder = tmp_path_factory.mktemp("deep")
+    random_checkpoint.write(
+        folder, torch.float32, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=128,
+    )  # fmt: skip
+    return folder
+
+
+def report(benchmark: BenchmarkFixture, **figures: float | str) -> None:
+    """Keep figures with the benchmark, and print them."""
+    benchmark.extra_info.update(figures)
+    print(f"\n{benchmark.name}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))  # noqa: T201
+
+
+def nanoseconds_per_call(function: Callable[..., Any], arguments: tuple[Any, ...], count: int = 200_000) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(count):
+        function(*arguments)
+    return (time.perf_counter_ns() - start) / count
+
+
+def test_an_operation_call(benchmark: BenchmarkFixture, cpu: hal.Backend) -> None:
+    """hal.ops.rms_norm against the driver's own function, both doing nothing, interleaved."""
+
+    def kernel(x: Any, weight: Any, eps: float) -> None:
+        return None
+
+    operation = ops.operation("rms_norm")
+    before = operation.kernel
+    operation.bind(kernel)
+    arguments = (torch.ones(1), torch.ones(1), 1e-6)
+    pairs = [
+        (nanoseconds_per_call(kernel, arguments), nanoseconds_per_call(ops.rms_norm, arguments)) for _ in range(15)
+    ]
+    benchmark.pedantic(ops.rms_norm, arguments, rounds=50, iterations=10_000)
+    operation.bind(before)
+    report(
+        benchmark,
+        kernel_ns=round(statistics.median(direct for direct, _ in pairs), 1),
+        added_ns=round(statistics.median(through - direct for direct, through in pairs), 1),
+        added_ns_of_fastest=round(min(t for _, t in pairs) - min(d for d, _ in pairs), 1),
+    )
+
+
+def milliseconds_of(program: str) -> float:
+    """Run a program in a fresh interpreter; it prints seconds."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return float(result.stdout) * 1e3
+
+
+TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+
+
+def test_import(benchmark: BenchmarkFixture) -> None:
+    """`import hal` against `import torch`, interleaved, each in a fresh interpreter."""
+    pairs = [
+        (milliseconds_of(TIMED.format("import torch")), milliseconds_of(TIMED.format("import hal"))) for _ in range(9)
+    ]
+    benchmark.pedantic(milliseconds_of, (TIMED.format("import hal"),), rounds=3)
+    report(
+        benchmark,
+        torch_ms=round(statistics.median(torch for torch, _ in pairs)),
+        hal_ms=round(statistics.median(hal for _, hal in pairs)),
+        added_ms=round(statistics.median(hal - torch for torch, hal in pairs)),
+    )
+
+
+def test_opening_the_cpu_backend(benchmark: BenchmarkFixture) -> None:
+    """The first `hal.open("cpu")` of a process, imports included, and a later one."""
+    first = "import hal; " + TIMED.format("hal.open('cpu')")
+    times = [milliseconds_of(first) for _ in range(7)]
+    benchmark.pedantic(hal.open, ("cpu",), rounds=20)
+    report(benchmark, first_ms=round(statistics.median(times), 1))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_the_python_of_a_decode_step(benchmark: BenchmarkFixture, deep: Path, compiler: str) -> None:
+    """A decode step of 28 narrow layers, and how much of it is spent outside operations (graph: outside the tape)."""
+    backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [1]}})
+    runner = hal.Runner(hal.load_model(deep, backend), backend)
+    batch = runner.batch([[5]], [[1]], cached=[10])
+    spent = [0.0]
+
+    def timed(operation: Operation, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return kernel(*args)
+            finally:
+                spent[0] += time.perf_counter() - start
+
+        return run
+
+    def step_outside() -> float:
+        spent[0] = 0.0
+        start = time.perf_counter()
+        runner.decode(batch)
+        return time.perf_counter() - start - spent[0]
+
+    if compiler == "eager":
+        with ops.intercepted(timed):
+            outside = statistics.median(step_outside() for _ in range(200))
+    else:
+        graph = runner._decode._buckets[1].graph  # type: ignore[attr-defined]
+        launch = graph._launch
+
+        def timed_launch(values: Any) -> None:
+            start = time.perf_counter()
+            launch(values)
+            spent[0] += time.perf_counter() - start
+
+        graph._launch = timed_launch
+        outside = statistics.median(step_outside() for _ in range(200))
+        graph._launch = launch
+    benchmark.pedantic(runner.decode, (batch,), rounds=200, warmup_rounds=10)
+    report(benchmark, outside_ms=round(outside * 1e3, 3), layers=LAYERS)
+
+
+PEAK = """
+import sys, hal, hal.models.qwen3, hal.runtime.loading
+backend = hal.open("cpu")
+before = backend.device.memory_stats().allocated
+model = hal.load_model(sys.argv[1], backend)
+print(backend.device.memory_stats().peak - before)
+"""
+
+
+def test_memory_while_loading(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    """The growth of a process's peak resident memory while it loads, over the bytes of the weights."""
+    weights = random_checkpoint.write(tmp_path, num_hidden_layers=24)
+
+    def load() -> int:
+        command = [sys.executable, "-c", PEAK, str(tmp_path)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    peak = benchmark.pedantic(load, rounds=3)
+    report(benchmark, weights_mb=round(weights / 1e6), peak_over_weights=round(peak / weights, 3))

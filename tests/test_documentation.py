@@ -1,0 +1,128 @@
+"""The documentation is true: its Python runs, its links lead somewhere, it names what exists, and it builds strictly.
+
+A page's ``python`` blocks run in order, in one namespace, from the root of the repository. Two kinds of block stand for
+files of a package that the reader would install, and are laid down as such: a ``python`` block that begins with a
+comment such as ``# toy_llama.py`` is that module, and an ``ini`` block with entry points is that package's metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import attrs
+import pytest
+
+import hal
+from hal import config, errors
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MODULE = re.compile(r"# (\w+\.py)\n")
+
+
+@attrs.frozen
+class Block:
+    """A fenced block of a page, and the line its text begins at."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
+        for found in FENCE.finditer(text)
+    ]  # fmt: skip
+
+
+def lay_out(page: Path, folder: Path) -> Path:
+    """Write a page's script, modules and entry points into ``folder``; lines of the script keep the page's numbers."""
+    script: list[str] = []
+    for block in blocks(page):
+        if block.language == "ini":
+            parser = ConfigParser()
+            parser.read_string(block.text)
+            metadata = folder / f"{page.stem}-1.0.dist-info"
+            metadata.mkdir()
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {page.stem}\nVersion: 1.0\n")
+            (metadata / "entry_points.txt").write_text(
+                "".join(f"[{group}]\n{entries}\n" for group, entries in parser["options.entry_points"].items())
+            )
+        elif block.language == "python" and (module := MODULE.match(block.text)):
+            (folder / module[1]).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            script += [""] * (block.line - 1 - len(script)) + block.text.splitlines()
+    path = folder / f"{page.stem.lower()}_page.py"
+    path.write_text("\n".join(script) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(each.language == "python" for each in blocks(page))],
+    ids=lambda page: page.name,
+)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = lay_out(page, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HAL_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    relative = [target for target in targets if "://" not in target]
+    missing = [target for target in relative if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_api_page_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [name for name in hal.__all__ if not re.search(rf"\bhal\.{name}\b", text)] == []
+
+
+def test_engines_page_has_every_error_that_calls_raise() -> None:
+    text = (DOCS / "engines.md").read_text(encoding="utf-8")
+    bases = {"HalError", "DriverError", "GraphError", "OperationError"}
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert [name for name in sorted(defined - bases) if f"errors.{name}" not in text] == []
+
+
+def test_configuration_page_describes_every_table() -> None:
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    tables = [name for name, value in vars(config).items() if isinstance(value, type) and attrs.has(value)]
+    assert [name for name in tables if f"hal.config.{name}" not in text] == []
+
+
+def test_picture_stands_alone() -> None:
+    from xml.etree import ElementTree
+
+    picture = ElementTree.parse(DOCS / "parts.svg").getroot()
+    assert not [element for element in picture.iter() if element.tag.endswith(("image", "script", "use"))]
+
+
+def test_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="the docs extra is not installed")
+    pytest.importorskip("myst_parser", reason="the docs extra is not installed")
+    pytest.importorskip("furo", reason="the docs extra is not installed")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-d", str(tmp_path / "doctrees")]
+    result = subprocess.run(
+        [*command, str(DOCS), str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    operations = (tmp_path / "html" / "operations.html").read_text(encoding="utf-8")
+    missing = [name for name in hal.ops.catalogue() if f'id="hal.ops.{name}"' not in operations]
+    assert not missing

@@ -1,0 +1,193 @@
+"""The runner: buckets, captures that fail, checks on batches, and caches of another layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.errors import BatchError, CaptureError, DriverIncompatible
+from hal.nn import Batch, CausalLM, Embedding
+from hal.runtime.buckets import bucket_for, capture_sizes
+
+
+class Toy(CausalLM):
+    """A model without attention, which may do what no graph can capture."""
+
+    vocab_size, max_length, num_layers, num_kv_heads, head_dim = 11, 64, 1, 1, 8
+
+    def __init__(self, *, reads_above: int = 1000) -> None:
+        super().__init__()
+        self.embedding = Embedding(self.vocab_size, 8)
+        torch.nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(0))
+        self.reads_above = reads_above
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Toy:
+        return cls()
+
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        hidden = self.embedding(batch.token_ids[batch.logits_indices])
+        if batch.num_sequences > self.reads_above:
+            hidden = hidden * float(hidden.abs().max())
+        return self.embedding.as_linear(hidden)
+
+
+def opened(**compilation: Any) -> hal.Backend:
+    return hal.open({"backend": "cpu", "compilation": {"compiler": "graph", **compilation}})
+
+
+def decode_batch(runner: hal.Runner, size: int) -> Batch:
+    return runner.batch([[row % 11] for row in range(size)], [[row + 1] for row in range(size)])
+
+
+def test_capture_sizes_follow_the_config() -> None:
+    def sizes(**config: Any) -> list[int]:
+        return capture_sizes(hal.CompilationConfig(**config))
+
+    assert sizes() == [1, 2, 4, 8, 16, 32]
+    assert sizes(max_capture_size=5) == [1, 2, 4]
+    assert sizes(capture_sizes=(9, 3, 3)) == [3, 9]
+    assert sizes(capture_sizes=(9, 3), max_capture_size=8) == [3]
+    assert [bucket_for(n, [2, 4]) for n in range(1, 6)] == [2, 2, 4, 4, None]
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+def test_every_batch_size_gives_what_eager_gives(size: int) -> None:
+    """Below, at and above the buckets."""
+    runner = hal.Runner(Toy(), opened(capture_sizes=[2, 4]))
+    batch = decode_batch(runner, size)
+    found = runner.decode(batch).clone()
+    torch.testing.assert_close(found, runner.prefill(batch))
+
+
+def test_outputs_of_a_bucket_keep_their_address() -> None:
+    runner = hal.Runner(Toy(), opened(capture_sizes=[4]))
+    assert len({runner.decode(decode_batch(runner, size)).data_ptr() for size in (1, 4, 2, 3)}) == 1
+
+
+def test_above_the_largest_bucket_is_eager_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    runner = hal.Runner(Toy(), opened(capture_sizes=[2]))
+    for _ in range(3):
+        runner.decode(decode_batch(runner, 3))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["a decode batch of 3 is above the largest captured size (2) and runs eagerly"]
+
+
+def test_a_model_that_cannot_be_captured_raises_with_the_place() -> None:
+    with pytest.raises(CaptureError, match=r"Tensor\.__float__\(\) .* in forward at .*test_runner\.py"):
+        hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4]))
+
+
+def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixture) -> None:
+    runner = hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4], on_capture_error="eager"))
+    assert "decode batches of 4 run eagerly" in caplog.text
+    for size in (1, 2, 3, 4):
+        batch = decode_batch(runner, size)
+        torch.testing.assert_close(runner.decode(batch).clone(), runner.prefill(batch))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "cached", "message"),
+    [
+        ([[11]], [[1]], None, "token id 11, out of the range 0 to 10"),
+        ([[-1]], [[1]], None, "token id -1"),
+        ([[1]], [[0]], None, "block 0, out of the range 1 to"),
+        ([[1]], [[99999]], None, "block 99999"),
+        ([[1] * 65], [[1, 2]], None, "65 tokens long; the model takes 64"),
+        ([[1]], [[1]], [64], "65 tokens long"),
+        ([[1], []], [[1], [2]], None, "sequence 1 has no new token"),
+        ([], [], None, "0 token lists"),
+        ([[1]], [[1], [2]], None, "1 token lists, 2 block lists"),
+        ([[1]], [[]], None, "its 0 blocks hold 0"),
+    ],
+)
+def test_wrong_batches_are_refused(
+    cpu: hal.Backend, tokens: list[list[int]], blocks: list[list[int]], cached: list[int] | None, message: str
+) -> None:
+    runner = hal.Runner(Toy(), cpu)
+    with pytest.raises(BatchError, match=message):
+        runner.batch(tokens, blocks, cached=cached)
+
+
+def test_decode_takes_one_token_a_sequence(cpu: hal.Backend) -> None:
+    runner = hal.Runner(Toy(), cpu)
+    with pytest.raises(BatchError, match="2 tokens for 1 sequences"):
+        runner.decode(runner.batch([[1, 2]], [[1]]))
+
+
+def test_a_block_table_wider_than_captured_is_refused() -> None:
+    runner = hal.Runner(Toy(), opened(capture_sizes=[1]))
+    with pytest.raises(BatchError, match="2 columns; the graphs were captured for 1"):
+        runner.decode(runner.batch([[1]], [[1, 2]]))
+
+
+def test_slots_and_positions_of_a_batch() -> None:
+    batch = Batch.build([[5, 6, 7], [8]], [[3, 9], [4]], block_size=4, cached=[2, 0])
+    assert batch.positions.tolist() == [2, 3, 4, 0]
+    assert batch.slot_mapping.tolist() == [14, 15, 36, 16]
+    assert batch.block_table.tolist() == [[3, 9], [4, 0]]
+    assert batch.query_start_loc.tolist() == batch.query_start_loc_host.tolist() == [0, 3, 4]
+    assert batch.kv_lens.tolist() == batch.kv_lens_host.tolist() == [5, 1]
+    assert batch.logits_indices.tolist() == [2, 3]
+    everything = Batch.build([[5, 6, 7], [8]], [[3, 9], [4]], block_size=4, cached=[2, 0], all_logits=True)
+    assert everything.logits_indices.tolist() == [0, 1, 2, 3]
+
+
+class TestCacheLayout:
+    """A backend that keeps its cache with heads before slots, as some hardware does."""
+
+    @staticmethod
+    def turned(cache: Tensor) -> Tensor:
+        return cache.transpose(1, 2)
+
+    def kernels(self) -> dict[str, Any]:
+        store, attend = (ops.operation(name).reference for name in ("store_kv_cache", "paged_attention"))
+
+        def store_turned(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+            canonical = [self.turned(cache).contiguous() for cache in (keys, values)]
+            store(key, value, *canonical, slots)
+            for cache, new in zip((keys, values), canonical, strict=True):
+                cache.copy_(self.turned(new))
+
+        def attend_turned(query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+            return attend(query, self.turned(keys).contiguous(), self.turned(values).contiguous(), *rest)
+
+        return {"store_kv_cache": store_turned, "paged_attention": attend_turned}
+
+    def backend(self, cpu: hal.Backend, kernels: dict[str, Any]) -> hal.Backend:
+        turned = self.turned
+
+        class Turned(hal.Backend):
+            def kv_cache(self, spec: hal.KVCacheSpec) -> hal.KVCache:
+                layers = super().kv_cache(spec).layers
+                with torch.inference_mode():
+                    return hal.KVCache(spec, tuple((turned(k).contiguous(), turned(v).contiguous()) for k, v in layers))
+
+        return Turned("turned", cpu.device, kernels=kernels, cache_layout="heads first")
+
+    def test_a_model_runs_on_it_unchanged(self, cpu: hal.Backend, trained: Path) -> None:
+        model = hal.load_model(trained, hal.open({"backend": "cpu", "dtype": "float32"}))
+        backend = self.backend(cpu, self.kernels())
+        tokens = []
+        for each in (cpu, backend):
+            each.activate()
+            runner = hal.Runner(model, each)
+            assert (runner.cache.layers[0][0].shape[1] == model.num_kv_heads) == (each is backend)
+            params = hal.SamplingParams(max_new_tokens=16)
+            tokens.append([token.token_id for token in hal.generate(runner, [[5, 6, 7], [8] * 70], params)])
+        assert tokens[0] == tokens[1]
+        cpu.activate()
+
+    def test_a_missing_kernel_fails_when_it_is_opened(self, cpu: hal.Backend) -> None:
+        kernels = self.kernels()
+        del kernels["store_kv_cache"]
+        with pytest.raises(DriverIncompatible, match="heads first but has no kernel for store_kv_cache"):
+            self.backend(cpu, kernels)
