@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from hal.kv_cache import KVCache, KVCacheSpec
     from hal.memory import MemoryStats
     from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
-    from hal.runtime.generate import SamplingParams, generate
+    from hal.runtime.checkpoint import Checkpoint
+    from hal.runtime.generate import SamplingParams, Token, generate
     from hal.runtime.loading import load_model
     from hal.runtime.runner import Runner
     from hal.stream import Event, Stream
@@ -44,6 +45,7 @@ _HOME = {
     "Backend": "hal.backend",
     "Batch": "hal.batch",
     "CacheConfig": "hal.config",
+    "Checkpoint": "hal.runtime.checkpoint",
     "CompilationConfig": "hal.config",
     "Config": "hal.config",
     "Device": "hal.device",
@@ -59,6 +61,7 @@ _HOME = {
     "Runner": "hal.runtime.runner",
     "SamplingParams": "hal.runtime.generate",
     "Stream": "hal.stream",
+    "Token": "hal.runtime.generate",
     "active_backend": "hal.backend",
     "generate": "hal.runtime.generate",
     "load_model": "hal.runtime.loading",
@@ -71,6 +74,7 @@ __all__ = [
     "Backend",
     "Batch",
     "CacheConfig",
+    "Checkpoint",
     "CompilationConfig",
     "Config",
     "Device",
@@ -86,6 +90,7 @@ __all__ = [
     "Runner",
     "SamplingParams",
     "Stream",
+    "Token",
     "__version__",
     "active_backend",
     "generate",

@@ -179,8 +179,9 @@ class BackendOps:
         if kernel is None:
             body = operation.rebound(lambda inner: getattr(self, inner.name))
             kernel = self._backend._stand_in(operation, body)
-        setattr(self, name, kernel)
-        return kernel
+        function = operation.calling(kernel)
+        setattr(self, name, function)
+        return function
 
 
 _active: Backend | None = None

@@ -38,7 +38,7 @@ class CompilationConfig:
     Attributes:
         compiler: ``eager`` runs the model's Python each step; ``graph`` captures decode steps, one graph per bucket.
             A driver may bring more; see ``hal backends``.
-        capture_sizes: the decode batch sizes to capture; None takes the default list.
+        capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
         on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
     """
@@ -55,7 +55,7 @@ class CacheConfig:
 
     Attributes:
         num_tokens: tokens that all sequences together may hold; rounded up to whole blocks.
-        block_size: tokens per block; None takes the backend's preferred size.
+        block_size: tokens per block; None (``null``) takes the backend's preferred size.
     """
 
     num_tokens: int = attrs.field(default=4096, validator=_positive)
@@ -134,7 +134,7 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
     Args:
         source: a Config (returned as it is), a mapping, JSON text (begins with ``{``), a path ending in ``.json`` or
             ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables.
-        driver_names: drivers whose own ``HAL_<DRIVER>_*`` variables are left to them.
+        driver_names: drivers whose own ``HAL_<DRIVER>_*`` variables are left to them, if source is None.
 
     Raises:
         ConfigError: the source cannot be read or holds a key or value that Config does not know.
@@ -200,14 +200,14 @@ def parse_json(text: str, where: str) -> Mapping[str, Any]:
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
     """Read ``HAL_BACKEND``, ``HAL_CACHE``, ... into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets a key of a table.
 
-    Values are JSON where that parses (``HAL_STRICT=true``), else text. ``HAL_<DRIVER>_*`` belongs to that driver and
-    is left to it; any other unknown ``HAL_*`` is reported by :func:`read`.
+    Values are JSON where that parses (``HAL_STRICT=true``), else text. ``HAL_<DRIVER>_*`` is left to that driver (see
+    :func:`environment_options`); any other unknown ``HAL_*`` is reported by :func:`read`.
     """
     environ = os.environ if environ is None else environ
-    reserved = tuple(f"HAL_{name.upper()}_" for name in driver_names)
+    drivers = tuple(driver_names)
     mapping: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):
-        if not variable.startswith("HAL_") or variable.startswith(reserved):
+        if not variable.startswith("HAL_") or any(_option_of(variable, driver) for driver in drivers):
             continue
         path = variable.removeprefix("HAL_").lower().split("__")
         table = mapping
@@ -217,6 +217,19 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
                 raise ConfigError(f"{variable} sets a key inside {key}, which is set as a whole too", "set one of them")
         table[path[-1]] = _environment_value(path, text, variable)
     return mapping
+
+
+def environment_options(driver_name: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A driver's options from ``HAL_<DRIVER>_<OPTION>``: ``HAL_ACME_CARDS=2`` is ``{"cards": 2}`` for ``acme``."""
+    environ = os.environ if environ is None else environ
+    options = ((_option_of(variable, driver_name), text) for variable, text in sorted(environ.items()))
+    return {option: _environment_value(["options", option], text, option) for option, text in options if option}
+
+
+def _option_of(variable: str, driver_name: str) -> str:
+    """The option of a driver that a variable sets, or nothing; two underscores are for the tables of Config."""
+    option = variable.removeprefix(f"HAL_{driver_name.upper()}_")
+    return option.lower() if option != variable and not option.startswith("_") else ""
 
 
 def _environment_value(path: list[str], text: str, variable: str) -> Any:

@@ -10,6 +10,7 @@ Contract of capture and replay, for every driver:
   ``host=``. Capture records each, by argument name; every replay takes new ones, by name, and checks all names and
   shapes before it launches anything. Values are copied before the call returns.
 - What cannot be captured raises :class:`CaptureError`, and leaves the graph as if never captured.
+- Both run under ``torch.inference_mode``, as the caches that they write do.
 - Threading: a graph belongs to one thread at a time. One capture runs in a process at a time.
 """
 
@@ -101,7 +102,7 @@ class Graph(ABC):
             stream: where to capture; None takes one of the driver's choosing.
 
         Returns:
-            What ``fn`` returned: the tensors that each replay fills.
+            What ``fn`` returned, made of the tensors that each replay fills.
 
         Raises:
             CaptureError: something in ``fn`` cannot be captured, with the reason and a remedy.
@@ -110,7 +111,8 @@ class Graph(ABC):
             raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
         self.host_values = HostValues()
         try:
-            self._outputs, self._pool = self._capture(fn, pool, stream)
+            with torch.inference_mode():
+                self._outputs, self._pool = self._capture(fn, pool, stream)
         except BaseException:
             self._release()
             raise
@@ -124,7 +126,9 @@ class Graph(ABC):
             HostValueError: a name is unknown or missing, or a shape or dtype differs. Nothing was launched.
         """
         self._require_capture("replay")
-        self._launch(self.host_values.check(host_values))
+        values = self.host_values.check(host_values)
+        with torch.inference_mode():
+            self._launch(values)
 
     def reset(self) -> None:
         """Drop the capture and its memory; the graph can then capture again."""

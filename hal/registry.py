@@ -11,7 +11,7 @@ from stevedore.driver import DriverManager
 from stevedore.exception import NoMatches
 
 from hal.backend import Backend
-from hal.config import Config, Source, load
+from hal.config import Source, environment_options, load
 from hal.driver import API_VERSION, Driver, Probe
 from hal.errors import DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, nearest
 
@@ -65,16 +65,19 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
     """Open the backend that ``config`` asks for.
 
     Args:
-        config: anything that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables.
+        config: anything that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables. The chosen
+            driver's own ``HAL_<DRIVER>_*`` variables are its options wherever the config does not set them.
         activate: make ``hal.ops`` go to it. Pass False to open a second one beside the active one.
 
     Raises:
         ConfigError: the configuration is wrong, or asks for what the backend does not have.
-        DriverNotFound, DriverIncompatible, DriverUnavailable: the driver cannot be used, with the reason and a remedy.
+        DriverNotFound: there is no such driver.
+        DriverIncompatible: the driver does not fit this release.
+        DriverUnavailable: the driver cannot run here, with its reason and hint.
     """
     settings = load(config, driver_names=driver_names())
     driver = _choose() if settings.backend == "auto" else _available(settings.backend)
-    backend = driver.open(settings.options)
+    backend = driver.open({**environment_options(driver.name), **settings.options})
     backend.configure(settings)
     if activate:
         backend.activate()
@@ -154,6 +157,3 @@ def _negotiate(name: str, cls: Any) -> Driver:
 
 def _version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
-
-
-__all__ = ["GROUP", "Candidate", "Config", "candidates", "driver_names", "load_driver", "open_backend"]

@@ -37,7 +37,7 @@ class Qwen3Config:
     rope: RopeParameters = attrs.field(factory=RopeParameters)
     use_sliding_window: bool = False
     sliding_window: int | None = None
-    max_window_layers: int = 0
+    max_window_layers: int = 28
     layer_types: tuple[LayerType, ...] | None = None
 
     def window(self, layer: int) -> int | None:

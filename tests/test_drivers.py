@@ -40,6 +40,8 @@ class Acme(hal.Driver):
         return hal.Probe(True)
 
     def open(self, options):
+        self.opened_with = dict(options)
+        Acme.last = self
         return hal.Backend("acme", Device(torch.device("cpu")), kernels={})
 
 class Absent(Acme):
@@ -100,6 +102,17 @@ def test_by_name_loads_that_driver_only(vendor: Vendor) -> None:
     assert "acme_driver" not in sys.modules
     assert hal.open("acme").name == "acme"
     hal.open("cpu")
+
+
+def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor.install(acme="acme_driver:Acme")
+    monkeypatch.setenv("HAL_ACME_CARDS", "[1, 2]")
+    monkeypatch.setenv("HAL_ACME_MODE", "fast")
+    monkeypatch.setenv("HAL_CPU_NONSENSE", "1")  # not asked of acme
+    hal.open({"backend": "acme", "options": {"mode": "slow"}}, activate=False)
+    assert sys.modules["acme_driver"].Acme.last.opened_with == {"cards": [1, 2], "mode": "slow"}
+    with pytest.raises(ConfigError, match="unknown key 'nonsense'"):
+        hal.open("cpu")
 
 
 def test_auto_takes_the_available_driver_of_highest_priority(vendor: Vendor) -> None:

@@ -104,7 +104,8 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
     other = hal.Backend("other", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x + 1})
     other.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), x + 1)
-    assert torch.equal(cpu.ops.rms_norm(x, weight, 1e-6), right)
+    assert torch.equal(cpu.ops.rms_norm(x, eps=1e-6, weight=weight), right)
+    assert torch.equal(cpu.ops.linear(x, torch.eye(8)), x), "defaults are those of the declaration"
     cpu.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), right)
 

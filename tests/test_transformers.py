@@ -151,7 +151,10 @@ def their_logits(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None) -> list[Tensor]:
-    """The same of every sequence of ``case``, in one batch: prefill (from ``cuts`` on, if given), then decode."""
+    """The same of every sequence of ``case``, batched: prefill (from ``cuts`` on, if given), then decode.
+
+    Each sequence begins to decode one step after the one before it, so that batches of all sizes occur, and rows move.
+    """
     count = len(case.sequences)
     ends = [len(sequence) - STEPS for sequence in case.sequences]
     parts: list[list[Tensor]] = [[] for _ in range(count)]
@@ -171,8 +174,10 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
         run(runner.prefill, starts, cuts)
         starts = list(cuts)
     run(runner.prefill, starts, ends)
-    for step in range(STEPS):
-        run(runner.decode, [end + step for end in ends], [end + step + 1 for end in ends])
+    for step in range(STEPS + count - 1):
+        decoding = [0 <= step - row < STEPS for row in range(count)]
+        starts = [end + step - row for row, end in enumerate(ends)]
+        run(runner.decode, starts, [start + new for start, new in zip(starts, decoding, strict=True)])
     return [torch.cat(part) for part in parts]
 
 
@@ -247,6 +252,25 @@ def test_a_wrong_config_would_be_noticed(change: Callable[[dict[str, Any]], obje
     (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(path=tmp_path / "wrong"), case), theirs) > TOLERANCE
+
+
+def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    defaults = {"head_dim": 128, "sliding_window": 8, "use_sliding_window": True, "attn_implementation": "eager"}
+    sizes = {"hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(vocab_size=97, num_hidden_layers=2, max_position_embeddings=64, **sizes, **defaults)
+    )
+    randomise(model, seed=0)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {"architectures", "model_type", "vocab_size", "num_hidden_layers", "max_position_embeddings", *sizes}
+    kept |= {"use_sliding_window", "sliding_window"}  # of no layer below max_window_layers
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in kept}))
+
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    runner, tokens = open_runner(tmp_path), list(range(40))
+    batch = runner.batch([tokens], [[1, 2, 3]], all_logits=True)
+    assert difference([runner.prefill(batch)], [their_logits(model, tokens)]) <= TOLERANCE
 
 
 NEW_TOKENS = 64

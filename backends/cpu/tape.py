@@ -71,7 +71,7 @@ class Tape(Graph):
 
     def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Pool]:
         recorder = _Recorder(self._launches, self.host_values.record)
-        with ops.intercepted(recorder.wrap), torch.inference_mode(), _RefuseHostReads(recorder), recorder:
+        with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
             outputs = fn()
         pool = Pool() if pool is None else pool
         moved = place(self._launches, outputs, pool)
@@ -85,9 +85,8 @@ class Tape(Graph):
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         self.host_values.write(host_values)
-        with torch.inference_mode():
-            for call in self._calls:
-                call()
+        for call in self._calls:
+            call()
 
     def _release(self) -> None:
         self._launches.clear()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_CACHE_TOKENS = 65536
 """The cache is not sized for more by itself; prompts that do not fit wait their turn."""
 LARGEST_BLOCK = 128
-"""Tokens. A sequence takes whole blocks, of no more than this on any hardware so far."""
+"""Tokens. A sequence takes whole blocks; unless the config says their size, no backend's are taken to be larger."""
 PROMPTS_FILE = "One prompt a line, in UTF-8, taken as it is; they follow those of --prompt. A - reads stdin."
 COMPILATION_CONFIG = "Keys of the table `compilation`: a JSON object, or a path ending in .json or .toml."
 SAMPLING = {
@@ -178,8 +178,9 @@ def _fit_graphs(config: CompilationConfig, num_prompts: int) -> CompilationConfi
 
 def _fit_cache(config: Config, lengths: list[int], max_new_tokens: int, model: CausalLM) -> Config:
     """Size the cache so that the prompts fit together, or at least each by itself."""
+    block = config.cache.block_size or LARGEST_BLOCK
     most = [min(length + max_new_tokens, model.max_length) for length in lengths]
-    whole = [math.ceil(each / LARGEST_BLOCK) * LARGEST_BLOCK for each in most]
+    whole = [math.ceil(each / block) * block for each in most]
     num_tokens = max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
     return attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens))
 

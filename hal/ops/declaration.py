@@ -99,7 +99,7 @@ class Operation:
 
     @cached_property
     def reference(self) -> Kernel:
-        """The body, with every operation in it meaning its own reference: no driver's kernel can reach it."""
+        """The body, with every operation in it meaning its own reference, so that no driver's kernel can reach it."""
         return self.rebound(lambda operation: operation.reference)
 
     @cached_property
@@ -130,6 +130,10 @@ class Operation:
     def bind(self, kernel: Kernel) -> None:
         """Make calls run ``kernel``, from the next one on, wherever the function was imported."""
         self._globals["_kernel"] = kernel
+
+    def calling(self, kernel: Kernel) -> Kernel:
+        """A function with the operation's signature, defaults included, that always runs ``kernel``."""
+        return _generate_function(self.body, self.signature, {"_kernel": kernel})
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name, defaults included."""

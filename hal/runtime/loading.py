@@ -30,12 +30,19 @@ class _Place:
     shape: tuple[int, ...]
 
 
-def load_model(path: str | Path | Checkpoint, backend: Backend, *, progress: Progress | None = None) -> CausalLM:
+def load_model(
+    path: str | Path | Checkpoint,
+    backend: Backend,
+    *,
+    model_class: type[CausalLM] | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
     """Load a checkpoint onto a backend's device.
 
     Args:
         path: the checkpoint's folder.
         backend: its config's ``dtype`` decides what the weights are held in.
+        model_class: the model to build; None takes the one registered for the checkpoint's architecture.
         progress: called as weights arrive.
 
     Raises:
@@ -47,7 +54,7 @@ def load_model(path: str | Path | Checkpoint, backend: Backend, *, progress: Pro
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
     with torch.device("meta"):
-        model = model_class(checkpoint.architecture).from_config(checkpoint.config)
+        model = (model_class or find_model(checkpoint.architecture)).from_config(checkpoint.config)
     if (dims := backend.limits.head_dims) and model.head_dim not in dims:
         raise ConfigError(
             f"the backend {backend.name} has no attention for head_dim {model.head_dim}",
@@ -62,7 +69,7 @@ def load_model(path: str | Path | Checkpoint, backend: Backend, *, progress: Pro
     return model.eval()
 
 
-def model_class(architecture: str) -> type[CausalLM]:
+def find_model(architecture: str) -> type[CausalLM]:
     """The model registered for an architecture's name; imports that one only."""
     known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     if architecture not in known:

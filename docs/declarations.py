@@ -1,0 +1,219 @@
+"""Directives that render what hal declares in code, so that no page can say something else.
+
+``operations`` lists every operation of ``hal.ops``; ``config-keys`` lists the keys of an attrs configuration class.
+Both write reStructuredText, so a Markdown page uses them inside ``{eval-rst}``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import attrs
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.util.docutils import SphinxDirective
+
+from hal import ops, registry
+from hal.errors import HalError
+from hal.ops import Operation
+
+INDENT = "   "
+
+
+class Operations(SphinxDirective):
+    """Every declared operation by family, and which drivers have a kernel for it."""
+
+    def run(self) -> list[nodes.Node]:
+        """Render the catalogue."""
+        catalogue = [each for each in ops.catalogue().values() if each.namespace == "hal"]
+        coverage = _coverage()
+        lines = [".. py:currentmodule:: hal.ops", "", *_coverage_table(catalogue, coverage)]
+        for module, family in groupby(catalogue, key=lambda each: each.body.__module__):
+            lines += ["", f".. rubric:: {_first_line(sys.modules[module].__doc__).rstrip('.')}", ""]
+            for operation in family:
+                lines += self._describe(operation, coverage)
+        return self.parse_text_to_nodes("\n".join(lines))
+
+    def _describe(self, operation: Operation, coverage: dict[str, frozenset[str] | None]) -> Iterator[str]:
+        yield f".. py:function:: {operation.name}{_signature(operation)}"
+        yield f"{INDENT}:module: hal.ops"
+        yield ""
+        docstring = inspect.cleandoc(operation.body.__doc__ or "")
+        yield from _indented(str(GoogleDocstring(docstring, self.config, what="function")).splitlines())
+        yield ""
+        facts = {
+            "torch.library": f"``{operation.schema}``",
+            "writes in place": _code(operation.mutates),
+            "reads on the host": _code(operation.host),
+            "fused of": ", ".join(f":func:`{name}`" for name in _parts(operation)) if operation.fused else "",
+            "tolerance": "; ".join(
+                f"{str(dtype).removeprefix('torch.')}: relative {relative:g}, absolute {absolute:g}"
+                for dtype, (relative, absolute) in operation.tolerance.items()
+            ),
+            "kernels": _code([name for name, kernels in coverage.items() if kernels and operation.name in kernels])
+            or "none; the reference runs",
+        }
+        yield from _indented(_table([[key, value] for key, value in facts.items() if value], widths=(22, 78)))
+        yield ""
+
+
+class ConfigKeys(SphinxDirective):
+    """The keys of an attrs class, given by its full name: type, default, meaning, environment variable."""
+
+    required_arguments = 1
+    option_spec: ClassVar = {"table": directives.unchanged}
+
+    def run(self) -> list[nodes.Node]:
+        """Render the class."""
+        module, _, name = self.arguments[0].rpartition(".")
+        cls = getattr(importlib.import_module(module), name)
+        meanings, types = _attributes(cls), get_type_hints(cls)
+        path = [self.options["table"]] if "table" in self.options else []
+        lines = [".. py:currentmodule:: hal", ""]
+        for field in attrs.fields(cls):
+            lines += [
+                f".. confval:: {'.'.join([*path, field.name])}",
+                f"{INDENT}:type: {_kind(types[field.name])}",
+                f"{INDENT}:default: {_default(field)}",
+                "",
+                f"{INDENT}{meanings[field.name]}",
+                "",
+                f"{INDENT}Variable: ``HAL_{'__'.join([*path, field.name]).upper()}``",
+                "",
+            ]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def _coverage() -> dict[str, frozenset[str] | None]:
+    """By driver, the operations it has kernels for; None for a driver that cannot run where the page is built."""
+    found: dict[str, frozenset[str] | None] = {}
+    for candidate in registry.candidates():
+        found[candidate.name] = None
+        if candidate.driver is not None and candidate.probe.available:
+            try:
+                found[candidate.name] = frozenset(candidate.driver.open({}).kernels)
+            except HalError:
+                continue
+    return found
+
+
+def _coverage_table(catalogue: list[Operation], coverage: dict[str, frozenset[str] | None]) -> list[str]:
+    def cell(kernels: frozenset[str] | None, operation: Operation) -> str:
+        if kernels is None:
+            return "unknown: not available where this page was built"
+        return "kernel" if operation.name in kernels else "reference"
+
+    rows = [["operation", *coverage]]
+    for operation in catalogue:
+        rows.append([f":func:`{operation.name}`", *(cell(kernels, operation) for kernels in coverage.values())])
+    return _table(rows, header=True)
+
+
+def _signature(operation: Operation) -> str:
+    """The signature as written, which keeps ``Tensor`` short."""
+
+    def written(annotation: Any) -> str:
+        return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+    parameters = [
+        f"{p.name}: {written(p.annotation)}" + ("" if p.default is p.empty else f" = {p.default!r}")
+        for p in operation.signature.parameters.values()
+    ]
+    return f"({', '.join(parameters)}) -> {written(operation.signature.return_annotation)}"
+
+
+def _parts(operation: Operation) -> list[str]:
+    """The smaller operations that a fused operation's body names, in order."""
+    names: list[str] = []
+
+    def note(part: Operation) -> Any:
+        names.append(part.name)
+        return part.function
+
+    operation.rebound(note)
+    return list(dict.fromkeys(names))
+
+
+def _attributes(cls: type) -> dict[str, str]:
+    """The ``Attributes:`` section of a docstring, by name."""
+    _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _kind(annotation: Any) -> str:
+    """A type as someone who writes JSON or TOML sees it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"``{json.dumps(each)}``" for each in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join("null" if each is type(None) else _kind(each) for each in arguments)
+    if origin is tuple:
+        return f"list of {_kind(arguments[0])}"
+    if attrs.has(annotation) or origin is dict:
+        return "table"
+    return {str: "text", int: "integer", float: "number", bool: "boolean"}[annotation]
+
+
+def _default(field: attrs.Attribute[Any]) -> str:
+    if field.default is attrs.NOTHING:
+        return "required"
+    if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
+        return "``{}``"
+    return f"``{json.dumps(field.default)}``"
+
+
+def _table(rows: list[list[str]], *, widths: tuple[int, ...] | None = None, header: bool = False) -> list[str]:
+    lines = [".. list-table::", f"{INDENT}:header-rows: {int(header)}"]
+    if widths:
+        lines.append(f"{INDENT}:widths: {' '.join(map(str, widths))}")
+    lines.append("")
+    for row in rows:
+        lines += [f"{INDENT}{'-' if column else '* -'} {cell}".replace(f"{INDENT}- ", f"{INDENT}  - ", 1)
+                  for column, cell in enumerate(row)]  # fmt: skip
+    return lines
+
+
+def _indented(lines: list[str]) -> Iterator[str]:
+    return (f"{INDENT}{line}" if line else "" for line in lines)
+
+
+def _code(names: Any) -> str:
+    return ", ".join(f"``{name}``" for name in names)
+
+
+def _first_line(docstring: str | None) -> str:
+    return (docstring or "").strip().partition("\n")[0]
+
+
+def _keep_colon(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in a property's first line for its type; it looks no further than that.
+
+    A first line that is an empty comment satisfies it.
+    """
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]
+
+
+def _name_factories(app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returns: str) -> Any:
+    """attrs shows a default that a factory makes as ``NOTHING``."""
+    return (signature.replace("= NOTHING", "= ..."), returns) if signature else None
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directives."""
+    app.connect("autodoc-process-docstring", _keep_colon, priority=400)  # before napoleon, which is at 500
+    app.connect("autodoc-process-signature", _name_factories)
+    app.add_directive("operations", Operations)
+    app.add_directive("config-keys", ConfigKeys)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,125 @@
+"""Small random checkpoints, written as a release would write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": None,
+    "dtype": "float32",
+    "eos_token_id": 0,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+}
+
+
+def random_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
+    """Write a Qwen3 with random weights into ``folder``, which is made; return it.
+
+    Args:
+        folder: where config.json, the weights, tokenizer.json and generation_config.json go.
+        shards: files that the weights are spread over; more than one have an index.
+        seed: of the weights.
+        overrides: keys of config.json. The weights' shapes follow them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = trained_tokenizer()
+    config = {**CONFIG, "vocab_size": tokenizer.get_vocab_size(), **overrides}
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    write_weights(folder, random_weights(config, seed), shards)
+    return folder
+
+
+def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """The tensors of a Qwen3 of this config, by their names in a checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["dtype"])
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=generator)
+        # Norms are near one; a projection keeps the size of what it is given.
+        return (1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5).to(dtype)
+
+    return {name: draw(shape) for name, shape in _shapes(config)}
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (config["vocab_size"], width)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (width,)
+        yield f"{prefix}.post_attention_layernorm.weight", (width,)
+        for part, rows, columns in (
+            ("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width), ("o_proj", width, queries),
+        ):  # fmt: skip
+            yield f"{prefix}.self_attn.{part}.weight", (rows, columns)
+            if config["attention_bias"]:
+                yield f"{prefix}.self_attn.{part}.bias", (rows,)
+        yield f"{prefix}.self_attn.q_norm.weight", (head,)
+        yield f"{prefix}.self_attn.k_norm.weight", (head,)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, width)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, width)
+        yield f"{prefix}.mlp.down_proj.weight", (width, inner)
+    yield "model.norm.weight", (width,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], width)
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor], shards: int = 1) -> None:
+    """Write safetensors: one file, or ``shards`` files and their index."""
+    if shards == 1:
+        save_file(weights, str(folder / "model.safetensors"))
+        return
+    names = list(weights)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {name: weights[name] for name in names[shard::shards]}
+        save_file(part, str(folder / file))
+        weight_map |= dict.fromkeys(part, file)
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write ``value`` as JSON."""
+    file.write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def trained_tokenizer() -> Tokenizer:
+    """A byte-level BPE with a few merges; token 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the rat sat on the hat", "é 日本 🙂 é 日本 🙂"], trainer)
+    return tokenizer
