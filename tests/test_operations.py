@@ -215,26 +215,6 @@ class TestDeclaration:
         torch.testing.assert_close(late(torch.ones(1, 4)), torch.ones(1, 4), rtol=1e-5, atol=1e-5)
 
 
-def test_dynamo_sees_one_node_a_call(cpu: hal.Backend) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def layer(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        normed, hidden = ops.add_rms_norm(x, residual, weight, 1e-6)
-        return ops.silu_and_mul(normed) + ops.rms_norm(hidden, weight, eps=1e-6)[..., :4]
-
-    x, residual, weight = torch.randn(2, 8), torch.randn(2, 8), torch.ones(8)
-    with torch.no_grad():
-        layer(x, residual, weight)
-    targets = [str(node.target) for node in graphs[0].graph.nodes if "hal" in str(node.target)]
-    assert targets == ["hal.add_rms_norm.default", "hal.silu_and_mul.default", "hal.rms_norm.default"]
-    torch.compiler.reset()
-
-
 class TestAttention:
     """The reference itself, against attention written out for one query at a time."""
 

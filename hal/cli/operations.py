@@ -40,10 +40,12 @@ def command() -> None:
 
 def _open(candidate: Candidate) -> Backend | str:
     """The candidate's backend, or why there is none."""
+    from hal.config import environment_options
+
     if candidate.driver is None or not candidate.probe.available:
         return f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}"
     try:
-        return candidate.driver.open({})
+        return candidate.driver.open(environment_options(candidate.name))
     except Exception as error:  # one driver that fails must not hide the others
         return f"opening it failed: {error}"
 

@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from hal.errors import OperationError, nearest
 from hal.ops import library
@@ -111,7 +110,7 @@ class Operation:
         """The body, with every operation in it replaced by ``meaning`` of that operation."""
 
         def substitute(value: Any) -> Any:
-            operation = _by_function.get(value) if callable(value) and _hashable(value) else None
+            operation = _by_function.get(value) if isinstance(value, FunctionType) else None
             return value if operation is None else meaning(operation)
 
         return rebind(self.body, substitute)
@@ -253,7 +252,3 @@ def _generate_function(
     function.__doc__, function.__module__ = body.__doc__, body.__module__
     function.__annotations__ = body.__annotations__
     return function
-
-
-def _hashable(value: Any) -> bool:
-    return not isinstance(value, (Tensor, dict, list, set))
