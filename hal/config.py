@@ -112,7 +112,7 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
     """Build a model's attrs class from a checkpoint's config.json.
 
     Keys that cannot change what inference computes (or that others read, as the rope parameters) are left out; any
-    other key that ``cls`` does not know is named in a warning. A null stands for the default.
+    other key that ``cls`` does not know is named in a warning. A null stands for the default, unless None is a value.
 
     Raises:
         ConfigError: a required key is missing, or a value is not one that the model takes.
@@ -125,7 +125,9 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
     unread = sorted(key for key in config if key not in known | _INERT_MODEL_KEYS and config[key] is not None)
     if unread:
         log.warning("config.json has keys that %s does not read: %s", cls.__name__, ", ".join(unread))
-    return read(cls, {key: config[key] for key in known & set(config) if config[key] is not None}, "config.json")
+    kinds = get_type_hints(cls)
+    given = {key: config[key] for key in known & set(config) if config[key] is not None or _is_optional(kinds[key])}
+    return read(cls, given, "config.json")
 
 
 def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:

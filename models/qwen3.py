@@ -36,9 +36,14 @@ class Qwen3Config:
     tie_word_embeddings: bool = False
     rope: RopeParameters = attrs.field(factory=RopeParameters)
     use_sliding_window: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = 4096
     max_window_layers: int = 28
-    layer_types: tuple[LayerType, ...] | None = None
+    layer_types: tuple[LayerType, ...] | None = attrs.field(default=None)
+
+    @layer_types.validator
+    def _one_type_a_layer(self, attribute: Any, value: tuple[LayerType, ...] | None) -> None:
+        if value is not None and len(value) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(value)} entries for {self.num_hidden_layers} layers")
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""

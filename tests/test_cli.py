@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from checkpoints import random_checkpoint, write_json
 from click.testing import CliRunner, Result
 
 import hal
+from checkpoints import random_checkpoint, write_json
 from hal.cli import main
 from hal.runtime.checkpoint import Checkpoint
 from hal.version import __version__
 
 PROMPTS = ("the cat", "é 日本\n", "the hat and the mat sat")
 NEW = 12
+PROGRAM = "from hal.cli import main; main()"
 
 DRIVERS = """
 import hal, torch
@@ -47,11 +48,6 @@ class RaisesInOpen(Good):
     priority = -1
     def open(self, options):
         raise RuntimeError("the firmware is on fire")
-
-class Interrupted(Good):
-    priority = -2
-    def open(self, options):
-        raise KeyboardInterrupt
 """
 
 
@@ -66,13 +62,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("cli") / "qwen3", shards=2)
 
 
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that writes for long enough to be disturbed."""
+    folder = tmp_path_factory.mktemp("cli") / "qwen3"
+    random_checkpoint(folder, max_position_embeddings=1 << 20, eos_token_id=None)
+    options = ["--max-new-tokens", "1000000", "--temperature", "1", "--seed", "0"]
+    return [sys.executable, "-c", PROGRAM, "generate", str(folder), "--prompt", "the cat", *options]
+
+
 @pytest.fixture
 def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers of every kind beside the CPU's."""
     info = tmp_path / "site" / "acme-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    names = ("Good", "Absent", "RaisesInProbe", "RaisesInOpen", "Interrupted", "Misspelt")
+    names = ("Good", "Absent", "RaisesInProbe", "RaisesInOpen", "Misspelt")
     lines = [f"{name.lower()} = acme_cli_drivers:{name}" for name in names]
     (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines, "unimportable = no_such_module:Driver"]))
     (tmp_path / "site" / "acme_cli_drivers.py").write_text(textwrap.dedent(DRIVERS))
@@ -169,7 +174,7 @@ class TestGenerate:
 
     def test_the_cache_fits_what_is_asked(self, tmp_path: Path) -> None:
         folder = random_checkpoint(tmp_path / "qwen3", max_position_embeddings=6000, num_hidden_layers=1)
-        longer_than_the_default = "the cat sat on the mat " * 800
+        longer_than_the_default = "the cat sat on the mat " * 600
         count = len(Checkpoint.open(folder).tokenizer().encode(longer_than_the_default).ids)
         assert hal.Config().cache.num_tokens < count < 6000
         generate(folder, prompts=[longer_than_the_default], new=2)
@@ -243,7 +248,8 @@ class TestLists:
         assert lines["good"].split() == ["good", "*", "yes", "5", "1.0"]
         assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "1.0"]
         assert lines["absent"].split()[:4] == ["absent", "no", "20", "1.0"]
-        assert "there is no [card]  buy one of those at the shop around the corner buy one" in lines["absent"]
+        assert "there is no [card]" in lines["absent"]
+        assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is cut off or folded"
         assert "bus error" in lines["raisesinprobe"]
         assert "Misspelt" in lines["misspelt"]
         assert "no_such_module" in lines["unimportable"]
@@ -259,7 +265,10 @@ class TestLists:
         names = header.replace(" (unavailable)", "").split()[1:]
         table = {row.split()[0]: dict(zip(names, row.split()[1:], strict=True)) for row in rows}
         assert set(table) == set(hal.ops.catalogue())
-        assert table["rms_norm"] | {"good": "kernel", "cpu": "kernel", "absent": "-", "raisesinopen": "-"} == table["rms_norm"]
+        assert (
+            table["rms_norm"] | {"good": "kernel", "cpu": "kernel", "absent": "-", "raisesinopen": "-"}
+            == table["rms_norm"]
+        )
         assert table["sample"]["good"] == "reference"
         assert table["add_rms_norm"]["good"] == "composed"
         assert "absent is unavailable: there is no [card]\n  remedy: buy one" in result.stdout
@@ -268,7 +277,9 @@ class TestLists:
     @pytest.mark.usefixtures("drivers")
     def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HAL_GOOD_BLOCK_SIZES", "16")
-        assert "good is unavailable: opening it failed: config: unknown key" in " ".join(run("ops").stdout.split())
+        result = run("ops")
+        assert "good is unavailable: opening it failed: unknown key 'block_sizes' (did you mean" in result.stdout
+        assert result.exit_code == 0
 
     def test_the_only_driver_is_the_cpu(self) -> None:
         assert run("backends").stdout.splitlines()[1].startswith("cpu *")
@@ -294,21 +305,6 @@ class TestProcess:
     def test_a_bug_keeps_its_traceback(self, checkpoint: Path) -> None:
         result = run("generate", checkpoint, "--prompt", "a", "--backend", "raisesinopen")
         assert isinstance(result.exception, RuntimeError)
-
-    @pytest.mark.usefixtures("drivers")
-    def test_an_interrupt_exits_with_130(self, checkpoint: Path) -> None:
-        result = run("generate", checkpoint, "--prompt", "a", "--backend", "interrupted")
-        assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
-
-    @pytest.fixture(scope="class")
-    def endless(self, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-        """A command that writes for long enough to be disturbed."""
-        folder = random_checkpoint(
-            tmp_path_factory.mktemp("cli") / "qwen3", max_position_embeddings=1 << 20, eos_token_id=None
-        )
-        program = "from hal.cli import main; main()"
-        options = ["--max-new-tokens", "1000000", "--temperature", "1", "--seed", "0"]
-        return [sys.executable, "-c", program, "generate", str(folder), "--prompt", "the cat", *options]
 
     @staticmethod
     def started(command: list[str]) -> subprocess.Popen[bytes]:
@@ -338,13 +334,10 @@ class TestProcess:
 
     def test_a_process_keeps_its_streams_apart(self, checkpoint: Path, tmp_path: Path) -> None:
         """From another folder, in a locale that knows ASCII alone, with the settings in the environment."""
-        environ = {
-            **os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "XDG_CACHE_HOME": str(tmp_path),
-            "HAL_COMPILATION": json.dumps({"compiler": "graph"}),
-        }  # fmt: skip
+        locale = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+        environ = {**os.environ, **locale, "HAL_COMPILATION": json.dumps({"compiler": "graph"})}
         (tmp_path / "prompts").write_text("".join(f"{prompt.strip()}\n" for prompt in PROMPTS), encoding="utf-8")
-        program = "from hal.cli import main; main()"
-        command = [sys.executable, "-c", program, "-v", "generate", str(checkpoint), "--prompts-file", "prompts"]
+        command = [sys.executable, "-c", PROGRAM, "-v", "generate", str(checkpoint), "--prompts-file", "prompts"]
         result = subprocess.run(
             [*command, "--max-new-tokens", str(NEW)], cwd=tmp_path, env=environ, capture_output=True, check=False
         )

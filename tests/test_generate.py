@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import attrs
@@ -217,3 +218,45 @@ def test_block_allocator(num_blocks: int, actions: list[tuple[str, int]]) -> Non
             allocator.give_back(blocks)
             free.update(blocks)
         assert allocator.num_free == len(free)
+
+
+def test_two_at_once_on_one_runner_do_not_share_blocks(trained: Path, texts: list[list[int]]) -> None:
+    runner = open_runner(trained)
+    expected = [together(runner, texts[:4], GREEDY[:4]), together(runner, texts[4:], GREEDY[4:])]
+    made: list[list[list[int]]] = [[[] for _ in range(4)] for _ in range(2)]
+    first, second = hal.generate(runner, texts[:4], GREEDY[:4]), hal.generate(runner, texts[4:], GREEDY[4:])
+    for pair in zip_longest(first, second):
+        for tokens, token in zip(made, pair, strict=True):
+            if token is not None:
+                tokens[token.prompt].append(token.token_id)
+    assert made == expected
+
+
+def test_no_room_because_of_another_is_an_error(trained: Path, texts: list[list[int]]) -> None:
+    runner = open_runner(trained, num_tokens=SHORT, block_size=4)
+    first = hal.generate(runner, texts, GREEDY)
+    next(first)
+    with pytest.raises(BatchError, match="others hold its blocks"):
+        list(hal.generate(runner, [[5] * 60], hal.SamplingParams(max_new_tokens=40)))
+    assert len(list(first)) + 1 == sum(each.max_new_tokens for each in GREEDY)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 30])
+def test_stopping_early_gives_the_blocks_back(steps: int, trained: Path, texts: list[list[int]]) -> None:
+    runner = open_runner(trained, num_tokens=SHORT, block_size=4)
+    free = runner.blocks.num_free
+    tokens = hal.generate(runner, texts, GREEDY)
+    for _ in range(steps):
+        next(tokens)
+    assert runner.blocks.num_free < free
+    tokens.close()  # type: ignore[attr-defined]
+    assert runner.blocks.num_free == free
+
+
+def test_blocks_given_back_twice_are_noticed() -> None:
+    allocator = BlockAllocator(8)
+    assert allocator.take(0) == []
+    blocks = allocator.take(3) or []
+    allocator.give_back(blocks)
+    with pytest.raises(ValueError, match="given back twice"):
+        allocator.give_back(blocks[1:2])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints import trained_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from checkpoints import trained_tokenizer
 from hal.runtime.generate import Token
 from hal.runtime.text import Piece, TextStream, texts_in_order
 
@@ -64,7 +64,10 @@ def test_special_tokens_are_not_text() -> None:
 
 def test_texts_take_turns() -> None:
     a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
-    steps = [[Token(0, a, None), Token(1, b, None), Token(2, b, "length")], [Token(0, a, "length"), Token(1, b, "stop")]]
+    steps = [
+        [Token(0, a, None), Token(1, b, None), Token(2, b, "length")],
+        [Token(0, a, "length"), Token(1, b, "stop")],
+    ]
     tokens = (token for step in steps for token in step)
     pieces = texts_in_order(tokens, [[a], [a], [a]], BYTE_LEVEL)
     assert next(pieces) == Piece(0, "a", None)

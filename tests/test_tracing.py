@@ -64,10 +64,10 @@ def test_a_whole_model_is_one_graph(trained: Path, graphs: list[torch.fx.GraphMo
     runner = hal.Runner(model, backend)
     batch = runner.batch([[5, 6, 7], [8]], [[1], [2]])
     expected = runner.prefill(batch)
-    for cache in runner.cache.layers:
-        for tensor in cache:
-            tensor.zero_()
     with torch.inference_mode():
+        for keys, values in runner.cache.layers:
+            keys.zero_()
+            values.zero_()
         found = compiled(model, graphs)(batch, runner.cache.layers)
     torch.testing.assert_close(found, expected)
     layers = model.num_layers

@@ -18,8 +18,8 @@ class BlockAllocator:
 
     def take(self, count: int) -> list[int] | None:
         """``count`` blocks, or None if fewer are free."""
-        if count > len(self._free):
-            return None
+        if not 0 < count <= len(self._free):
+            return None if count else []
         starts = range(len(self._free) - count + 1)
         first = next((i for i in starts if self._free[i + count - 1] - self._free[i] == count - 1), 0)
         taken = self._free[first : first + count]
@@ -27,5 +27,11 @@ class BlockAllocator:
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        """Take blocks back."""
+        """Take blocks back.
+
+        Raises:
+            ValueError: one of them is free already; its next two owners would overwrite each other.
+        """
+        if twice := set(blocks) & set(self._free):
+            raise ValueError(f"blocks {sorted(twice)} were given back twice")
         self._free = sorted(self._free + blocks)

@@ -138,31 +138,38 @@ def _checked(runner: Runner, index: int, prompt: list[int], params: SamplingPara
 
 
 def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
-    allocator = BlockAllocator(runner.spec.num_blocks)
     running: list[_Sequence] = []
-    while waiting or running:
-        admitted = _admit(runner, waiting, allocator)
-        if admitted:
-            batch = runner.batch([each.tokens for each in admitted], [each.blocks for each in admitted])
-            yield from _take(admitted, runner.prefill(batch))
+    try:
+        while waiting or running:
+            admitted = _admit(runner, waiting)
             running += admitted
-        running = _without_finished(running, allocator)
-        if running:
-            cached = [len(each.tokens) - 1 for each in running]
-            batch = runner.batch(
-                [each.tokens[-1:] for each in running], [each.blocks for each in running], cached=cached
-            )
-            yield from _take(running, runner.decode(batch))
-            running = _without_finished(running, allocator)
+            if admitted:
+                batch = runner.batch([each.tokens for each in admitted], [each.blocks for each in admitted])
+                yield from _take(admitted, runner.prefill(batch))
+            elif not running:
+                raise BatchError(
+                    f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks",
+                    "finish or close the other generate() of this runner, or raise cache.num_tokens",
+                )
+            running = _without_finished(running, runner.blocks)
+            if running:
+                cached = [len(each.tokens) - 1 for each in running]
+                last = [each.tokens[-1:] for each in running]
+                batch = runner.batch(last, [each.blocks for each in running], cached=cached)
+                yield from _take(running, runner.decode(batch))
+                running = _without_finished(running, runner.blocks)
+    finally:
+        for sequence in running:  # of a caller that stops early
+            runner.blocks.give_back(sequence.blocks)
 
 
-def _admit(runner: Runner, waiting: deque[_Sequence], allocator: BlockAllocator) -> list[_Sequence]:
+def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
     """The next prompts, as far as the cache has room for them to their end and the step for their tokens."""
     admitted: list[_Sequence] = []
     tokens = 0
     while waiting and (not admitted or tokens + len(waiting[0].tokens) <= MAX_PREFILL_TOKENS):
         first = waiting[0]
-        blocks = allocator.take(runner.spec.blocks_for(len(first.tokens) + first.limit))
+        blocks = runner.blocks.take(runner.spec.blocks_for(len(first.tokens) + first.limit))
         if blocks is None:
             break
         first.blocks = blocks

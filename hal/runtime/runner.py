@@ -13,6 +13,7 @@ from hal.batch import Batch
 from hal.errors import BackendNotActive, BatchError
 from hal.kv_cache import DUMMY_BLOCK, KVCacheSpec
 from hal.nn import CausalLM
+from hal.runtime.blocks import BlockAllocator
 from hal.runtime.decode import GraphDecoder
 
 DEFAULT_BLOCK_SIZE = 64
@@ -27,6 +28,11 @@ class Runner:
     Args:
         model: from :func:`hal.load_model`, or built and filled otherwise; on the backend's device.
         backend: must be the active one whenever the runner is used.
+
+    Attributes:
+        spec: of the cache.
+        cache: the keys and values.
+        blocks: hands out the cache's blocks, for an engine that keeps no account of its own; :func:`hal.generate` does.
 
     Raises:
         CaptureError: a decode graph could not be captured.
@@ -49,6 +55,7 @@ class Runner:
             block_size=block_size,
         )
         self.cache = backend.kv_cache(self.spec)
+        self.blocks = BlockAllocator(self.spec.num_blocks)
         self._decode: Callable[[Batch], Tensor] = self._eager
         if config.compilation.compiler == "graph":
             self._decode = GraphDecoder(model, backend, self.cache)

@@ -1,0 +1,74 @@
+"""What a model's config may say, apart from the numbers, which test_transformers.py compares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hal.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+
+from hal.config import read_model_config
+from hal.errors import ConfigError
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def build(**changes: Any) -> Qwen3ForCausalLM:
+    with torch.device("meta"):
+        return Qwen3ForCausalLM.from_config(SMALL | changes)
+
+
+def windows(**changes: Any) -> list[int | None]:
+    config = read_model_config(Qwen3Config, SMALL | {"use_sliding_window": True} | changes)
+    return [config.window(layer) for layer in range(config.num_hidden_layers)]
+
+
+def test_windows_of_layers() -> None:
+    assert windows(sliding_window=6, max_window_layers=2) == [None, None, 6, 6]
+    assert windows(sliding_window=6) == [None] * 4, "as many full layers as transformers has by default"
+    assert windows(max_window_layers=3) == [None, None, None, 4096]
+    assert windows(max_window_layers=0, sliding_window=None) == [None] * 4
+    assert windows(max_window_layers=0, sliding_window=6, use_sliding_window=False) == [None] * 4
+    types = ["sliding_attention", "full_attention"] * 2
+    assert windows(max_window_layers=4, sliding_window=6, layer_types=types) == [6, None, 6, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "unknown value 'linear_attention'"),
+        ({"hidden_act": "gelu"}, "unknown value 'gelu'.*silu"),
+        ({"hidden_size": "8"}, "expected int, found str '8'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**changes)
+
+
+def test_a_required_key() -> None:
+    without = {key: value for key, value in SMALL.items() if key != "hidden_size"}
+    with pytest.raises(ConfigError, match="required key 'hidden_size' is missing"):
+        Qwen3ForCausalLM.from_config(without)
+
+
+def test_keys_that_are_not_read_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    build(transformers_version="5.0", attn_logit_softcapping=50.0, nothing=None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "config.json has keys that Qwen3Config does not read: attn_logit_softcapping"
+    ]
+
+
+def test_both_spellings_of_rope_parameters() -> None:
+    new = build(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    old = build(rope_theta=5e5, rope_scaling=None)
+    assert new.model.rotary.rope == old.model.rotary.rope
+    assert new.model.rotary.rope.rope_theta == 5e5
