@@ -18,6 +18,9 @@ from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops.declaration import Kernel, Operation
 
+DEFAULT_BLOCK_SIZE = 64
+"""Tokens per block of a cache, where neither the config nor the backend prefers another size."""
+
 log = logging.getLogger("hal.backend")
 
 
@@ -96,6 +99,12 @@ class Backend:
     def active(self) -> bool:
         """Whether ``hal.ops`` goes to this backend."""
         return _active is self
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of a cache: the config's, or else the one that the backend prefers."""
+        preferred = self.limits.block_sizes
+        return self.config.cache.block_size or (preferred[0] if preferred else DEFAULT_BLOCK_SIZE)
 
     def activate(self) -> None:
         """Make ``hal.ops`` go to this backend, process-wide, from the next call on."""

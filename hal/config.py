@@ -93,7 +93,7 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
         problems = cattrs.transform_error(error, path=where, format_exception=_format)
     except RecursionError:
         problems = [f"{where} is nested too deeply"]
-    raise ConfigError("; ".join(problems), f"correct the keys named; {cls.__name__} has: {', '.join(_keys(cls))}")
+    raise ConfigError("; ".join(problems), f"correct them; the keys here: {', '.join(_keys(cls)) or 'none'}")
 
 
 Source = Config | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -208,16 +208,20 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
     environ = os.environ if environ is None else environ
     drivers = tuple(driver_names)
     mapping: dict[str, Any] = {}
+    wholes: set[tuple[str, ...]] = set()
     for variable, text in sorted(environ.items()):
         if not variable.startswith("HAL_") or any(_option_of(variable, driver) for driver in drivers):
             continue
         path = variable.removeprefix("HAL_").lower().split("__")
         table = mapping
-        for key in path[:-1]:
-            table = table.setdefault(key, {})
-            if not isinstance(table, dict):
+        for depth, key in enumerate(path[:-1], start=1):
+            if tuple(path[:depth]) in wholes:
                 raise ConfigError(f"{variable} sets a key inside {key}, which is set as a whole too", "set one of them")
+            table = table.setdefault(key, {})
+        if path[-1] in table:  # names differ in case, or a lower-case one came after the keys of its table
+            raise ConfigError(f"{variable} sets {'.'.join(path)}, which another variable sets too", "set one of them")
         table[path[-1]] = _environment_value(path, text, variable)
+        wholes.add(tuple(path))
     return mapping
 
 
@@ -230,7 +234,7 @@ def environment_options(driver_name: str, environ: Mapping[str, str] | None = No
 
 def _option_of(variable: str, driver_name: str) -> str:
     """The option of a driver that a variable sets, or nothing; two underscores are for the tables of Config."""
-    option = variable.removeprefix(f"HAL_{driver_name.upper()}_")
+    option = variable.removeprefix(f"HAL_{driver_name.upper().replace('-', '_')}_")
     return option.lower() if option != variable and not option.startswith("_") else ""
 
 

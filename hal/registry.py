@@ -75,7 +75,7 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
         DriverIncompatible: the driver does not fit this release.
         DriverUnavailable: the driver cannot run here, with its reason and hint.
     """
-    settings = load(config, driver_names=driver_names())
+    settings = load(config, driver_names=driver_names() if config is None else ())
     driver = _choose() if settings.backend == "auto" else _available(settings.backend)
     backend = driver.open({**environment_options(driver.name), **settings.options})
     backend.configure(settings)
@@ -86,7 +86,7 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
 
 def _available(name: str) -> Driver:
     driver = load_driver(name)
-    probe = driver.probe()
+    probe = _probe(driver)
     if not probe.available:
         raise DriverUnavailable(f"the driver {name} cannot run here: {probe.reason}", probe.hint)
     return driver
@@ -102,14 +102,24 @@ def _choose() -> Driver:
     raise DriverUnavailable(f"no driver can run here ({reasons})", hints)
 
 
+def _probe(driver: Driver) -> Probe:
+    probe: Any = driver.probe()
+    if not isinstance(probe, Probe):
+        raise DriverIncompatible(
+            f"the probe of the driver {driver.name} returned {probe!r}, not a hal.Probe",
+            "report it to the driver's vendor",
+        )
+    return probe
+
+
 def _candidate(name: str) -> Candidate:
     # The one place that catches everything: a vendor's broken package must not take the others down.
     try:
         driver = load_driver(name)
-        return Candidate(name, driver, driver.probe())
+        return Candidate(name, driver, _probe(driver))
     except DriverError as error:
         return Candidate(name, None, Probe(False, error.problem, error.remedy))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Candidate(name, None, Probe(False, f"it raised {error!r}", "report it to the driver's vendor"))
 
 
@@ -138,6 +148,11 @@ def _negotiate(name: str, cls: Any) -> Driver:
         raise DriverIncompatible(
             f"the driver {name} lacks {', '.join(missing)}",
             f"implement them; the driver API is {_version(API_VERSION)}",
+        )
+    if not isinstance(cls.priority, int):
+        raise DriverIncompatible(
+            f"the driver {name} has the priority {cls.priority!r}, which is no integer",
+            "report it to the driver's vendor",
         )
     major, minor = cls.api_version
     if major != API_VERSION[0]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+from attrs.validators import ge
 from torch import Tensor, nn
 
 from hal import ops
@@ -22,14 +23,14 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class Qwen3Config:
     """The keys of config.json that decide what is computed."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    head_dim: int = 128
+    vocab_size: int = attrs.field(validator=ge(1))
+    hidden_size: int = attrs.field(validator=ge(1))
+    intermediate_size: int = attrs.field(validator=ge(1))
+    num_hidden_layers: int = attrs.field(validator=ge(1))
+    num_attention_heads: int = attrs.field(validator=ge(1))
+    num_key_value_heads: int = attrs.field(validator=ge(1))
+    max_position_embeddings: int = attrs.field(validator=ge(1))
+    head_dim: int = attrs.field(default=128, validator=ge(1))
     rms_norm_eps: float = 1e-6
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
@@ -39,6 +40,13 @@ class Qwen3Config:
     sliding_window: int | None = 4096
     max_window_layers: int = 28
     layer_types: tuple[LayerType, ...] | None = attrs.field(default=None)
+
+    @num_key_value_heads.validator
+    def _whole_groups(self, attribute: Any, value: int) -> None:
+        if self.num_attention_heads % value:
+            raise ValueError(
+                f"num_attention_heads, {self.num_attention_heads}, is no multiple of {attribute.name}, {value}"
+            )
 
     @layer_types.validator
     def _one_type_a_layer(self, attribute: Any, value: tuple[LayerType, ...] | None) -> None:

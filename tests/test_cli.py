@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,11 +45,28 @@ class RaisesInProbe(Good):
     def probe(self):
         raise OSError("bus error")
 
+class ExitsInProbe(Good):
+    def probe(self):
+        raise SystemExit(3)
+
+class NoProbe(Good):
+    def probe(self):
+        return None
+
+class NoPriority(Good):
+    priority = None
+
+class NoBackend(Good):
+    priority = -3
+    def open(self, options):
+        return None
+
 class RaisesInOpen(Good):
     priority = -1
     def open(self, options):
         raise RuntimeError("the firmware is on fire")
 """
+UNLOADABLE = ("misspelt = acme_cli_drivers:Misspelt", "unimportable = no_such_module:Driver")
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +95,9 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "site" / "acme-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    names = ("Good", "Absent", "RaisesInProbe", "RaisesInOpen", "Misspelt")
+    names = re.findall(r"class (\w+)", DRIVERS)
     lines = [f"{name.lower()} = acme_cli_drivers:{name}" for name in names]
-    (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines, "unimportable = no_such_module:Driver"]))
+    (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines, *UNLOADABLE]))
     (tmp_path / "site" / "acme_cli_drivers.py").write_text(textwrap.dedent(DRIVERS))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "acme_cli_drivers", raising=False)
@@ -251,6 +269,9 @@ class TestLists:
         assert "there is no [card]" in lines["absent"]
         assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is cut off or folded"
         assert "bus error" in lines["raisesinprobe"]
+        assert "SystemExit(3)" in lines["exitsinprobe"]
+        assert "returned None, not a hal.Probe" in lines["noprobe"]
+        assert "has the priority None, which is no integer" in lines["nopriority"]
         assert "Misspelt" in lines["misspelt"]
         assert "no_such_module" in lines["unimportable"]
         assert "* what auto takes: good" in result.stdout
@@ -272,7 +293,10 @@ class TestLists:
         assert table["sample"]["good"] == "reference"
         assert table["add_rms_norm"]["good"] == "composed"
         assert "absent is unavailable: there is no [card]\n  remedy: buy one" in result.stdout
-        assert "raisesinopen is unavailable: opening it failed: the firmware is on fire" in result.stdout
+        assert (
+            "raisesinopen is unavailable: opening it failed: RuntimeError('the firmware is on fire')" in result.stdout
+        )
+        assert "nobackend is unavailable: opening it gave None, not a hal.Backend" in result.stdout
 
     @pytest.mark.usefixtures("drivers")
     def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ def command() -> None:
                 "yes" if probe.available else "no",
                 str(driver.priority) if driver else "-",
                 ".".join(map(str, driver.api_version)) if driver else "-",
-                probe.reason,
-                probe.hint,
+                str(probe.reason),
+                str(probe.hint),
             )
         )
     print_table(("driver", "available", "priority", "API", "why", "what to do"), rows)

@@ -20,7 +20,7 @@ from hal.errors import BatchError, ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hal.config import CompilationConfig, Config
+    from hal.config import CompilationConfig
     from hal.nn import CausalLM
     from hal.runtime.generate import SamplingParams
     from hal.runtime.loading import Progress
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 MAX_CACHE_TOKENS = 65536
 """The cache is not sized for more by itself; prompts that do not fit wait their turn."""
-LARGEST_BLOCK = 128
-"""Tokens. A sequence takes whole blocks; unless the config says their size, no backend's are taken to be larger."""
 PROMPTS_FILE = "One prompt a line, in UTF-8, taken as it is; they follow those of --prompt. A - reads stdin."
 COMPILATION_CONFIG = "Keys of the table `compilation`: a JSON object, or a path ending in .json or .toml."
 SAMPLING = {
@@ -85,9 +83,9 @@ def command(
     config = read(hal.Config, settings, "configuration")
     config = attrs.evolve(config, compilation=_fit_graphs(config.compilation, len(texts)))
     opened = Checkpoint.open(checkpoint)
-    seed = _seed(seed, sampling["temperature"])
-    params = hal.SamplingParams(**sampling, seed=seed, stop_token_ids=opened.stop_token_ids)
-    each_params = [attrs.evolve(params, seed=seed + index) for index in range(len(texts))]
+    first_seed = secrets.randbelow(2**32) if seed is None else seed
+    params = hal.SamplingParams(**sampling, seed=first_seed, stop_token_ids=opened.stop_token_ids)
+    each_params = [attrs.evolve(params, seed=first_seed + index) for index in range(len(texts))]
     tokenizer = opened.tokenizer()
     tokens = [tokenizer.encode(text).ids for text in texts]
 
@@ -95,7 +93,9 @@ def command(
     with _progress_bar("loading") as progress:
         model = hal.load_model(opened, on, progress=progress)
     if "num_tokens" not in settings.get("cache", {}):
-        on.configure(_fit_cache(config, [len(each) for each in tokens], params.max_new_tokens, model))
+        num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
+        on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
+    _remark(params, seed)
     _print_texts(hal.Runner(model, on), texts, tokens, each_params, tokenizer)
 
 
@@ -176,25 +176,22 @@ def _fit_graphs(config: CompilationConfig, num_prompts: int) -> CompilationConfi
     return attrs.evolve(config, max_capture_size=bucket_for(num_prompts, list(DEFAULT_SIZES)))
 
 
-def _fit_cache(config: Config, lengths: list[int], max_new_tokens: int, model: CausalLM) -> Config:
-    """Size the cache so that the prompts fit together, or at least each by itself."""
-    block = config.cache.block_size or LARGEST_BLOCK
+def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:
+    """The size of a cache in which the prompts fit together, or at least each by itself. Each takes whole blocks."""
     most = [min(length + max_new_tokens, model.max_length) for length in lengths]
-    whole = [math.ceil(each / block) * block for each in most]
-    num_tokens = max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
-    return attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens))
+    whole = [math.ceil(each / block_size) * block_size for each in most]
+    return max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
 
 
-def _seed(seed: int | None, temperature: float) -> int:
-    if temperature == 0:
-        source = click.get_current_context().get_parameter_source
-        given = [name for name in SAMPLING if source(name) is not ParameterSource.DEFAULT]
-        if unused := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
-            log.warning("%s: without effect, because temperature 0 takes the likeliest token", ", ".join(unused))
-    elif seed is None:
-        seed = secrets.randbelow(2**32)
-        click.echo(f"seed {seed}", err=True)
-    return seed or 0
+def _remark(params: SamplingParams, seed: int | None) -> None:
+    """Say what a reader may miss: options without effect, or the seed that would draw the same tokens again."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in SAMPLING if name != "temperature" and source(name) is not ParameterSource.DEFAULT]
+    if params.temperature == 0 and given:
+        unused = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        log.warning("%s: without effect, because temperature 0 takes the likeliest token", unused)
+    elif params.temperature > 0 and seed is None:
+        click.echo(f"seed {params.seed}", err=True)
 
 
 @contextmanager

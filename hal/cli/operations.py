@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hal.cli.console import print_table
+from hal.errors import HalError
 
 if TYPE_CHECKING:
     from hal.backend import Backend
@@ -40,14 +41,18 @@ def command() -> None:
 
 def _open(candidate: Candidate) -> Backend | str:
     """The candidate's backend, or why there is none."""
+    from hal.backend import Backend
     from hal.config import environment_options
 
     if candidate.driver is None or not candidate.probe.available:
         return f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}"
     try:
-        return candidate.driver.open(environment_options(candidate.name))
-    except Exception as error:  # one driver that fails must not hide the others
+        backend: object = candidate.driver.open(environment_options(candidate.name))
+    except HalError as error:
         return f"opening it failed: {error}"
+    except (Exception, SystemExit) as error:  # one driver that fails must not hide the others
+        return f"opening it failed: {error!r}"
+    return backend if isinstance(backend, Backend) else f"opening it gave {backend!r}, not a hal.Backend"
 
 
 def _usable(found: Backend | str) -> bool:

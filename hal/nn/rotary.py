@@ -29,7 +29,10 @@ class RopeParameters:
         """Read a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
         parameters = config.get("rope_parameters")
         if parameters is None:
-            parameters = {**(config.get("rope_scaling") or {})}
+            parameters = config.get("rope_scaling") or {}
+            if not isinstance(parameters, Mapping):
+                return read(cls, parameters, "rope_scaling")  # which says what is wrong with it
+            parameters = {**parameters}
             if "rope_theta" in config:
                 parameters["rope_theta"] = config["rope_theta"]
             if "type" in parameters:

@@ -6,6 +6,7 @@ Only safetensors are read. Nothing is unpickled, and no code from a checkpoint r
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,10 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no such folder, it is no checkpoint, or a file in it is damaged or unsafe.
         """
-        folder = Path(path).expanduser()
-        if not folder.is_dir():
-            found = "a file" if folder.exists() else "nothing"
+        # os.path answers for any text; pathlib raises for a path that is too long, and for an unknown user's home.
+        folder = Path(os.path.expanduser(path))
+        if not os.path.isdir(folder):
+            found = "a file" if os.path.exists(folder) else "nothing"
             raise CheckpointError(f"no checkpoint at {folder}: found {found}", "give the path of a checkpoint's folder")
         config = _read_json(folder / "config.json")
         tensors: dict[str, TensorInfo] = {}
@@ -108,9 +110,13 @@ class Checkpoint:
         if not file.is_file():
             raise CheckpointError(f"{self.path} has no tokenizer.json", "save the fast tokenizer beside the weights")
         try:
-            return Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
             raise CheckpointError(f"{file} is not a tokenizer: {error}", "download or save it again") from None
+        # Some are saved with the settings of their training; a prompt is neither cut short nor filled up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """The values of ``names``, file by file, as CPU tensors mapped from disk: copy each before taking the next."""

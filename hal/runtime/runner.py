@@ -16,8 +16,6 @@ from hal.nn import CausalLM
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.decode import GraphDecoder
 
-DEFAULT_BLOCK_SIZE = 64
-
 
 class Runner:
     """Runs prefill and decode steps of one model on one backend, as the backend's config says.
@@ -44,15 +42,13 @@ class Runner:
         self.backend = backend
         self._require_active()
         config, parameter = backend.config, next(model.parameters())
-        sizes = backend.limits.block_sizes
-        block_size = config.cache.block_size or (sizes[0] if sizes else DEFAULT_BLOCK_SIZE)
         self.spec = KVCacheSpec(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=parameter.dtype,
-            num_blocks=math.ceil(config.cache.num_tokens / block_size) + 1,
-            block_size=block_size,
+            num_blocks=math.ceil(config.cache.num_tokens / backend.block_size) + 1,
+            block_size=backend.block_size,
         )
         self.cache = backend.kv_cache(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
