@@ -13,7 +13,7 @@ import torch
 from hal import ops
 from hal.config import Config
 from hal.device import Device
-from hal.errors import ConfigError, DriverIncompatible, MissingKernel, nearest
+from hal.errors import ConfigError, DriverIncompatible, MissingKernel, OperationError, nearest
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops.declaration import Kernel, Operation
@@ -72,8 +72,12 @@ class Backend:
         limits: Limits | None = None,
         cache_layout: str = "canonical",
     ) -> None:
-        for kernel in kernels:
-            ops.operation(kernel)  # a misspelt name would otherwise never run
+        for each, kernel in kernels.items():
+            ops.operation(each)  # a misspelt name would otherwise never run
+            if not callable(kernel):
+                raise OperationError(
+                    f"the kernel of {name} for {each} is {kernel!r}", "give a callable, or leave it out"
+                )
         without = [each.name for each in ops.catalogue().values() if each.touches_cache and each.name not in kernels]
         if without and cache_layout != "canonical":
             raise DriverIncompatible(
@@ -136,6 +140,8 @@ class Backend:
                 f"use one of {', '.join(map(str, sizes))}",
             )
         self.config = config
+        if self.active:
+            self.activate()  # what stands in for missing kernels depends on the config
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise ConfigError unless the backend computes in ``dtype``."""
@@ -181,15 +187,19 @@ class BackendOps:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._functions: dict[str, Callable[..., Any]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operation = ops.operation(name)
+        if self._backend.active:
+            return operation.function  # which a graph's capture sees
+        if name in self._functions:
+            return self._functions[name]
         kernel = self._backend.kernels.get(name)
         if kernel is None:
             body = operation.rebound(lambda inner: getattr(self, inner.name))
             kernel = self._backend._stand_in(operation, body)
-        function = operation.calling(kernel)
-        setattr(self, name, function)
+        function = self._functions[name] = operation.calling(kernel)
         return function
 
 

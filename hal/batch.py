@@ -84,6 +84,8 @@ class Batch:
         slots: list[int] = []
         positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
+            if start < 0:
+                raise BatchError(f"sequence {row} has {start} tokens cached", "give 0 or more")
             if not tokens:
                 raise BatchError(f"sequence {row} has no new token", "leave it out, or give it at least one token")
             length = start + len(tokens)

@@ -47,6 +47,10 @@ class OperationError(HalError):
     """An operation was declared or called in a way that its declaration forbids."""
 
 
+class UnknownOperation(OperationError, AttributeError):
+    """No operation of that name is declared."""
+
+
 class MissingKernel(OperationError):
     """Strict mode: the active driver has no kernel for an operation that was called."""
 

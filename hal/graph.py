@@ -19,10 +19,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from hal.errors import CaptureError, GraphError, HostValueError, nearest
 from hal.stream import Stream
@@ -38,6 +39,10 @@ class HostValues:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """The names, and the tensors that the launches read."""
+        return list(self._tensors.items())
 
     def record(self, name: str, tensor: Tensor, operation: str) -> None:
         """Note that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""
@@ -75,7 +80,12 @@ class HostValues:
     def _fit(self, name: str, value: HostValue) -> Tensor:
         expected = self._tensors[name]
         if not isinstance(value, Tensor):
-            value = torch.tensor(value, dtype=expected.dtype)
+            if not (isinstance(value, Sequence) and all(type(number) is int for number in value)):
+                raise HostValueError(f"host value {name} is {value!r:.70}", "pass a CPU tensor, or a list of integers")
+            try:
+                value = torch.tensor(value, dtype=expected.dtype)
+            except RuntimeError as error:
+                raise HostValueError(f"host value {name}: {error}", "pass numbers that its dtype holds") from None
         if value.device.type != "cpu" or value.dtype != expected.dtype or value.shape != expected.shape:
             raise HostValueError(
                 f"host value {name} must be {_describe(expected)}, found {_describe(value)}",
@@ -86,6 +96,8 @@ class HostValues:
 
 class Graph(ABC):
     """One captured graph. A driver implements ``_capture``, ``_launch``, ``_release`` and ``dump``."""
+
+    _capturing: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.host_values = HostValues()
@@ -109,13 +121,18 @@ class Graph(ABC):
         """
         if self._captured:
             raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
+        if Graph._capturing:
+            raise GraphError("a capture was begun inside another", "capture one graph after the other")
         self.host_values = HostValues()
+        Graph._capturing = True
         try:
             with torch.inference_mode():
-                self._outputs, self._pool = self._capture(fn, pool, stream)
+                self._outputs, self._pool = self._capture(lambda: _checked(fn()), pool, stream)
         except BaseException:
-            self._release()
+            self.reset()
             raise
+        finally:
+            Graph._capturing = False
         self._captured = True
         return self._outputs
 
@@ -135,6 +152,7 @@ class Graph(ABC):
         self._release()
         self._outputs = self._pool = None
         self._captured = False
+        self.host_values = HostValues()
 
     @property
     def outputs(self) -> Any:
@@ -167,6 +185,17 @@ class Graph(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Drop what a capture, whole or broken off, holds."""
+
+
+def _checked(outputs: Any) -> Any:
+    """Outputs that a graph can keep at their addresses: tensors, in tuples, lists and dicts."""
+    for leaf in tree_iter(outputs):
+        if not isinstance(leaf, Tensor | int | float | None):
+            raise CaptureError(
+                f"the captured function returned a {type(leaf).__name__}, whose tensors no replay would fill",
+                "return tensors, or tuples, lists or dicts of them",
+            )
+    return outputs
 
 
 def _describe(tensor: Tensor) -> str:

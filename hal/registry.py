@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -77,7 +79,7 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
     """
     settings = load(config, driver_names=driver_names() if config is None else ())
     driver = _choose() if settings.backend == "auto" else _available(settings.backend)
-    backend = driver.open({**environment_options(driver.name), **settings.options})
+    backend = _open(driver, {**environment_options(driver.name), **settings.options})
     backend.configure(settings)
     if activate:
         backend.activate()
@@ -102,8 +104,27 @@ def _choose() -> Driver:
     raise DriverUnavailable(f"no driver can run here ({reasons})", hints)
 
 
+def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
+    try:
+        backend: Any = driver.open(options)
+    except (ImportError, OSError) as error:  # a library that is missing; anything else is a bug, and shows as one
+        raise DriverUnavailable(
+            f"opening the driver {driver.name} failed: {error}", "install what it needs, or choose another backend"
+        ) from error
+    if not isinstance(backend, Backend):
+        raise DriverIncompatible(
+            f"opening the driver {driver.name} gave {backend!r}, not a hal.Backend", "report it to the driver's vendor"
+        )
+    return backend
+
+
 def _probe(driver: Driver) -> Probe:
-    probe: Any = driver.probe()
+    try:
+        probe: Any = driver.probe()
+    except Exception as error:
+        raise DriverError(
+            f"the probe of the driver {driver.name} raised {error!r}", "report it to the driver's vendor"
+        ) from error
     if not isinstance(probe, Probe):
         raise DriverIncompatible(
             f"the probe of the driver {driver.name} returned {probe!r}, not a hal.Probe",
@@ -154,7 +175,12 @@ def _negotiate(name: str, cls: Any) -> Driver:
             f"the driver {name} has the priority {cls.priority!r}, which is no integer",
             "report it to the driver's vendor",
         )
-    major, minor = cls.api_version
+    try:
+        major, minor = map(operator.index, cls.api_version)
+    except (TypeError, ValueError):
+        raise DriverIncompatible(
+            f"the driver {name} has the API version {cls.api_version!r}", "make it two integers, such as (1, 0)"
+        ) from None
     if major != API_VERSION[0]:
         raise DriverIncompatible(
             f"the driver {name} was written for driver API {major}.x; this torch-hal has {_version(API_VERSION)}",

@@ -30,16 +30,26 @@ class Qwen3Config:
     num_attention_heads: int = attrs.field(validator=ge(1))
     num_key_value_heads: int = attrs.field(validator=ge(1))
     max_position_embeddings: int = attrs.field(validator=ge(1))
-    head_dim: int = attrs.field(default=128, validator=ge(1))
-    rms_norm_eps: float = 1e-6
+    head_dim: int = attrs.field(default=128)
+    rms_norm_eps: float = attrs.field(default=1e-6, validator=ge(0.0))
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     rope: RopeParameters = attrs.field(factory=RopeParameters)
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096
+    sliding_window: int | None = attrs.field(default=4096)
     max_window_layers: int = 28
     layer_types: tuple[LayerType, ...] | None = attrs.field(default=None)
+
+    @sliding_window.validator
+    def _at_least_itself(self, attribute: Any, value: int | None) -> None:
+        if value is not None and value < 1:
+            raise ValueError(f"sliding_window is {value}; a token sees at least itself")
+
+    @head_dim.validator
+    def _two_halves(self, attribute: Any, value: int) -> None:
+        if value < 1 or value % 2:
+            raise ValueError(f"head_dim is {value}; the rotary embedding needs two halves of it")
 
     @num_key_value_heads.validator
     def _whole_groups(self, attribute: Any, value: int) -> None:

@@ -39,3 +39,4 @@ def forget_operations() -> Iterator[None]:
     for name in set(ops.catalogue()) - known:
         operation = declaration._catalogue.pop(name)
         del declaration._by_function[operation.function]
+        del declaration._by_node[operation.overload]

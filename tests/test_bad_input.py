@@ -360,7 +360,7 @@ def test_paths_that_cannot_be(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "key", ["hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
             "num_hidden_layers", "num_key_value_heads", "vocab_size"],
 )  # fmt: skip
 @pytest.mark.parametrize("value", [0, -1])

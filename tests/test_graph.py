@@ -336,3 +336,12 @@ def test_padding_rows_write_to_the_dummy_block_only() -> None:
     assert batch.kv_lens.tolist() == [4, 1, 0, 0, 0, 0, 0, 0]
     assert batch.token_ids.tolist() == [9, 9, 0, 0, 0, 0, 0, 0]
     assert padded.host_values(build)["kv_lens_host"].tolist() == [2, 3, 4, 1, 2, 0, 0, 0]
+
+
+def test_a_capture_runs_the_function_once(cpu: hal.Backend) -> None:
+    counter = torch.zeros(1)
+    graph = cpu.graph()
+    output = graph.capture(lambda: counter.add_(1) * 10)
+    assert (counter.item(), output.item()) == (1, 10)
+    graph.replay()
+    assert (counter.item(), output.item()) == (2, 20)

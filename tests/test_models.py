@@ -43,6 +43,11 @@ def test_windows_of_layers() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "unknown value 'linear_attention'"),
         ({"hidden_act": "gelu"}, "unknown value 'gelu'.*silu"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "leave one"),
         ({"hidden_size": "8"}, "expected int, found str '8'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
@@ -69,6 +74,8 @@ def test_keys_that_are_not_read_are_named(caplog: pytest.LogCaptureFixture) -> N
 
 def test_both_spellings_of_rope_parameters() -> None:
     new = build(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    beside = build(rope_parameters={"rope_type": "default"}, rope_theta=5e5)
+    assert beside.model.rotary.rope == new.model.rotary.rope
     old = build(rope_theta=5e5, rope_scaling=None)
     assert new.model.rotary.rope == old.model.rotary.rope
     assert new.model.rotary.rope.rope_theta == 5e5

@@ -82,7 +82,7 @@ def test_above_the_largest_bucket_is_eager_and_said_once(caplog: pytest.LogCaptu
 
 
 def test_a_model_that_cannot_be_captured_raises_with_the_place() -> None:
-    with pytest.raises(CaptureError, match=r"Tensor\.__float__\(\) .* in forward at .*test_runner\.py"):
+    with pytest.raises(CaptureError, match=r"__float__ read .* in forward at .*test_runner\.py"):
         hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4]))
 
 

@@ -1,13 +1,17 @@
-"""Kernels for what torch does faster on a CPU than the references do. Each keeps its operation's declared rounding.
+"""Kernels for what torch does faster on a CPU than the references do.
 
-An operation that is one torch call in its declaration already (linear, embedding) is taken over as it is.
+Each rounds as its operation declares, silu_and_mul apart. An operation that is one torch call in its declaration
+already (linear, embedding) is taken over as it is.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,6 +65,7 @@ def paged_attention(
 ) -> Tensor:
     """torch's flash attention, one sequence at a time, on the cache in place where its blocks lie one after another."""
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
+    broken = bool(query.isnan().any())
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
@@ -69,8 +74,15 @@ def paged_attention(
         blocks = block_table[row, : -(-length // key_cache.shape[1])]
         keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
         attend = _decode if end - start == 1 and causal else _prefill
-        output[start:end] = attend(query[start:end], keys, values, scale, causal, sliding_window)
+        first = end - start > 1 or length == 1  # later steps would only find what this one did
+        with _backend_for(broken or (first and bool(keys[start - end :].isnan().any()))):
+            output[start:end] = attend(query[start:end], keys, values, scale, causal, sliding_window)
     return output
+
+
+def _backend_for(broken: bool) -> AbstractContextManager[None]:
+    """Flash attention turns NaN into 0, which would hide a broken model; the plain formula hands it on."""
+    return sdpa_kernel(SDPBackend.MATH) if broken else nullcontext()
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:

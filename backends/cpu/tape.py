@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hal import ops
-from hal.errors import CaptureError
+from hal.errors import CaptureError, GraphError
 from hal.graph import Graph
 from hal.ops.declaration import Kernel, Operation
 from hal.ops.library import without_aliases
@@ -72,16 +72,30 @@ class Tape(Graph):
     def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Pool]:
         recorder = _Recorder(self._launches, self.host_values.record)
         with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
-            outputs = fn()
+            made = fn()
         pool = Pool() if pool is None else pool
-        moved = place(self._launches, outputs, pool)
-        outputs = tree_map_only(Tensor, moved, outputs)
+        if not isinstance(pool, Pool):
+            raise GraphError(f"{pool!r} is not the pool of a tape", "pass the pool of another graph of this backend")
+        self._refuse_made_host_values()
+        moved = place(self._launches, made, pool)
+        outputs = tree_map_only(Tensor, moved, made)
+        for new, old in zip(_tensors(outputs), _tensors(made), strict=True):
+            if new is not old:
+                new.copy_(old)
         for launch in self._launches:
             launch.args, launch.kwargs = tree_map_only(Tensor, moved, (launch.args, launch.kwargs))
             launch.results = [moved(result) for result in launch.results]
         self._calls = [launch.replayable() for launch in self._launches]
-        self._launch({})  # the plan moved the results: fill them once where they now are
         return outputs, pool
+
+    def _refuse_made_host_values(self) -> None:
+        """A host value that a launch made would be overwritten by it at every replay, new lengths and all."""
+        storages = {_storage(result) for launch in self._launches for result in launch.results}
+        for name, tensor in self.host_values.items():
+            if _storage(tensor) in storages:
+                raise CaptureError(
+                    f"the host value {name} was computed inside the captured function", "pass the batch's own tensor"
+                )
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         self.host_values.write(host_values)
@@ -109,16 +123,18 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.opaque:
             return func(*args, **kwargs)
-        if func.namespace in {each.namespace for each in ops.catalogue().values()}:
+        if (declared := ops.operation_of_node(func)) is not None:
             # Traced code calls the node itself; its kernel is recorded as an eager call's would be.
             with self:
-                return without_aliases(ops.operation(func._opname).function(*args, **kwargs), _tensors((args, kwargs)))
+                return without_aliases(declared.function(*args, **kwargs), _tensors((args, kwargs)))
         if _depends_on_values(func, args):
             raise CaptureError(
                 f"{func} reads values that a replay could not follow, {_where()}",
                 "keep values on the device, or declare them as host values of an operation",
             )
         result = func(*args, **kwargs)
+        if any(tensor.is_complex() for tensor in _tensors(result)):
+            raise CaptureError(f"{func} gives complex numbers, {_where()}", "compute with their real parts")
         self._record(func, args, kwargs, result)
         return result
 
@@ -135,7 +151,7 @@ class _Recorder(TorchDispatchMode):
                 self.record_host_value(name, arguments[name], operation.name)
             self.opaque = True
             try:
-                result = kernel(*args, **kwargs)
+                result = tree_map_only(Tensor, Tensor.contiguous, kernel(*args, **kwargs))
             finally:
                 self.opaque = False
             copied = _fresh(result, args, kwargs)
@@ -146,6 +162,10 @@ class _Recorder(TorchDispatchMode):
         return recorded
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if func is torch.ops.aten.lift_fresh.default:
+            # A constant such as torch.tensor([1.0]): the function may write to it, and each replay begins anew.
+            self.launches.append(Launch(str(func), _cast, (result.clone(), result), {}, []))
+            return
         copied = _fresh(result, args, kwargs)
         fresh = [_tensors(result)[index] for index in copied]
         if not fresh and not func._schema.is_mutable:
@@ -153,16 +173,34 @@ class _Recorder(TorchDispatchMode):
         launch = Launch(str(func), func, args, kwargs, fresh, copied=copied)
         if fresh and func.overloadpacket is torch.ops.aten.to:
             launch.function, launch.args, launch.kwargs, launch.fills = _cast, (args[0], fresh[0]), {}, True
-        elif fresh and (out := _out_variant(func, len(fresh))):
+        elif fresh and _writes_well(func, args) and (out := _out_variant(func, len(fresh))):
             launch.function, names = out
             launch.kwargs, launch.fills = {**kwargs, **dict(zip(names, fresh, strict=True))}, True
         self.launches.append(launch)
 
 
+# Functional operations, beside the pointwise ones, whose out= variants give the same numbers and never resize. Others
+# are run as they are and their results copied: several out= variants round otherwise, or write past a given tensor.
+_WRITE_WELL = frozenset(
+    f"aten::{name}"
+    for name in ("mm", "addmm", "bmm", "cat", "index_select", "gather", "sum", "mean", "amax", "argmax", "topk", "sort")
+)
+# What reads values, yet carries no tag that says so.
+_READ_VALUES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "is_nonzero", "narrow.Tensor", "tensor_split.tensor_indices_or_sections", "nonzero_numpy", "where",
+        "repeat_interleave.Tensor", "repeat_interleave.self_Tensor",
+    )
+)  # fmt: skip
+
+
 class _RefuseHostReads(TorchFunctionMode):
     """Refuses what would copy a tensor's value into Python, where a replay could not renew it."""
 
-    NAMES = frozenset({"tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"})
+    NAMES = frozenset(
+        {"tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__dlpack__"}
+    )
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -172,16 +210,32 @@ class _RefuseHostReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in self.NAMES and not self.recorder.opaque and args and isinstance(args[0], Tensor):
+        reads = name in self.NAMES and bool(args) and isinstance(args[0], Tensor)
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
+            reads = bool(_tensors(args[0]))
+        if reads and not self.recorder.opaque:
             raise CaptureError(
-                f"Tensor.{name}() was called during a capture, {_where()}; every replay would see the same value",
+                f"{name} read a tensor's value during a capture, {_where()}; every replay would see the same value",
                 "compute with the tensor instead, or declare it as a host value of an operation",
             )
         return func(*args, **(kwargs or {}))
 
 
+def _full_name(func: OpOverload) -> str:
+    return str(func.name())
+
+
+def _writes_well(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the out= variant can be trusted."""
+    if func is torch.ops.aten.linear.default:
+        return args[0].dim() == 2  # with more dimensions it adds the bias to a rounded product
+    return bool(torch.Tag.pointwise in func.tags or _full_name(func).partition(".")[0] in _WRITE_WELL)
+
+
 def _depends_on_values(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether the result's value in Python, or its shape, depends on values in tensors."""
+    if _full_name(func) in _READ_VALUES:
+        return True
     if func is torch.ops.aten.index.Tensor:  # tagged so for the sake of boolean masks alone
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
@@ -224,6 +278,11 @@ def _refill(call: Callable[[], Any], copied: tuple[int, ...], results: list[Tens
     """Run what cannot write into given memory, and copy its results there."""
     made = _tensors(call())
     for index, result in zip(copied, results, strict=True):
+        if made[index].shape != result.shape:
+            raise GraphError(
+                f"{call} gave {list(made[index].shape)} in a replay and {list(result.shape)} in the capture",
+                "shapes may not depend on values",
+            )
         result.copy_(made[index])
 
 

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import attrs
 import torch
+from attrs.validators import gt, lt
 from torch import Tensor, nn
 
 from hal.config import read
+from hal.errors import ConfigError
 
 
 @attrs.frozen
@@ -21,22 +23,27 @@ class RopeParameters:
         rope_type: how positions are scaled; ``default`` does not.
     """
 
-    rope_theta: float = 10000.0
+    rope_theta: float = attrs.field(default=10000.0, validator=[gt(0.0), lt(float("inf"))])
     rope_type: Literal["default"] = "default"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RopeParameters:
-        """Read a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
-        parameters = config.get("rope_parameters")
-        if parameters is None:
-            parameters = config.get("rope_scaling") or {}
-            if not isinstance(parameters, Mapping):
-                return read(cls, parameters, "rope_scaling")  # which says what is wrong with it
-            parameters = {**parameters}
-            if "rope_theta" in config:
-                parameters["rope_theta"] = config["rope_theta"]
-            if "type" in parameters:
-                parameters.setdefault("rope_type", parameters.pop("type"))
+        """Read a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+
+        Raises:
+            ConfigError: both spellings are there and differ, or the scaling is not one that is known.
+        """
+        new, old = config.get("rope_parameters"), config.get("rope_scaling")
+        if new and old and new != old:
+            raise ConfigError("config.json has rope_parameters and another rope_scaling", "leave one of them out")
+        parameters = new or old or {}
+        if not isinstance(parameters, Mapping):
+            return read(cls, parameters, "rope_parameters")  # which says what is wrong with it
+        parameters = {**parameters}
+        if config.get("rope_theta") is not None:
+            parameters.setdefault("rope_theta", config["rope_theta"])
+        if "type" in parameters:
+            parameters.setdefault("rope_type", parameters.pop("type"))
         return read(cls, parameters, "rope_parameters")
 
 

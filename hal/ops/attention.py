@@ -22,22 +22,27 @@ def _attention_sample(
     block_size: int = 16,
     causal: bool = True,
     window: int | None = None,
+    scale: float | None = None,
+    blocks: Sequence[int] | None = None,
 ) -> Sample:
     widest = max(-(-length // block_size) for length in kv_lens) + 1
     num_blocks = widest * len(kv_lens) + 1
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     lens = torch.tensor(kv_lens, dtype=torch.int32)
+    table = draw.permutation(num_blocks)[: widest * len(kv_lens)]
+    if blocks is not None:
+        table = draw.tensor(blocks, torch.int32)
     cache_shape = (num_blocks, block_size, kv_heads, head_dim)
     return (
         draw.normal(sum(query_lens), heads, head_dim),
         draw.normal(*cache_shape),
         draw.normal(*cache_shape),
-        draw.permutation(num_blocks)[: widest * len(kv_lens)].view(len(kv_lens), widest),
+        table.view(len(kv_lens), widest),
         starts.to(draw.device),
         lens.to(draw.device),
         starts,
         lens,
-        head_dim**-0.5,
+        head_dim**-0.5 if scale is None else scale,
         causal,
         window,
     )
@@ -52,6 +57,8 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
     yield _attention_sample(draw, [9, 1], [30, 40], heads=2, window=7)
     yield _attention_sample(draw, [1, 1], [30, 40], window=16)
     yield _attention_sample(draw, [4, 6], [4, 9], causal=False)
+    yield _attention_sample(draw, [7, 1], [7, 30], scale=0.5)
+    yield _attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
 
 
 @op(samples=_paged_attention_samples, host=("query_start_loc_host", "kv_lens_host"))
@@ -114,8 +121,8 @@ def paged_attention(
 
     # A slot that no sequence fills may hold anything, even NaN, and 0 * NaN is NaN.
     filled = (slot < kv_lens[:, None]).view(-1, 1, 1)
-    keys = key_cache[block_table.long()].view(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
-    values = value_cache[block_table.long()].view(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
+    keys = key_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
+    values = value_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
 
     grouped = query.float().view(tokens, kv_heads, num_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * scale

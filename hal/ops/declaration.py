@@ -16,8 +16,9 @@ from types import FunctionType, MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
-from hal.errors import OperationError, nearest
+from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops import library
 from hal.ops.rebind import rebind
 from hal.ops.samples import Draw, Sample
@@ -37,6 +38,7 @@ DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
 log = logging.getLogger("hal.ops")
 _catalogue: dict[str, Operation] = {}
 _by_function: dict[Callable[..., Any], Operation] = {}
+_by_node: dict[OpOverload, Operation] = {}
 
 
 class Operation:
@@ -175,6 +177,7 @@ def op(
         )
         _catalogue[declared.name] = declared
         _by_function[declared.function] = declared
+        _by_node[declared.overload] = declared
         declared.bind(_resolver(declared))
         return declared.function
 
@@ -197,8 +200,13 @@ def operation(which: str | Callable[..., Any]) -> Operation:
     """The operation of a name, or behind a function of ``hal.ops``."""
     found = _catalogue.get(which) if isinstance(which, str) else _by_function.get(which)
     if found is None:
-        raise OperationError(f"there is no operation {which!r}", nearest(str(which), _catalogue))
+        raise UnknownOperation(f"there is no operation {which!r}", nearest(str(which), _catalogue))
     return found
+
+
+def operation_of_node(overload: OpOverload) -> Operation | None:
+    """The operation that a graph's node calls, or None if the node is none of ours."""
+    return _by_node.get(overload)
 
 
 def activate(resolver: Resolver) -> None:

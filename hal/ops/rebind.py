@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,8 +21,10 @@ Substitute = Callable[[Any], Any]
 def rebind(function: Callable[..., Any], substitute: Substitute) -> Callable[..., Any]:
     """Copy ``function`` with every global, closure variable and default replaced by ``substitute`` of it.
 
-    Helper functions of the same package are copied likewise, and modules are wrapped so that ``ops.rms_norm`` is
-    replaced as ``rms_norm`` is.
+    Helper functions of the same package are copied likewise, modules are wrapped so that ``ops.rms_norm`` is replaced
+    as ``rms_norm`` is, and tuples, lists, dicts and partials are replaced by what they hold. An operation reached in
+    any other way (an import inside the body, a method) is out of reach: such a body is wrong, and running its reference
+    under :func:`hal.ops.intercepted` shows it.
     """
     if not isinstance(function, FunctionType):
         return function
@@ -43,8 +46,9 @@ class _Rebinder:
         }
         closure = tuple(CellType() for _ in function.__closure__ or ())
         copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure or None)
-        copy.__kwdefaults__ = function.__kwdefaults__
         self.done[function] = copy  # before the values, for functions that refer to themselves
+        copy.__defaults__ = self.value(function.__defaults__)
+        copy.__kwdefaults__ = self.value(function.__kwdefaults__)
         for name in _names(function.__code__):
             if name in function.__globals__:
                 namespace[name] = self.value(function.__globals__[name])
@@ -56,11 +60,20 @@ class _Rebinder:
         replacement = self.substitute(value)
         if replacement is not value:
             return replacement
-        if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == self.package:
+        if isinstance(value, FunctionType) and self.follows(value.__module__):
             return self.function(value)
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("hal", self.package):
+        if isinstance(value, ModuleType) and self.follows(value.__name__):
             return _Module(value, self)
+        if isinstance(value, partial):
+            return partial(self.value(value.func), *map(self.value, value.args), **self.value(value.keywords))
+        if type(value) in (tuple, list):
+            return type(value)(map(self.value, value))
+        if type(value) is dict:
+            return {key: self.value(each) for key, each in value.items()}
         return value
+
+    def follows(self, module: str) -> bool:
+        return module.partition(".")[0] in ("hal", self.package)
 
 
 class _Module:

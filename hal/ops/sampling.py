@@ -76,7 +76,9 @@ def sample(
     Sampling*, 2024.
     """
     greedy = temperature <= 0
-    scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    wide = logits.float()
+    # Less the highest, so that a temperature near 0 makes no two infinities.
+    scaled = (wide - wide.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)[:, None]
     ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     limit = torch.where(greedy, 1, torch.where(top_k > 0, top_k.long(), logits.shape[-1]))

@@ -8,17 +8,26 @@ import torch
 
 from hal.batch import Batch
 from hal.config import CompilationConfig
-from hal.errors import BatchError
+from hal.errors import BatchError, ConfigError
 from hal.kv_cache import DUMMY_BLOCK
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def capture_sizes(config: CompilationConfig) -> list[int]:
-    """The decode batch sizes to capture, ascending."""
-    sizes = sorted(set(config.capture_sizes or DEFAULT_SIZES))
-    limit = config.max_capture_size
-    return sizes if limit is None else [size for size in sizes if size <= limit]
+    """The decode batch sizes to capture, ascending.
+
+    Raises:
+        ConfigError: none is left, so that the graphs that the config asks for would never run.
+    """
+    asked = DEFAULT_SIZES if config.capture_sizes is None else config.capture_sizes
+    sizes = [size for size in sorted(set(asked)) if size <= (config.max_capture_size or size)]
+    if not sizes:
+        raise ConfigError(
+            f"capture_sizes {list(asked)} and max_capture_size {config.max_capture_size} leave nothing to capture",
+            'change them, or use the compiler "eager"',
+        )
+    return sizes
 
 
 def bucket_for(size: int, sizes: list[int]) -> int | None:
@@ -68,6 +77,12 @@ class PaddedBatch:
             BatchError: the block table is wider than the fixed one.
         """
         rows, fixed = batch.num_sequences, self.batch
+        if batch.block_table.shape[0] != rows or batch.kv_lens_host.shape != (rows,):
+            raise BatchError(
+                f"a block table of {batch.block_table.shape[0]} rows and {batch.kv_lens_host.shape[0]} host lengths "
+                f"for {rows} sequences",
+                "give one of each per sequence",
+            )
         columns, most = batch.block_table.shape[1], fixed.block_table.shape[1]
         if columns > most:
             raise BatchError(
@@ -79,6 +94,7 @@ class PaddedBatch:
         fixed.slot_mapping[:rows] = batch.slot_mapping
         fixed.block_table[:rows, :columns] = batch.block_table
         fixed.kv_lens[:rows] = batch.kv_lens
+        fixed.logits_indices[:rows] = batch.logits_indices
         if rows < fixed.num_sequences:
             fixed.token_ids[rows:] = 0
             fixed.positions[rows:] = 0

@@ -6,7 +6,9 @@ Only safetensors are read. Nothing is unpickled, and no code from a checkpoint r
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,11 @@ class TensorInfo:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes on disk."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 @attrs.frozen
@@ -91,8 +98,10 @@ class Checkpoint:
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if isinstance(named, str) and isinstance(dtype := getattr(torch, named, None), torch.dtype):
             return dtype
-        kinds = [info.dtype for info in self.tensors.values()]
-        return _DTYPES[max(set(kinds), key=kinds.count)] if kinds else torch.float32
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.tensors.values():
+            sizes[_DTYPES[info.dtype]] += info.nbytes
+        return max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -135,7 +144,7 @@ def _grouped(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[li
     size = 0
     for name in names:
         group.append(name)
-        size += torch.Size(tensors[name].shape).numel() * _DTYPES[tensors[name].dtype].itemsize
+        size += tensors[name].nbytes
         if size >= REMAP_BYTES:
             yield group
             group, size = [], 0

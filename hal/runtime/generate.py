@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import attrs
@@ -20,6 +21,13 @@ log = logging.getLogger("hal.runtime")
 
 MAX_PREFILL_TOKENS = 8192
 """New prompts join a prefill step until it holds so many tokens; a longer prompt goes alone."""
+
+
+def _token_ids(values: Iterable[int]) -> frozenset[int]:
+    try:
+        return frozenset(map(operator.index, values))
+    except TypeError:
+        raise ConfigError(f"stop_token_ids is {values!r:.70}", "give token ids, such as {0}") from None
 
 
 @attrs.frozen
@@ -42,13 +50,19 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_token_ids)
 
     def __attrs_post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, not an integer", "see hal.SamplingParams")
+        for name in ("temperature", "top_p", "min_p"):
+            if type(getattr(self, name)) not in (int, float):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, not a number", "see hal.SamplingParams")
         ranges = {
             "max_new_tokens": self.max_new_tokens >= 1,
             "temperature": 0 <= self.temperature < float("inf"),
-            "top_k": self.top_k >= 0,
+            "top_k": 0 <= self.top_k < 2**31,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
             "seed": 0 <= self.seed < 2**63,
@@ -106,13 +120,17 @@ def generate(
             f"{len(prompts)} prompts and {len(per_prompt)} parameters", "give one for all, or one for each"
         )
     waiting = deque(
-        _checked(runner, index, list(prompt), wanted)
+        _checked(runner, index, prompt, wanted)
         for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
     )
     return _run(runner, waiting)
 
 
-def _checked(runner: Runner, index: int, prompt: list[int], params: SamplingParams) -> _Sequence:
+def _checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingParams) -> _Sequence:
+    try:
+        prompt = [operator.index(token) for token in tokens]
+    except TypeError:
+        raise BatchError(f"prompt {index} is {tokens!r:.70}", "give each prompt as a list of token ids") from None
     longest, capacity = runner.model.max_length, runner.spec.num_tokens
     if not prompt:
         raise BatchError(f"prompt {index} is empty", "give it at least one token")

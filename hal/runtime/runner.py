@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hal.backend import Backend
 from hal.batch import Batch
-from hal.errors import BackendNotActive, BatchError
+from hal.errors import BackendNotActive, BatchError, ConfigError
 from hal.kv_cache import DUMMY_BLOCK, KVCacheSpec
 from hal.nn import CausalLM
 from hal.runtime.blocks import BlockAllocator
@@ -30,9 +30,10 @@ class Runner:
     Attributes:
         spec: of the cache.
         cache: the keys and values.
-        blocks: hands out the cache's blocks, for an engine that keeps no account of its own; :func:`hal.generate` does.
+        blocks: hands out the cache's blocks; :func:`hal.generate` takes them here, and so can an engine.
 
     Raises:
+        ConfigError: the cache does not fit the device's memory, or the compiler is not one that the runner runs.
         CaptureError: a decode graph could not be captured.
         BackendNotActive: another backend is active.
     """
@@ -50,11 +51,22 @@ class Runner:
             num_blocks=math.ceil(config.cache.num_tokens / backend.block_size) + 1,
             block_size=backend.block_size,
         )
+        free = backend.device.memory_stats().free
+        if self.spec.nbytes > free:
+            raise ConfigError(
+                f"a cache of {self.spec.num_tokens} tokens takes {self.spec.nbytes >> 20} MiB of {free >> 20} MiB free",
+                "lower cache.num_tokens",
+            )
         self.cache = backend.kv_cache(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
         self._decode: Callable[[Batch], Tensor] = self._eager
         if config.compilation.compiler == "graph":
             self._decode = GraphDecoder(model, backend, self.cache)
+        elif config.compilation.compiler != "eager":
+            raise ConfigError(
+                f"the runner cannot run the compiler {config.compilation.compiler!r} of {backend.name}",
+                'use "eager" or "graph"',
+            )
 
     def batch(
         self,
@@ -69,8 +81,10 @@ class Runner:
         Raises:
             BatchError: also for a token id or block out of range, or a sequence longer than the model was made for.
         """
-        for row, (tokens, blocks) in enumerate(zip(token_ids, block_ids, strict=False)):
-            length = len(tokens) + (cached[row] if cached else 0)
+        lengths = [0] * len(token_ids) if cached is None else cached
+        # Lists of unequal length are refused by Batch.build.
+        for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, lengths, strict=False)):
+            length = len(tokens) + start
             if length > self.model.max_length:
                 raise BatchError(
                     f"sequence {row} would be {length} tokens long; the model takes {self.model.max_length}",
@@ -107,10 +121,16 @@ class Runner:
             BatchError: a sequence has other than one new token.
         """
         self._require_active()
-        if batch.num_tokens != batch.num_sequences:
+        size = batch.num_sequences
+        if not torch.equal(batch.query_start_loc_host, torch.arange(size + 1)) or batch.num_tokens != size:
             raise BatchError(
-                f"decode was given {batch.num_tokens} tokens for {batch.num_sequences} sequences",
+                f"decode was given {batch.num_tokens} tokens for {size} sequences, not one for each",
                 "give one token a sequence, or call prefill",
+            )
+        if batch.logits_indices.shape[0] != size:
+            raise BatchError(
+                f"decode was asked for {batch.logits_indices.shape[0]} rows of logits for {size} sequences",
+                "ask for one a sequence, or call prefill",
             )
         with torch.inference_mode():
             return self._decode(batch)
