@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -251,6 +252,20 @@ def test_stopping_early_gives_the_blocks_back(steps: int, trained: Path, texts: 
     assert runner.blocks.num_free < free
     tokens.close()  # type: ignore[attr-defined]
     assert runner.blocks.num_free == free
+
+
+@pytest.mark.parametrize("prompt", ["abc", [1.5], 5, [None]])
+def test_prompts_must_be_token_ids(prompt: Any, trained: Path) -> None:
+    with pytest.raises(BatchError, match="list of token ids"):
+        hal.generate(open_runner(trained), [prompt], hal.SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_new_tokens": 2.5}, {"temperature": "hot"}, {"top_k": 2**31}, {"stop_token_ids": 0}, {"seed": True}]
+)
+def test_parameters_of_a_wrong_type(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        hal.SamplingParams(**given)
 
 
 def test_blocks_given_back_twice_are_noticed() -> None:

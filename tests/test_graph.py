@@ -244,8 +244,30 @@ class TestRefusals:
             lambda x: x[int(x[0])],
             lambda x: torch.masked_select(x, x > 0),
             lambda x: [0, 1][x.long()[0]],
+            lambda x: torch.tensor([x[0], x[1]]),
+            lambda x: x if torch.is_nonzero(x[0]) else -x,
+            lambda x: torch.where(x > 0),
+            lambda x: x.nonzero(as_tuple=True),
+            lambda x: x.repeat_interleave(x.long()),
+            lambda x: torch.from_dlpack(x),
         ],
-        ids=["item", "tolist", "if", "mask", "nonzero", "numpy", "int", "masked_select", "index"],
+        ids=[
+            "item",
+            "tolist",
+            "if",
+            "mask",
+            "nonzero",
+            "numpy",
+            "int",
+            "masked_select",
+            "index",
+            "tensor",
+            "is_nonzero",
+            "where",
+            "nonzero tuple",
+            "repeat_interleave",
+            "dlpack",
+        ],
     )
     def test_what_reads_values_is_refused_by_name_and_place(
         self, cpu: hal.Backend, function: Callable[[Tensor], Any]
@@ -345,3 +367,113 @@ def test_a_capture_runs_the_function_once(cpu: hal.Backend) -> None:
     assert (counter.item(), output.item()) == (1, 10)
     graph.replay()
     assert (counter.item(), output.item()) == (2, 20)
+
+
+class TestNumbers:
+    """Where a replay once differed from the function, or could."""
+
+    def same(self, cpu: hal.Backend, function: Callable[[Tensor], Any], *shape: int, dtype: torch.dtype) -> None:
+        x = torch.randn(shape).to(dtype)
+        graph = cpu.graph()
+        outputs = graph.capture(lambda: function(x))
+        for seed in range(2):
+            x.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            expected = function(x)
+            torch.testing.assert_close(outputs, expected, rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize(
+        "write",
+        [lambda t, x: t.add_(x), lambda t, x: t.mul_(2).sub_(x), lambda t, x: t.index_fill_(0, torch.tensor(1), 5)],
+    )
+    def test_a_constant_that_is_written_to_begins_anew(self, cpu: hal.Backend, write: Callable[..., Tensor]) -> None:
+        for make in (torch.tensor, torch.as_tensor, lambda values: torch.ones(1).new_tensor(values)):
+            self.same(cpu, lambda x, make=make: write(make([1.0, 2.0, 3.0]), x), 3, dtype=torch.float32)
+
+    @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64)], ids=str)
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_linear_of_any_rank_rounds_once(self, cpu: hal.Backend, shape: tuple[int, ...], bias: bool) -> None:
+        weight, added = torch.randn(96, 64).bfloat16(), torch.randn(96).bfloat16() if bias else None
+        self.same(cpu, lambda x: ops.linear(x, weight, added), *shape, dtype=torch.bfloat16)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: torch.nn.functional.binary_cross_entropy(x.sigmoid(), x.sigmoid().flip(0)),
+            lambda x: torch.linalg.qr(x),
+            lambda x: torch.var_mean(x, dim=0),
+            lambda x: (x.sort(0, descending=True), x.topk(2), x.cumsum(1), x.softmax(-1), x.argmax(-1)),
+            lambda x: torch.split(x * 2, [1, 3]) + tuple(x.unbind(0)),
+            lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+            lambda x: torch.nn.functional.pad(x, (1, 2)).masked_fill(torch.tensor(False), 1.0),
+            lambda x: torch.where(x > 0, x, -x) @ x.T,
+            lambda x: x.clone().scatter_(0, torch.zeros(1, 4, dtype=torch.int64), 7.0),
+            lambda x: (x[:0] + 1, x.t().reshape(2, 8) * 1, torch.full_like(x, 3.0)),
+        ],
+    )
+    def test_other_operations(self, cpu: hal.Backend, function: Callable[[Tensor], Any]) -> None:
+        self.same(cpu, function, 4, 4, dtype=torch.float32)
+
+    def test_complex_numbers_are_refused(self, cpu: hal.Backend) -> None:
+        with pytest.raises(CaptureError, match="complex"):
+            cpu.graph().capture(lambda: torch.fft.fft(torch.ones(4)).abs())
+
+
+class TestContract:
+    def test_a_host_value_made_inside_is_refused(self, cpu: hal.Backend) -> None:
+        """Its launch would write the old lengths over the new ones at every replay."""
+        sample = list(ATTENTION.samples(Draw()))[3]
+
+        def function() -> Tensor:
+            return ops.paged_attention(*sample[:6], sample[6] * 1, sample[7] * 1, *sample[8:])
+
+        with pytest.raises(CaptureError, match="query_start_loc_host was computed inside"):
+            cpu.graph().capture(function)
+
+    def test_outputs_must_be_what_a_replay_can_fill(self, cpu: hal.Backend) -> None:
+        class Result:
+            value = torch.ones(1)
+
+        with pytest.raises(CaptureError, match="returned a Result"):
+            cpu.graph().capture(Result)
+
+    def test_a_capture_inside_another_is_refused(self, cpu: hal.Backend) -> None:
+        with pytest.raises(GraphError, match="inside another"):
+            cpu.graph().capture(lambda: cpu.graph().capture(lambda: torch.ones(1) + 1))
+        cpu.graph().capture(lambda: torch.ones(1) + 1)
+
+    def test_a_pool_of_another_kind_is_refused(self, cpu: hal.Backend) -> None:
+        with pytest.raises(GraphError, match="not the pool of a tape"):
+            cpu.graph().capture(lambda: torch.ones(1) + 1, pool="pool")
+
+    def test_the_backends_own_operations_are_captured_too(self, cpu: hal.Backend) -> None:
+        sample = list(ATTENTION.samples(Draw()))[3]
+        graph = cpu.graph()
+        output = graph.capture(lambda: cpu.ops.paged_attention(*sample))
+        lens = torch.tensor([5, 6, 1, 2], dtype=torch.int32)
+        graph.replay(query_start_loc_host=sample[6], kv_lens_host=lens)
+        expected = ATTENTION.reference(*sample[:5], lens, sample[6], lens, *sample[8:])
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("values", [["a"] * 4, [1.9] * 4, None, [2**40] * 4, "1234"])
+    def test_host_values_that_are_no_numbers(self, cpu: hal.Backend, values: Any) -> None:
+        attention = Attention(cpu)
+        with pytest.raises(HostValueError):
+            attention.graph.replay(query_start_loc_host=attention.starts, kv_lens_host=values)
+
+    def test_a_reset_forgets_the_host_values(self, cpu: hal.Backend) -> None:
+        attention = Attention(cpu)
+        assert "kv_lens_host" in attention.graph.host_values
+        attention.graph.reset()
+        assert "kv_lens_host" not in attention.graph.host_values
+
+    def test_nodes_that_are_not_of_the_catalogue_are_plain_operations(self, cpu: hal.Backend) -> None:
+        library = torch.library.Library("halgraphtest", "FRAGMENT")
+        library.define("rms_norm(Tensor x) -> Tensor")
+        library.impl("rms_norm", lambda x: -x, "CompositeExplicitAutograd")
+        x = torch.ones(2)
+        graph = cpu.graph()
+        output = graph.capture(lambda: torch.ops.halgraphtest.rms_norm(x))
+        x.fill_(3)
+        graph.replay()
+        assert output.tolist() == [-3, -3]

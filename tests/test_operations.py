@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,6 +127,21 @@ def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
     cpu.activate()
 
 
+@each_operation()
+def test_no_reference_reaches_a_kernel(cpu: hal.Backend, operation: Operation) -> None:
+    """However its body spells what it calls: any call of an operation in here would raise."""
+
+    def refuse(called: Operation, kernel: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError(f"the reference of {operation.name} calls {called.name}")
+
+        return run
+
+    with ops.intercepted(refuse):
+        for sample in operation.samples(Draw()):
+            operation.reference(*copied(sample))
+
+
 def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> None:
     other = hal.Backend("other", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
     normed, hidden = other.ops.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6)
@@ -139,6 +155,11 @@ def test_strict_refuses_to_run_a_reference() -> None:
     with pytest.raises(MissingKernel, match="no kernel for sample"):
         ops.sample(*sample)
     backend.ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
+    cpu = hal.open("cpu")
+    ops.sample(*sample)  # its body is bound now
+    cpu.configure(hal.Config(backend="cpu", strict=True))
+    with pytest.raises(MissingKernel):
+        ops.sample(*sample)
     hal.open("cpu")
 
 
@@ -157,6 +178,9 @@ def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_kernel_under_an_unknown_name_is_refused() -> None:
     with pytest.raises(OperationError, match=r"did you mean 'rms_norm'"):
         hal.Backend("typo", Device(torch.device("cpu")), kernels={"rms_nrom": lambda: None})
+    with pytest.raises(OperationError, match="the kernel of none for rms_norm is None"):
+        hal.Backend("none", Device(torch.device("cpu")), kernels={"rms_norm": None})  # type: ignore[dict-item]
+    assert not hasattr(hal.open("cpu").ops, "rms_nrom")
 
 
 @pytest.mark.usefixtures("forget_operations")
@@ -185,6 +209,19 @@ class TestDeclaration:
 
         assert (ops.operation("thrice_normed").rebound(meaning)(torch.zeros(1, 4)) == 3).all()
         assert set(seen) == {"rms_norm"}
+
+    def test_bodies_may_keep_operations_in_containers(self, cpu: hal.Backend) -> None:
+        table, bound = {"norm": [ops.rms_norm]}, partial(ops.rms_norm, eps=1e-6)
+
+        def helper(x: Tensor, *, norm: Any = ops.rms_norm) -> Tensor:
+            return norm(x, torch.ones(4), 1e-6)
+
+        @ops.fused_op(samples=self.no_samples, namespace="haltest")
+        def normed_from_tables(x: Tensor) -> Tensor:
+            return table["norm"][0](helper(bound(x, torch.ones(4))), torch.ones(4), 1e-6)
+
+        rebound = ops.operation("normed_from_tables").rebound(lambda operation: lambda x, weight, eps: x + 1)
+        assert (rebound(torch.zeros(1, 4)) == 3).all()
 
     def test_an_attribute_of_the_same_name_is_left_alone(self) -> None:
         linear = ops.operation("linear")
@@ -256,6 +293,26 @@ class TestAttention:
             torch.testing.assert_close(cpu.ops.paged_attention(*arguments), expected)
             torch.testing.assert_close(ops.operation("paged_attention").reference(*arguments), expected)
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_nan_is_handed_on(self, cpu: hal.Backend, dtype: torch.dtype) -> None:
+        """Of a query, a key or a value of this step: a broken model must show in its logits."""
+        prefill, decode = (list(ops.operation("paged_attention").samples(Draw(dtype)))[index] for index in (1, 3))
+        for sample in (prefill, decode):
+            arguments = copied(sample)
+            arguments[0][2, 1] = math.nan
+            expected = ops.operation("paged_attention").reference(*arguments)
+            assert expected.isnan().any()
+            assert torch.equal(cpu.ops.paged_attention(*arguments).isnan(), expected.isnan())
+        for which in (1, 2):
+            arguments = copied(prefill)
+            block, offset = int(arguments[3][1, 0]), 4  # the fifth token of the second sequence
+            arguments[which][block, offset] = math.nan
+            found = cpu.ops.paged_attention(*arguments).isnan().flatten(1).any(1)
+            first, last = int(arguments[4][1]), int(arguments[4][2])
+            assert found[first + offset : last].all(), "whoever sees it"
+            assert not found[:first].any(), "other sequences do not"
+            assert not found[last:].any()
+
 
 class TestSampling:
     def arguments(self, logits: Tensor, **given: float) -> list[Tensor]:
@@ -297,6 +354,12 @@ class TestSampling:
         together = ops.sample(*self.arguments(logits), seeds, steps)
         alone = [ops.sample(*self.arguments(logits[i : i + 1]), seeds[i : i + 1], steps[i : i + 1]) for i in range(7)]
         assert together.tolist() == torch.cat(alone).tolist()
+
+    @pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-42, 1e-45])
+    def test_a_temperature_near_0_takes_the_likeliest(self, temperature: float) -> None:
+        logits = Draw(seed=3).normal(16, 50, scale=5.0)
+        found = ops.sample(*self.arguments(logits, temperature=temperature), torch.arange(16), torch.arange(16))
+        assert torch.equal(found, logits.argmax(-1))
 
     def test_seed_and_step_both_matter(self) -> None:
         logits = torch.zeros(64, 1000)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
 import hal
 from hal import ops
-from hal.errors import BatchError, CaptureError, DriverIncompatible
+from hal.errors import BatchError, CaptureError, CheckpointError, ConfigError, DriverIncompatible
 from hal.nn import Batch, CausalLM, Embedding
 from hal.runtime.buckets import bucket_for, capture_sizes
 
@@ -56,6 +57,9 @@ def test_capture_sizes_follow_the_config() -> None:
     assert sizes(max_capture_size=5) == [1, 2, 4]
     assert sizes(capture_sizes=(9, 3, 3)) == [3, 9]
     assert sizes(capture_sizes=(9, 3), max_capture_size=8) == [3]
+    for nothing in ({"capture_sizes": ()}, {"capture_sizes": (8,), "max_capture_size": 4}):
+        with pytest.raises(ConfigError, match="leave nothing to capture"):
+            sizes(**nothing)
     assert [bucket_for(n, [2, 4]) for n in range(1, 6)] == [2, 2, 4, 4, None]
 
 
@@ -107,6 +111,8 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         ([], [], None, "0 token lists"),
         ([[1]], [[1], [2]], None, "1 token lists, 2 block lists"),
         ([[1]], [[]], None, "its 0 blocks hold 0"),
+        ([[1]], [[1]], [-1], "-1 tokens cached"),
+        ([[1], [2]], [[1], [2]], [0], "1 lengths"),
     ],
 )
 def test_wrong_batches_are_refused(
@@ -121,6 +127,60 @@ def test_decode_takes_one_token_a_sequence(cpu: hal.Backend) -> None:
     runner = hal.Runner(Toy(), cpu)
     with pytest.raises(BatchError, match="2 tokens for 1 sequences"):
         runner.decode(runner.batch([[1, 2]], [[1]]))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_both_modes_take_and_refuse_the_same_batches(compiler: str) -> None:
+    runner = hal.Runner(Toy(), hal.open({"backend": "cpu", "compilation": {"compiler": compiler}}))
+    batch = decode_batch(runner, 3)
+    expected = runner.decode(batch).clone()
+    order = torch.tensor([2, 0, 1])
+    torch.testing.assert_close(runner.decode(attrs.evolve(batch, logits_indices=order)), expected[order])
+    with pytest.raises(BatchError, match="2 rows of logits for 3"):
+        runner.decode(attrs.evolve(batch, logits_indices=order[:2]))
+    with pytest.raises(BatchError, match="not one for each"):
+        runner.decode(attrs.evolve(batch, query_start_loc_host=torch.tensor([0, 2, 2, 3], dtype=torch.int32)))
+
+
+def test_buckets_share_the_memory_of_the_largest() -> None:
+    def pool(*sizes: int) -> Any:
+        decoder = hal.Runner(Toy(), opened(capture_sizes=sizes))._decode
+        pools = {id(bucket.graph.pool): bucket.graph.pool for bucket in decoder._buckets.values()}  # type: ignore[attr-defined]
+        (shared,) = pools.values()
+        return shared
+
+    assert pool(1, 2, 4, 8, 16, 32).nbytes == pool(32).nbytes > 0
+
+
+def test_a_compiler_that_only_the_driver_knows_is_refused(cpu: hal.Backend) -> None:
+    backend = hal.Backend("magical", cpu.device, kernels={}, compilers=("magic",))
+    backend.configure(hal.Config(backend="magical", compilation=hal.CompilationConfig(compiler="magic")))
+    backend.activate()
+    with pytest.raises(ConfigError, match="cannot run the compiler 'magic'"):
+        hal.Runner(Toy(), backend)
+    cpu.activate()
+
+
+def test_a_cache_larger_than_memory_is_refused() -> None:
+    backend = hal.open({"backend": "cpu", "cache": {"num_tokens": 1 << 50}})
+    with pytest.raises(ConfigError, match=r"MiB free\n.*lower cache\.num_tokens"):
+        hal.Runner(Toy(), backend)
+
+
+def test_head_dims_and_the_model_class(cpu: hal.Backend, trained: Path) -> None:
+    narrow = hal.Backend("narrow", cpu.device, kernels={}, limits=hal.Limits(head_dims=(64,)))
+    with pytest.raises(ConfigError, match="no attention for head_dim 128"):
+        hal.load_model(trained, narrow)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        hal.load_model(trained, cpu, model_class=Toy)
+
+
+def test_progress_reaches_the_whole(cpu: hal.Backend, trained: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    model = hal.load_model(trained, cpu, progress=lambda done, total: seen.append((done, total)))
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_a_block_table_wider_than_captured_is_refused() -> None:

@@ -228,8 +228,8 @@ def _full_name(func: OpOverload) -> str:
 def _writes_well(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether the out= variant can be trusted."""
     if func is torch.ops.aten.linear.default:
-        return args[0].dim() == 2  # with more dimensions it adds the bias to a rounded product
-    return bool(torch.Tag.pointwise in func.tags or _full_name(func).partition(".")[0] in _WRITE_WELL)
+        return int(args[0].dim()) == 2  # with more dimensions it adds the bias to a rounded product
+    return torch.Tag.pointwise in func.tags or _full_name(func).partition(".")[0] in _WRITE_WELL
 
 
 def _depends_on_values(func: OpOverload, args: tuple[Any, ...]) -> bool:
