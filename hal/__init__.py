@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hal.driver import API_VERSION, Driver, Probe
     from hal.errors import HalError
     from hal.graph import Graph
+    from hal.host import HostDevice
     from hal.kv_cache import KVCache, KVCacheSpec
     from hal.memory import MemoryStats
     from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
@@ -52,6 +53,7 @@ _HOME = {
     "Driver": "hal.driver",
     "Event": "hal.stream",
     "Graph": "hal.graph",
+    "HostDevice": "hal.host",
     "HalError": "hal.errors",
     "KVCache": "hal.kv_cache",
     "KVCacheSpec": "hal.kv_cache",
@@ -82,6 +84,7 @@ __all__ = [
     "Event",
     "Graph",
     "HalError",
+    "HostDevice",
     "KVCache",
     "KVCacheSpec",
     "Limits",

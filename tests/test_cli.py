@@ -34,7 +34,7 @@ class Good(hal.Driver):
         return hal.Probe(True)
     def open(self, options):
         hal.config.read(hal.CacheConfig, options)
-        return hal.Backend("good", hal.Device(torch.device("cpu")), kernels={"rms_norm": torch.rms_norm})
+        return hal.Backend("good", hal.HostDevice(), kernels={"rms_norm": torch.rms_norm})
 
 class Absent(Good):
     priority = 20

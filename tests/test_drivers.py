@@ -26,7 +26,6 @@ from hal.errors import (
 
 VENDOR = """
 import hal
-from hal.device import Device
 import torch
 
 IMPORTED = True
@@ -42,7 +41,7 @@ class Acme(hal.Driver):
     def open(self, options):
         self.opened_with = dict(options)
         Acme.last = self
-        return hal.Backend("acme", Device(torch.device("cpu")), kernels={})
+        return hal.Backend("acme", hal.HostDevice(), kernels={})
 
 class Absent(Acme):
     priority = 20

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 import hal
 from hal import ops
-from hal.device import Device
 from hal.errors import MissingKernel, OperationError
 from hal.ops import Draw, Operation, Sample
 
@@ -102,7 +101,7 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
 
     x, weight = torch.randn(2, 8), torch.ones(8)
     right = rms_norm(x, weight, 1e-6)
-    other = hal.Backend("other", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x + 1})
+    other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x + 1})
     other.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), x + 1)
     assert torch.equal(cpu.ops.rms_norm(x, eps=1e-6, weight=weight), right)
@@ -113,7 +112,7 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
 
 def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
     """Neither when a backend with a wrong kernel is active, nor through a fused operation made of a fused operation."""
-    wrong = hal.Backend("wrong", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x * 0})
+    wrong = hal.Backend("wrong", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0})
     for operation in map(ops.operation, ("add_rms_norm", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache")):
         sample = next(iter(operation.samples(Draw())))
         cpu.activate()
@@ -143,7 +142,7 @@ def test_no_reference_reaches_a_kernel(cpu: hal.Backend, operation: Operation) -
 
 
 def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> None:
-    other = hal.Backend("other", Device(torch.device("cpu")), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+    other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
     normed, hidden = other.ops.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6)
     assert (normed == 7).all()
     assert (hidden == 2).all()
@@ -164,7 +163,7 @@ def test_strict_refuses_to_run_a_reference() -> None:
 
 
 def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    backend = hal.Backend("bare", Device(torch.device("cpu")), kernels={})
+    backend = hal.Backend("bare", hal.HostDevice(), kernels={})
     backend.activate()
     with caplog.at_level("INFO", "hal.backend"):
         for _ in range(3):
@@ -177,9 +176,9 @@ def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_kernel_under_an_unknown_name_is_refused() -> None:
     with pytest.raises(OperationError, match=r"did you mean 'rms_norm'"):
-        hal.Backend("typo", Device(torch.device("cpu")), kernels={"rms_nrom": lambda: None})
+        hal.Backend("typo", hal.HostDevice(), kernels={"rms_nrom": lambda: None})
     with pytest.raises(OperationError, match="the kernel of none for rms_norm is None"):
-        hal.Backend("none", Device(torch.device("cpu")), kernels={"rms_norm": None})  # type: ignore[dict-item]
+        hal.Backend("none", hal.HostDevice(), kernels={"rms_norm": None})  # type: ignore[dict-item]
     assert not hasattr(hal.open("cpu").ops, "rms_nrom")
 
 

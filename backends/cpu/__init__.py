@@ -1,6 +1,6 @@
 """The CPU driver: the default that works everywhere.
 
-driver.py opens it, kernels.py holds what beats the references, tape.py is its graph, device.py its no-op streams.
+driver.py opens it, kernels.py holds what beats the references, tape.py is its graph, plan.py the graph's memory.
 """
 
 from .driver import CpuDriver

@@ -12,10 +12,10 @@ from hal.backend import Backend
 from hal.config import read
 from hal.driver import Driver, Probe
 from hal.graph import Graph
+from hal.host import HostDevice
 from hal.ops.declaration import Kernel
 
 from . import kernels
-from .device import CpuDevice
 
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": kernels.add_rms_norm,
@@ -59,4 +59,4 @@ class CpuDriver(Driver):
     def open(self, options: Mapping[str, Any]) -> CpuBackend:
         """Open it; takes no options."""
         read(CpuOptions, options, "options of the cpu driver")
-        return CpuBackend("cpu", CpuDevice(), kernels=KERNELS, compilers=("eager", "graph"))
+        return CpuBackend("cpu", HostDevice(), kernels=KERNELS, compilers=("eager", "graph"))

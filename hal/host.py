@@ -1,4 +1,7 @@
-"""The CPU as a device: everything runs at once, so streams and events have nothing to wait for."""
+"""The host as a device: everything runs at once, so streams and events have nothing to wait for.
+
+The CPU driver uses it, and so can any driver whose kernels run on the host.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hal.memory import MemoryStats
 from hal.stream import Event, Stream
 
 
-class CpuStream(Stream):
+class HostStream(Stream):
     """A stream on which work has finished as soon as it is enqueued."""
 
     def __init__(self) -> None:
@@ -30,7 +33,7 @@ class CpuStream(Stream):
     def wait_stream(self, other: Stream) -> None:
         """Return at once."""
 
-    def __enter__(self) -> CpuStream:
+    def __enter__(self) -> HostStream:
         return self
 
     def __exit__(
@@ -39,7 +42,7 @@ class CpuStream(Stream):
         pass
 
 
-class CpuEvent(Event):
+class HostEvent(Event):
     """An event that has always been reached; it keeps the time it was recorded at."""
 
     def __init__(self) -> None:
@@ -61,24 +64,24 @@ class CpuEvent(Event):
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between the two records."""
-        if not isinstance(end, CpuEvent):
-            raise TypeError(f"an event of the CPU cannot be compared with {end!r}")
+        if not isinstance(end, HostEvent):
+            raise TypeError(f"an event of the host cannot be compared with {end!r}")
         return (end.recorded - self.recorded) * 1e3
 
 
-class CpuDevice(Device):
-    """The CPU. PyTorch keeps no statistics of host memory, so a process's resident memory stands for it."""
+class HostDevice(Device):
+    """The host. PyTorch keeps no statistics of its memory, so the process's resident memory stands for them."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads")
+    def __init__(self, name: str = "") -> None:
+        super().__init__(torch.device("cpu"), name or f"CPU, {torch.get_num_threads()} threads")
 
-    def stream(self, *, priority: int = 0) -> CpuStream:
+    def stream(self, *, priority: int = 0) -> HostStream:
         """A no-op stream."""
-        return CpuStream()
+        return HostStream()
 
-    def event(self, *, timing: bool = False) -> CpuEvent:
+    def event(self, *, timing: bool = False) -> HostEvent:
         """A no-op event, which can always be timed."""
-        return CpuEvent()
+        return HostEvent()
 
     def synchronize(self) -> None:
         """Return at once: nothing is asynchronous."""
