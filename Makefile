@@ -11,8 +11,8 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test bench lint types layers docs checkpoint clean
 
 demo: $(VENV)/.base
-	$(BIN)/hal generate $(CHECKPOINT) --max-new-tokens 80 \
-	  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'import os'
+	$(BIN)/hal generate $(CHECKPOINT) --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
+	  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'def main():'
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q
