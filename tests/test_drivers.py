@@ -201,6 +201,8 @@ class TestChoices:
         with pytest.raises(BackendNotActive, match="another"):
             runner.prefill(batch)
         with pytest.raises(BackendNotActive):
+            runner.decode(batch)
+        with pytest.raises(BackendNotActive):
             hal.Runner(runner.model, cpu)
         cpu.activate()
         assert runner.prefill(batch).shape == (1, runner.model.vocab_size)
