@@ -50,7 +50,6 @@ def test_windows_of_layers() -> None:
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "leave one"),
         ({"hidden_size": "8"}, "expected int, found str '8'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )

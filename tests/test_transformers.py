@@ -11,8 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import comparison
 import pytest
 import torch
+from comparison import (
+    COMPILERS,
+    TOLERANCE,
+    Case,
+    difference,
+    draw_rope,
+    our_logits,
+    randomise,
+    spell_as_before_version_5,
+    their_logits,
+)
 from reference import TEXTS, open_runner, prompts
 from torch import Tensor
 
@@ -20,35 +32,8 @@ import hal
 
 transformers = pytest.importorskip("transformers", reason="transformers is what our logits are compared with")
 
-TOLERANCE = 1e-4
-"""Largest difference of float32 logits, as a share of the largest logit."""
-STEPS = 16
 SEEDS = range(30, 70)  # these cover what they should, says a test below
 SENSITIVE_SEED = 32  # two layers, one of them with a window, and a spelled-out layer_types
-
-
-@attrs.frozen
-class Case:
-    """A random checkpoint, its model in transformers, and sequences to run: the last STEPS tokens of each are decoded.
-
-    ``blocks`` are each sequence's blocks, ``cuts`` the tokens that are cached before a prefill that continues.
-    """
-
-    path: Path
-    model: Any
-    sequences: list[list[int]]
-    block_size: int
-    blocks: list[list[int]]
-    cuts: list[int]
-
-    def runner(self, compiler: str = "eager", path: Path | None = None) -> hal.Runner:
-        """A runner whose cache has just the blocks needed, all NaN: no slot may be read before it is written."""
-        num_tokens = sum(map(len, self.blocks)) * self.block_size
-        runner = open_runner(path or self.path, compiler, num_tokens=num_tokens, block_size=self.block_size)
-        with torch.inference_mode():
-            for cache in (cache for layer in runner.cache.layers for cache in layer):
-                cache[1:] = math.nan
-        return runner
 
 
 def draw_config(seed: int) -> Any:
@@ -81,111 +66,27 @@ def draw_config(seed: int) -> Any:
     )
 
 
+COMPILED = SEEDS[:12]  # compiling takes seconds each; these have windows, biases and tied weights among them, too
 WINDOWED = [seed for seed in SEEDS if draw_config(seed).use_sliding_window]
 
 
-def randomise(model: Any, seed: int) -> None:
-    """Give every parameter values that show when it is misplaced, misread or left out."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
-            values = 1 + 0.4 * values
-        elif name.endswith("bias"):
-            values *= 0.5
-        elif "embed" in name:
-            values *= 0.1  # small, so that the first norms depend on epsilon
-        else:
-            values *= parameter.shape[1] ** -0.5
-        parameter.data.copy_(values)
-
-
-def spell_as_before_version_5(path: Path) -> None:
-    """Rewrite config.json as older checkpoints have it, without what transformers writes for readers of today."""
-    config = json.loads((path / "config.json").read_text())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
-    config["rope_scaling"] = None
-    config["torch_dtype"] = config.pop("dtype")
+def older(config: dict[str, Any], draw: random.Random) -> None:
+    spell_as_before_version_5(config, draw)
     del config["layer_types"]  # max_window_layers says the same
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def build(seed: int, path: Path) -> Case:
-    config, draw = draw_config(seed), random.Random(1000 + seed)
+    config = draw_config(seed)
     slides = [
         config.use_sliding_window and layer >= config.max_window_layers for layer in range(config.num_hidden_layers)
     ]
     derived = config.layer_types == [f"{'sliding' if each else 'full'}_attention" for each in slides]
-    model = transformers.Qwen3ForCausalLM(config).eval()
-    randomise(model, seed)
-    sharded = draw.random() < 0.5
-    model.save_pretrained(path, max_shard_size="40KB" if sharded else "1GB")
-    assert (path / "model.safetensors.index.json").exists() == sharded
-    if derived and draw.random() < 0.5:
-        spell_as_before_version_5(path)
-
-    count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # no count is a bucket
-    lengths = [draw.randint(1, 45) for _ in range(count)]
-    lengths[-1] = 45  # beyond every window
-    sequences = [[draw.randrange(config.vocab_size) for _ in range(length + STEPS)] for length in lengths]
-    cuts = [draw.randrange(length) for length in lengths]
-    needed = [math.ceil(len(sequence) / block_size) for sequence in sequences]
-    # Half of the sequences own neighbouring blocks, half own blocks from all over.
-    free = list(range(1, sum(needed) + 1))
-    blocks = [[free.pop(0) for _ in range(number)] for number in needed[: count // 2]]
-    draw.shuffle(free)
-    blocks += [[free.pop() for _ in range(number)] for number in needed[count // 2 :]]
-    return Case(path, model, sequences, block_size, blocks, cuts)
+    return comparison.build(config, seed, path, older if derived else None)
 
 
 @pytest.fixture(scope="module", params=SEEDS, ids="seed={}".format)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return build(request.param, tmp_path_factory.mktemp("qwen3"))
-
-
-def their_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Logits ``[tokens, vocab_size]`` of one sequence, all alone and all at once."""
-    with torch.inference_mode():
-        logits: Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
-    return logits
-
-
-def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None) -> list[Tensor]:
-    """The same of every sequence of ``case``, batched: prefill (from ``cuts`` on, if given), then decode.
-
-    Each sequence begins to decode one step after the one before it, so that batches of all sizes occur, and rows move.
-    """
-    count = len(case.sequences)
-    ends = [len(sequence) - STEPS for sequence in case.sequences]
-    parts: list[list[Tensor]] = [[] for _ in range(count)]
-
-    def run(step: Callable[[hal.Batch], Tensor], starts: Sequence[int], stops: Sequence[int]) -> None:
-        rows = [row for row in range(count) if starts[row] < stops[row]]
-        new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
-        batch = runner.batch(
-            new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], all_logits=True
-        )
-        logits = step(batch).clone()  # a replay's are valid until the next
-        for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
-            parts[row].append(part)
-
-    starts = [0] * count
-    if cuts is not None:
-        run(runner.prefill, starts, cuts)
-        starts = list(cuts)
-    run(runner.prefill, starts, ends)
-    for step in range(STEPS + count - 1):
-        decoding = [0 <= step - row < STEPS for row in range(count)]
-        starts = [end + step - row for row, end in enumerate(ends)]
-        run(runner.decode, starts, [start + new for start, new in zip(starts, decoding, strict=True)])
-    return [torch.cat(part) for part in parts]
-
-
-def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference over the sequences, each as a share of its largest logit; NaN counts as infinite."""
-    return max(
-        float(((a - b).abs().amax() / b.abs().amax()).nan_to_num(math.inf)) for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
@@ -194,9 +95,24 @@ def test_logits(case: Case, compiler: str) -> None:
     assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
 
 
+@pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)
+def test_logits_through_inductor(case: Case) -> None:
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner("inductor"), case), theirs) <= TOLERANCE
+
+
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_scaled_positions(rope_type: str, tmp_path: Path) -> None:
+    config = draw_config(SENSITIVE_SEED)
+    config.rope_parameters = draw_rope(random.Random(SENSITIVE_SEED), rope_type)
+    case = comparison.build(config, SENSITIVE_SEED, tmp_path, spell_as_before_version_5)
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner(), case), theirs) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", WINDOWED, ids="seed={}".format, indirect=True)
@@ -361,7 +277,7 @@ def error(logits: Sequence[Tensor], continuations: Sequence[Continuation]) -> fl
     return float((torch.cat(list(logits)) - torch.cat([each.exact for each in continuations])).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("compiler", ["eager", "graph"])
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_greedy_tokens_of_the_trained_checkpoint(
     compiler: str, continuations: list[Continuation], trained: Path
 ) -> None:

@@ -5,20 +5,29 @@ Their parameters carry the names of Hugging Face checkpoints, so that loading ne
 
 from hal.batch import Batch
 from hal.nn.attention import Attention
+from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
 from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
-from hal.nn.rotary import RopeParameters, RotaryEmbedding
+from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
 
 __all__ = [
+    "ROPE_TYPES",
     "Attention",
     "Batch",
     "CausalLM",
+    "Decoder",
+    "DecoderConfig",
+    "DecoderLM",
+    "DecoderLayer",
     "Embedding",
+    "GatedMLP",
     "Linear",
     "MergedLinear",
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
+    "SelfAttention",
+    "check_window",
 ]

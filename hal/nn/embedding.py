@@ -9,11 +9,18 @@ from hal import ops
 
 
 class Embedding(nn.Module):
-    """A table ``[vocab_size, width]``; :meth:`as_linear` uses it as a tied output projection."""
+    """A table ``[vocab_size, width]``; :meth:`as_linear` uses it as a tied output projection.
+
+    Attributes:
+        weight: the table.
+        projection: the table as a driver prepared it for :meth:`as_linear`, if that is not the table itself.
+    """
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
+        self.projection: Tensor | None
+        self.register_buffer("projection", None, persistent=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` to ``[tokens, width]``."""
@@ -21,4 +28,4 @@ class Embedding(nn.Module):
 
     def as_linear(self, x: Tensor) -> Tensor:
         """``[..., width]`` to logits ``[..., vocab_size]``."""
-        return ops.linear(x, self.weight, None)
+        return ops.linear(x, self.weight if self.projection is None else self.projection, None)

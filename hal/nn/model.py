@@ -24,6 +24,8 @@ class CausalLM(nn.Module):
         num_kv_heads: key heads per layer.
         head_dim: elements per head.
         tied: names of checkpoint tensors that repeat a parameter of another name, and that parameter.
+        prepared_by: the backend that brought weights into a form of its own at load; None if they are as in the file.
+        ignored: ends of the names of checkpoint tensors that are not read, since the config says the same.
     """
 
     vocab_size: int
@@ -32,6 +34,8 @@ class CausalLM(nn.Module):
     num_kv_heads: int
     head_dim: int
     tied: Mapping[str, str] = MappingProxyType({})
+    ignored: tuple[str, ...] = ()
+    prepared_by: str | None = None
 
     @classmethod
     @abstractmethod

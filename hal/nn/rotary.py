@@ -1,54 +1,187 @@
-"""Cos and sin of the rotary position embedding, built once per step."""
+"""Cos and sin of the rotary position embedding, built once per step, and the ways to stretch it to longer texts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
-from attrs.validators import gt, lt
+from attrs.validators import ge, gt, lt, optional
 from torch import Tensor, nn
 
 from hal.config import read
-from hal.errors import ConfigError
+from hal.errors import ConfigError, nearest
+
+_POSITIVE = [gt(0.0), lt(math.inf)]
+_NOT_NEGATIVE = optional([ge(0.0), lt(math.inf)])
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class RopeParameters:
-    """The ``rope_parameters`` of a checkpoint's config.json.
+    """The ``rope_parameters`` of a checkpoint's config.json; this is the ``rope_type`` ``default``, of plain positions.
 
     Attributes:
-        rope_theta: the base of the frequencies.
-        rope_type: how positions are scaled; ``default`` does not.
+        rope_theta: the base of the frequencies; more than 1, so that they fall from pair to pair.
+
+    Source: Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021.
     """
 
-    rope_theta: float = attrs.field(default=10000.0, validator=[gt(0.0), lt(float("inf"))])
-    rope_type: Literal["default"] = "default"
+    rope_theta: float = attrs.field(default=10000.0, validator=[gt(1.0), lt(math.inf)])
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RopeParameters:
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> RopeParameters:
         """Read a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
 
+        Returns:
+            Of the class that :data:`hal.nn.rotary.ROPE_TYPES` has for the ``rope_type``, which older files call
+            ``type``. A null stands for the default.
+
         Raises:
-            ConfigError: both spellings are there and differ, or the scaling is not one that is known.
+            ConfigError: two spellings are there and differ, the ``rope_type`` is none that is known, or a key is
+                unknown to it, missing, or out of its range.
         """
         new, old = config.get("rope_parameters"), config.get("rope_scaling")
         if new and old and new != old:
             raise ConfigError("config.json has rope_parameters and another rope_scaling", "leave one of them out")
-        parameters = new or old or {}
-        if not isinstance(parameters, Mapping):
-            return read(cls, parameters, "rope_parameters")  # which says what is wrong with it
-        parameters = {**parameters}
+        given = new or old or {}
+        if not isinstance(given, Mapping):
+            return read(RopeParameters, given, "rope_parameters")  # which says what is wrong with it
+        parameters = {key: value for key, value in given.items() if value is not None}
         if config.get("rope_theta") is not None:
             parameters.setdefault("rope_theta", config["rope_theta"])
-        if "type" in parameters:
-            parameters.setdefault("rope_type", parameters.pop("type"))
-        return read(cls, parameters, "rope_parameters")
+        older = parameters.pop("type", None)
+        rope_type = parameters.pop("rope_type", older or "default")
+        if older not in (None, rope_type):
+            raise ConfigError(
+                f"rope_parameters has rope_type {rope_type!r} and another type, {older!r}", "leave one out"
+            )
+        if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+            raise ConfigError(
+                f"config.json asks for rope_type {rope_type!r}: {nearest(str(rope_type), ROPE_TYPES)}",
+                "use a checkpoint whose positions are scaled in one of these ways, or not at all",
+            )
+        return read(ROPE_TYPES[rope_type], parameters, f"rope_parameters of rope_type {rope_type}")
+
+    def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
+        """Radians that each pair of a head's elements turns by per position: ``[head_dim / 2]``, float32."""
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+        return 1.0 / self.rope_theta**exponent
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cos and sin are multiplied by; attention scores grow by its square."""
+        return 1.0
+
+
+@attrs.frozen(kw_only=True)
+class LinearRope(RopeParameters):
+    """``rope_type`` ``linear``: positions are divided by ``factor``.
+
+    Source: Chen et al., *Extending Context Window of Large Language Models via Positional Interpolation*, 2023.
+    """
+
+    factor: float = attrs.field(validator=_POSITIVE)
+
+    def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
+        return super().inv_freq(head_dim, device) / self.factor
+
+
+@attrs.frozen(kw_only=True)
+class Llama3Rope(LinearRope):
+    """``rope_type`` ``llama3``: only the pairs that turn slowly are stretched.
+
+    Attributes:
+        factor: by which the slow ones are divided.
+        low_freq_factor: pairs that turn fewer times over the original length are divided by all of ``factor``.
+        high_freq_factor: pairs that turn more times are left alone; in between it goes linearly.
+        original_max_position_embeddings: the length that it was trained for before, in tokens.
+
+    Source: Grattafiori et al., *The Llama 3 Herd of Models*, 2024, and the code of Llama 3.1.
+    """
+
+    low_freq_factor: float = attrs.field(validator=_POSITIVE)
+    high_freq_factor: float = attrs.field(validator=_POSITIVE)
+    original_max_position_embeddings: int = attrs.field(validator=ge(1))
+
+    @high_freq_factor.validator
+    def _above_low(self, attribute: Any, value: float) -> None:
+        if value <= self.low_freq_factor:
+            raise ValueError(f"high_freq_factor, {value}, is not above low_freq_factor, {self.low_freq_factor}")
+
+    def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
+        plain = RopeParameters.inv_freq(self, head_dim, device)
+        turns = plain * (self.original_max_position_embeddings / (2 * math.pi))
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(plain / self.factor, plain, kept.clamp(0.0, 1.0))
+
+
+@attrs.frozen(kw_only=True)
+class YarnRope(LinearRope):
+    """``rope_type`` ``yarn``: slow pairs are stretched, fast ones are not, and attention is sharpened.
+
+    Attributes:
+        factor: by which the slow ones are divided.
+        original_max_position_embeddings: the length that it was trained for before, in tokens.
+        attention_factor: what cos and sin are multiplied by; None (``null``) computes it from ``factor``.
+        beta_fast: pairs that turn more times over the original length are left alone.
+        beta_slow: pairs that turn fewer times are divided by all of ``factor``; in between it goes linearly by pair.
+        truncate: the pairs between which it goes are rounded outwards to whole ones.
+        mscale: with ``mscale_all_dim``, that is the quotient of what both give; 0 is as None.
+        mscale_all_dim: see ``mscale``.
+
+    Source: Peng et al., *YaRN: Efficient Context Window Extension of Large Language Models*, 2023; ``mscale`` is
+    DeepSeek's.
+    """
+
+    original_max_position_embeddings: int = attrs.field(validator=ge(1))
+    attention_factor: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
+    beta_fast: float = attrs.field(default=32.0, validator=_POSITIVE)
+    beta_slow: float = attrs.field(default=1.0, validator=_POSITIVE)
+    truncate: bool = True
+    mscale: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
+    mscale_all_dim: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
+
+    def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
+        plain = RopeParameters.inv_freq(self, head_dim, device)
+        first, last = self._pair_turning(self.beta_fast, head_dim), self._pair_turning(self.beta_slow, head_dim)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # The bound is a head's elements, not its pairs: so it is in the published code that models were trained with.
+        first, last = max(first, 0), min(last, head_dim - 1)
+        width = last - first or 0.001
+        pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+        return torch.lerp(plain, plain / self.factor, ((pairs - first) / width).clamp(0.0, 1.0))
+
+    def _pair_turning(self, turns: float, head_dim: int) -> float:
+        """The pair (a fraction, perhaps out of range) that turns so many times over the original length."""
+        per_turn = self.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(per_turn) / (2 * math.log(self.rope_theta))
+
+    @property
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._sharpened(self.mscale) / self._sharpened(self.mscale_all_dim)
+        return self._sharpened(1.0)
+
+    def _sharpened(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+ROPE_TYPES: Mapping[str, type[RopeParameters]] = {
+    "default": RopeParameters,
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+}
+"""By the ``rope_type`` of config.json."""
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of positions: ``position / theta ** (2 i / head_dim)`` for the pair ``i`` of a head's elements.
+    """Angles of positions: ``position * inv_freq[i]`` for the pair ``i`` of a head's elements.
 
     It has no weights and no table, so that no length is the longest.
     """
@@ -65,7 +198,9 @@ class RotaryEmbedding(nn.Module):
             positions: ``[tokens]``, int64.
             dtype: of the query that they will rotate.
         """
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=positions.device).float() / self.head_dim
-        inverse = 1.0 / self.rope.rope_theta**exponent
-        angles = (positions.float()[:, None] * inverse).repeat(1, 2)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        inv_freq = self.rope.inv_freq(self.head_dim, positions.device)
+        angles = (positions.float()[:, None] * inv_freq).repeat(1, 2)
+        cos, sin = angles.cos(), angles.sin()
+        if (scaling := self.rope.attention_scaling) != 1.0:
+            cos, sin = cos * scaling, sin * scaling
+        return cos.to(dtype), sin.to(dtype)

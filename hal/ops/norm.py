@@ -16,6 +16,7 @@ def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:
         yield draw.normal(*shape), draw.normal(shape[-1]), 1e-6
     yield draw.normal(5, 192)[:, 64:128], draw.normal(64), 1e-5  # rows that are not contiguous
     yield draw.normal(2, 64, scale=1e-4), draw.normal(64), 1e-6  # where epsilon counts
+    yield draw.normal(64, 3).t(), draw.normal(128)[::2], 1e-6  # nothing has unit stride
 
 
 @op(samples=_rms_norm_samples)

@@ -16,6 +16,7 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, width, out in ((1, 64, 96), (17, 128, 64), (0, 32, 16)):
         yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), None
         yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), draw.normal(out)
+    yield draw.normal(64, 3).t(), draw.normal(32, 64, scale=0.125), draw.normal(64)[::2]  # nothing has unit stride
 
 
 @op(samples=_linear_samples)

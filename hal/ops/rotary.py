@@ -25,6 +25,8 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
             draw.normal(tokens, kv_heads, head_dim),
             *_angles(draw, tokens, head_dim),
         )
+    turned = draw.normal(3, 64, 4).transpose(1, 2), draw.normal(3, 64, 2).transpose(1, 2)  # no unit stride
+    yield *turned, *_angles(draw, 3, 64)
     packed = draw.normal(5, 4 * 64)  # views into a merged projection
     yield packed[:, :128].view(5, 2, 64), packed[:, 128:192].view(5, 1, 64), *_angles(draw, 5, 64)
 

@@ -1,0 +1,193 @@
+"""The decoder of Llama and of those made after it: grouped-query attention and a gated MLP, each behind a norm.
+
+A family is what it does otherwise: its config, and whatever it changes about these layers.
+
+Source: Touvron et al., *LLaMA: Open and Efficient Foundation Language Models*, 2023; Ainslie et al., *GQA*, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import attrs
+from attrs.validators import ge
+from torch import Tensor, nn
+
+from hal import ops
+from hal.batch import Batch
+from hal.config import read_model_config
+from hal.nn.attention import Attention
+from hal.nn.embedding import Embedding
+from hal.nn.linear import Linear, MergedLinear
+from hal.nn.model import CausalLM
+from hal.nn.norm import RMSNorm
+from hal.nn.rotary import RopeParameters, RotaryEmbedding
+
+
+@attrs.frozen(kw_only=True)
+class DecoderConfig:
+    """The keys of config.json that decide what is computed, under their names there; a family adds its own.
+
+    Without ``num_key_value_heads`` there are ``num_attention_heads`` of them; without ``head_dim`` the heads share
+    ``hidden_size`` equally.
+    """
+
+    vocab_size: int = attrs.field(validator=ge(1))
+    hidden_size: int = attrs.field(validator=ge(1))
+    intermediate_size: int = attrs.field(validator=ge(1))
+    num_hidden_layers: int = attrs.field(validator=ge(1))
+    num_attention_heads: int = attrs.field(validator=ge(1))
+    num_key_value_heads: int = attrs.field(validator=ge(1))
+    head_dim: int = attrs.field()
+    max_position_embeddings: int = attrs.field(validator=ge(1))
+    rms_norm_eps: float = attrs.field(default=1e-6, validator=ge(0.0))
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    rope: RopeParameters = attrs.field(factory=RopeParameters)
+
+    @num_key_value_heads.default
+    def _as_many_as_queries(self) -> int:
+        return self.num_attention_heads
+
+    @head_dim.default
+    def _equal_parts(self) -> int:
+        return self.hidden_size // max(self.num_attention_heads, 1)  # validated later, and named then
+
+    def __attrs_post_init__(self) -> None:
+        if self.head_dim < 1 or self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; the rotary embedding needs two halves of it")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads, {self.num_attention_heads}, "
+                f"is no multiple of num_key_value_heads, {self.num_key_value_heads}"
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read a checkpoint's config.json.
+
+        Raises:
+            ConfigError: a key is missing, or a value is not one that the model takes.
+        """
+        return attrs.evolve(read_model_config(cls, config), rope=RopeParameters.from_config(config))
+
+
+def check_window(config: Any, attribute: Any, value: int | None) -> None:
+    """The attrs validator of a config's ``sliding_window``: a number of tokens, or None for all.
+
+    Raises:
+        ValueError: it is less than 1; :func:`hal.config.read` makes a ConfigError of that.
+    """
+    if value is not None and value < 1:
+        raise ValueError(f"{attribute.name} is {value}; a token sees at least itself")
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions, from hidden states to hidden states.
+
+    Args:
+        config: sizes, and whether the projections have a bias.
+        sliding_window: tokens that a query sees, its own included; None for all.
+    """
+
+    def __init__(self, config: DecoderConfig, *, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        self.attention = Attention(self.head_dim, sliding_window=sliding_window)
+        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias)
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Give ``[tokens, heads, head_dim]`` their positions; a family does here what it does to heads before."""
+        return ops.rotary_embedding(query, key, cos, sin)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """``[tokens, hidden_size]`` to the same. See :class:`RotaryEmbedding` and :class:`Attention` for the rest."""
+        query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
+        query, key = query.view(-1, self.heads, self.head_dim), key.view(-1, self.kv_heads, self.head_dim)
+        query, key = self.rotate(query, key, cos, sin)
+        value = value.view(-1, self.kv_heads, self.head_dim)
+        attended: Tensor = self.o_proj(self.attention(query, key, value, batch, cache))
+        return attended
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, the SwiGLU of Shazeer, *GLU Variants Improve Transformer*, 2020."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[tokens, hidden_size]`` to the same."""
+        output: Tensor = self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """``hidden + attention(norm(hidden))``, then ``hidden + mlp(norm(hidden))``."""
+
+    def __init__(self, config: DecoderConfig, attention: SelfAttention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """``[tokens, hidden_size]`` to the same."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, cache)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Decoder(nn.Module):
+    """From tokens to normed hidden states; cos and sin are made once for all layers."""
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """``[tokens, hidden_size]``."""
+        hidden = self.embed_tokens(batch.token_ids)
+        cos, sin = self.rotary(batch.positions, hidden.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, cos, sin, batch, cache)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class DecoderLM(CausalLM):
+    """A :class:`Decoder` and its output projection, which may be the embedding's table.
+
+    Args:
+        config: of the checkpoint.
+        layers: as many as it says.
+    """
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
+        super().__init__()
+        self.vocab_size, self.max_length = config.vocab_size, config.max_position_embeddings
+        self.num_layers, self.num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.model = Decoder(config, layers)
+        if config.tie_word_embeddings:
+            self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        hidden = self.model(batch, caches)[batch.logits_indices]
+        logits: Tensor = self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
+        return logits
