@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from hal import ops
 from hal.config import Config
@@ -52,6 +53,8 @@ class Backend:
         rewrites: graph rewrites of the driver's own.
         capabilities: names of optional abilities.
         limits: see :class:`Limits`.
+        inductor: names of the operations whose kernels the code that Inductor makes calls, so that it compiles the
+            others from their bodies; None if the compiler ``inductor`` does not serve this backend.
         cache_layout: ``canonical``, or a name of the driver's own, whose ``kv_cache`` then makes such caches. Only its
             own kernels can read them.
 
@@ -70,6 +73,7 @@ class Backend:
         rewrites: Sequence[Any] = (),
         capabilities: frozenset[str] = frozenset(),
         limits: Limits | None = None,
+        inductor: Collection[str] | None = None,
         cache_layout: str = "canonical",
     ) -> None:
         for each, kernel in kernels.items():
@@ -87,7 +91,9 @@ class Backend:
         self.name = name
         self.device = device
         self.kernels = MappingProxyType(dict(kernels))
-        self.compilers = ("eager", *(compiler for compiler in compilers if compiler != "eager"))
+        served = (*compilers, *(("inductor",) if inductor is not None else ()))
+        self.compilers = ("eager", *(compiler for compiler in served if compiler != "eager"))
+        self.inductor = None if inductor is None else frozenset(ops.operation(each).name for each in inductor)
         self.rewrites = tuple(rewrites)
         self.capabilities = capabilities
         self.limits = limits or Limits()
@@ -158,6 +164,19 @@ class Backend:
             ConfigError: the driver brings no graphs.
         """
         raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
+
+    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+        """Bring a projection's weight into the form that this backend's ``linear`` computes on; called once, at load.
+
+        Args:
+            weight: ``[out_features, in_features]``, on the backend's device.
+            shared: whether the weight is an embedding's table too, and stays as it is beside what is returned.
+
+        Returns:
+            What ``linear`` gets as its weight: ``weight`` itself by default, else a tensor of the same shape and dtype,
+            in whichever layout.
+        """
+        return weight
 
     def kv_cache(self, spec: KVCacheSpec) -> KVCache:
         """Memory for ``spec``, in a layout of the backend's choosing; by default the canonical one."""

@@ -51,6 +51,44 @@ class Batch:
         """Sequences in the batch."""
         return self.kv_lens.shape[0]
 
+    def split(self, max_tokens: int) -> list[Batch]:
+        """The same work in steps of at most ``max_tokens`` tokens, to be run in this order.
+
+        A sequence that a step leaves unfinished goes on in the next, with what is done so far in the cache. Each step
+        asks for those logits of this batch that its tokens give; ``logits_indices`` must ascend from 0 or above.
+
+        Raises:
+            BatchError: ``max_tokens`` is less than 1.
+        """
+        if max_tokens < 1:
+            raise BatchError(f"steps of {max_tokens} tokens were asked for", "ask for at least 1")
+        if self.num_tokens <= max_tokens:
+            return [self]
+        return [self._between(start, start + max_tokens) for start in range(0, self.num_tokens, max_tokens)]
+
+    def _between(self, start: int, end: int) -> Batch:
+        starts = self.query_start_loc_host.long()
+        clipped = starts.clamp(start, end)
+        rows = (clipped[1:] > clipped[:-1]).nonzero().flatten()
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        here = slice(first, last)
+        # Of each sequence's length, what its tokens after this step will add is not there yet.
+        lengths = (self.kv_lens_host[here] - (starts[1:] - clipped[1:])[here]).to(torch.int32)
+        offsets = (clipped[first : last + 1] - start).to(torch.int32)
+        wanted = self.logits_indices[(self.logits_indices >= start) & (self.logits_indices < end)] - start
+        device = self.token_ids.device
+        return Batch(
+            token_ids=self.token_ids[start:end],
+            positions=self.positions[start:end],
+            slot_mapping=self.slot_mapping[start:end],
+            block_table=self.block_table[here],
+            query_start_loc=offsets.to(device),
+            kv_lens=lengths.to(device),
+            logits_indices=wanted,
+            query_start_loc_host=offsets,
+            kv_lens_host=lengths,
+        )
+
     @classmethod
     def build(
         cls,

@@ -36,8 +36,8 @@ class CompilationConfig:
     """How a runner executes the model.
 
     Attributes:
-        compiler: ``eager`` runs the model's Python each step; ``graph`` captures decode steps, one graph per bucket.
-            A driver may bring more; see ``hal backends``.
+        compiler: ``eager`` runs the model's Python each step; ``graph`` captures decode steps, one graph per bucket;
+            ``inductor`` compiles them with PyTorch's compiler. See ``hal backends`` for what a driver serves.
         capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
         on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
@@ -56,10 +56,13 @@ class CacheConfig:
     Attributes:
         num_tokens: tokens that all sequences together may hold; rounded up to whole blocks.
         block_size: tokens per block; None (``null``) takes the backend's preferred size.
+        reuse_prefixes: ``generate`` keeps what is in the cache, and a prompt that begins like an earlier one skips that
+            part. The rounding of its logits may then depend on what ran before it, so it is off by default.
     """
 
     num_tokens: int = attrs.field(default=4096, validator=_positive)
     block_size: int | None = attrs.field(default=None, validator=_positive)
+    reuse_prefixes: bool = False
 
 
 @attrs.frozen
@@ -70,6 +73,7 @@ class Config:
         backend: a driver's name, or ``auto`` for the available driver of highest priority.
         dtype: what weights and caches are held in; ``auto`` takes the checkpoint's own.
         strict: an operation without a kernel raises instead of running its reference.
+        max_prefill_tokens: a prefill runs in steps of at most so many tokens, which bounds the memory that it takes.
         compilation: see :class:`CompilationConfig`.
         cache: see :class:`CacheConfig`.
         options: the driver's own options, read by the driver.
@@ -78,6 +82,7 @@ class Config:
     backend: str = "auto"
     dtype: DTypeName = "auto"
     strict: bool = False
+    max_prefill_tokens: int = attrs.field(default=2048, validator=_positive)
     compilation: CompilationConfig = attrs.field(factory=CompilationConfig)
     cache: CacheConfig = attrs.field(factory=CacheConfig)
     options: dict[str, Any] = attrs.field(factory=dict)
@@ -199,18 +204,35 @@ def parse_json(text: str, where: str) -> Mapping[str, Any]:
     return value
 
 
+CACHE_DIR = "HAL_CACHE_DIR"
+"""The variable that names the folder for what hal compiles; it is no part of a configuration."""
+
+
+def cache_folder(name: str) -> Path:
+    """Where to keep what is compiled for ``name``: in ``HAL_CACHE_DIR``, ``XDG_CACHE_HOME``/torch-hal, or ~/.cache."""
+    if own := os.environ.get(CACHE_DIR):
+        return Path(own).expanduser().absolute() / name
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home.absolute() / "torch-hal" / name
+
+
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
     """Read ``HAL_BACKEND``, ``HAL_CACHE``, ... into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets a key of a table.
 
     Values are JSON where that parses (``HAL_STRICT=true``), else text. ``HAL_<DRIVER>_*`` is left to that driver (see
-    :func:`environment_options`); any other unknown ``HAL_*`` is reported by :func:`read`.
+    :func:`environment_options`), and ``HAL_CACHE_DIR`` to what it says; any other unknown ``HAL_*`` is reported by
+    :func:`read`.
     """
     environ = os.environ if environ is None else environ
     drivers = tuple(driver_names)
     mapping: dict[str, Any] = {}
     wholes: set[tuple[str, ...]] = set()
     for variable, text in sorted(environ.items()):
-        if not variable.startswith("HAL_") or any(_option_of(variable, driver) for driver in drivers):
+        if (
+            not variable.startswith("HAL_")
+            or variable == CACHE_DIR
+            or any(_option_of(variable, driver) for driver in drivers)
+        ):
             continue
         path = variable.removeprefix("HAL_").lower().split("__")
         table = mapping

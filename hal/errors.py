@@ -67,6 +67,10 @@ class HostValueError(GraphError):
     """A replay was given host values of a wrong name, number, shape or dtype. Nothing was launched."""
 
 
+class CompileError(HalError):
+    """A model cannot be traced, or a compiler failed on it."""
+
+
 class CheckpointError(HalError):
     """A checkpoint that is missing, damaged, unsafe, or does not fit its model."""
 

@@ -40,6 +40,13 @@ def driver_names() -> list[str]:
     return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
 
 
+def variable_owners() -> list[str]:
+    """Names whose ``HAL_<NAME>_*`` variables are not the configuration's: drivers', and those of the group
+    ``hal.environment``, by which a package claims variables that its driver does not read as options."""
+    claimed = {entry.name for entry in importlib.metadata.entry_points(group="hal.environment")}
+    return sorted({*driver_names(), *claimed})
+
+
 def load_driver(name: str) -> Driver:
     """Load the driver ``name``, and no other.
 
@@ -77,7 +84,7 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
         DriverIncompatible: the driver does not fit this release.
         DriverUnavailable: the driver cannot run here, with its reason and hint.
     """
-    settings = load(config, driver_names=driver_names() if config is None else ())
+    settings = load(config, driver_names=variable_owners() if config is None else ())
     driver = _choose() if settings.backend == "auto" else _available(settings.backend)
     backend = _open(driver, {**environment_options(driver.name), **settings.options})
     backend.configure(settings)

@@ -254,7 +254,7 @@ class TestSettings:
         assert result.stderr.startswith("error: --compiler says eager, and --compilation-config graph\nremedy: ")
 
     def test_a_dtype(self, checkpoint: Path) -> None:
-        assert generate(checkpoint, "--dtype", "bfloat16").stdout != generate(checkpoint).stdout
+        assert generate(checkpoint, "--dtype", "bfloat16", new=60).stdout != generate(checkpoint, new=60).stdout
 
 
 class TestLists:

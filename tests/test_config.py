@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hal
 from hal.config import (
     CacheConfig,
     CompilationConfig,
@@ -325,3 +326,12 @@ class TestModelConfig:
     def test_what_is_wrong_is_named(self, table: dict[str, Any], problem: str) -> None:
         with pytest.raises(ConfigError, match=problem):
             read_model_config(self.Model, table)
+
+
+@pytest.mark.parametrize(("name", "value"), [("HAL_CACHE_DIR", "{folder}"), ("HAL_NPU_EMULATOR", "1")])
+def test_variables_that_are_no_configuration(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of hal's own, which a configuration must not trip over."""
+    monkeypatch.setenv(name, value.format(folder=tmp_path))
+    assert hal.open().active

@@ -18,7 +18,6 @@ from reference import open_runner, prompts
 import hal
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.kv_cache import DUMMY_BLOCK
-from hal.runtime import generate as module
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.checkpoint import Checkpoint
 
@@ -82,13 +81,13 @@ def test_prompts_wait_for_room(trained: Path, texts: list[list[int]]) -> None:
     assert min(ends) < firsts[-1]
 
 
-def test_prompts_join_a_step_while_it_holds_them(
-    trained: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("most", [5, 17, 40])
+def test_prompts_join_a_step_while_it_holds_them(most: int, trained: Path, texts: list[list[int]]) -> None:
+    """And longer ones take several."""
     runner = open_runner(trained)
     expected = together(runner, texts, GREEDY)
-    longest = max(map(len, texts))
-    monkeypatch.setattr(module, "MAX_PREFILL_TOKENS", longest - 1)  # so that the longest goes alone
+    assert max(map(len, texts)) > 17
+    runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=most))
     assert together(runner, texts, GREEDY) == expected
 
 

@@ -234,17 +234,28 @@ class TestCacheLayout:
         return Turned("turned", cpu.device, kernels=kernels, cache_layout="heads first")
 
     def test_a_model_runs_on_it_unchanged(self, cpu: hal.Backend, trained: Path) -> None:
-        model = hal.load_model(trained, hal.open({"backend": "cpu", "dtype": "float32"}))
+        cpu = hal.open({"backend": "cpu", "dtype": "float32"})
         backend = self.backend(cpu, self.kernels())
+        backend.configure(cpu.config)
         tokens = []
         for each in (cpu, backend):
             each.activate()
+            model = hal.load_model(trained, each)
             runner = hal.Runner(model, each)
             assert (runner.cache.layers[0][0].shape[1] == model.num_kv_heads) == (each is backend)
             params = hal.SamplingParams(max_new_tokens=16)
             tokens.append([token.token_id for token in hal.generate(runner, [[5, 6, 7], [8] * 70], params)])
         assert tokens[0] == tokens[1]
         cpu.activate()
+
+    def test_a_model_prepared_for_another_backend_is_refused(self, cpu: hal.Backend, trained: Path) -> None:
+        class Prepares(hal.Backend):
+            def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+                return weight.clone()
+
+        model = hal.load_model(trained, Prepares("prepares", cpu.device, kernels={}))
+        with pytest.raises(ConfigError, match="weights were prepared by the backend prepares"):
+            hal.Runner(model, cpu)
 
     def test_a_missing_kernel_fails_when_it_is_opened(self, cpu: hal.Backend) -> None:
         kernels = self.kernels()

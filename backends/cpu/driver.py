@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
+from torch import Tensor
 from torch.nn import functional
 
 from hal.backend import Backend
 from hal.config import read
 from hal.driver import Driver, Probe
+from hal.errors import DriverUnavailable
 from hal.graph import Graph
 from hal.host import HostDevice
 from hal.ops.declaration import Kernel
 
 from . import kernels
+from .packing import ROWS, Packing, linear
 
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": kernels.add_rms_norm,
     "embedding": functional.embedding,
     "greedy_sample": kernels.greedy_sample,
-    "linear": functional.linear,
+    "linear": linear,
     "paged_attention": kernels.paged_attention,
     "rms_norm": kernels.rms_norm,
     "rotary_embedding": kernels.rotary_embedding,
@@ -29,20 +33,60 @@ KERNELS: dict[str, Kernel] = {
     "store_kv_cache": kernels.store_kv_cache,
 }
 
+INDUCTOR = ("linear", "paged_attention", "store_kv_cache")
+"""What Inductor leaves to the kernels above. The rest it fuses."""
+
+log = logging.getLogger("hal.cpu")
+
 
 @attrs.frozen
 class CpuOptions:
-    """The CPU driver has no options; any that is given is an error."""
+    """Options of the CPU driver.
+
+    Attributes:
+        native: whether to use the kernels in C++, compiled on first use; None uses them where they can be compiled.
+        pack_weights: whether weights of projections are packed for oneDNN where that makes them faster.
+    """
+
+    native: bool | None = None
+    pack_weights: bool = True
 
 
 class CpuBackend(Backend):
-    """The CPU. Its graphs are tapes."""
+    """The CPU. Its graphs are tapes, and the weights of its projections may be packed."""
+
+    def __init__(self, options: CpuOptions) -> None:
+        native = _native_kernels(options.native)
+        super().__init__("cpu", HostDevice(), kernels=KERNELS | native, compilers=("graph",), inductor=INDUCTOR)
+        self._native = frozenset(native)
+        self._packing = Packing() if options.pack_weights else None
 
     def graph(self) -> Graph:
         """A new tape."""
         from .tape import Tape
 
-        return Tape()
+        return Tape(whole=self._native)
+
+    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+        """Packed for oneDNN, if that pays at the batch sizes that the config names."""
+        if self._packing is None:
+            return weight
+        sizes = sorted(self.config.compilation.capture_sizes or ROWS)
+        return self._packing.prepare(weight, shared=shared, sizes=sizes)
+
+
+def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:
+    if wanted is False:
+        return {}
+    from .native.kernels import native_kernels
+
+    try:
+        return native_kernels()
+    except DriverUnavailable as error:
+        if wanted:
+            raise
+        log.warning("the cpu driver runs without its C++ kernels, and slower: %s", error)
+        return {}
 
 
 class CpuDriver(Driver):
@@ -57,6 +101,9 @@ class CpuDriver(Driver):
         return Probe(available=True, reason="every machine has one")
 
     def open(self, options: Mapping[str, Any]) -> CpuBackend:
-        """Open it; takes no options."""
-        read(CpuOptions, options, "options of the cpu driver")
-        return CpuBackend("cpu", HostDevice(), kernels=KERNELS, compilers=("eager", "graph"))
+        """Open it, as :class:`CpuOptions` say.
+
+        Raises:
+            DriverUnavailable: the option ``native`` is true, and the kernels cannot be compiled.
+        """
+        return CpuBackend(read(CpuOptions, options, "options of the cpu driver"))

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+MASKED_QUERIES = 256
+"""How many queries attend through one mask."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """torch's own, which also computes in float32 and rounds once."""
@@ -107,30 +110,40 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: b
 
 def _prefill(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
     tokens, length = query.shape[0], keys.shape[0]
-    whole = causal and window is None and tokens == length
-    mask = None if whole else _mask(tokens, length, causal, window)
+    if window is None and (not causal or tokens == length):
+        return _attend(query, keys, values, scale, causal=causal)
+    # In pieces, because torch widens a mask to float32: of a long prompt's last tokens it would be the largest tensor.
+    pieces = []
+    for start in range(0, tokens, MASKED_QUERIES):
+        piece = query[start : start + MASKED_QUERIES]
+        position = length - tokens + start
+        end = position + piece.shape[0] if causal else length
+        first = 0 if window is None else max(0, position - window + 1)
+        mask = _mask(piece.shape[0], position, first, end, causal, window)
+        pieces.append(_attend(piece, keys[first:end], values[first:end], scale, mask=mask))
+    return torch.cat(pieces)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
     attended = functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=whole,
+        is_causal=causal,
         scale=scale,
         enable_gqa=True,
     )
     return attended[0].transpose(0, 1)
 
 
-def _mask(tokens: int, length: int, causal: bool, window: int | None) -> Tensor | None:
-    """What each of the last ``tokens`` of ``length`` sees; None for everything."""
-    position, slot = torch.arange(length - tokens, length)[:, None], torch.arange(length)
-    mask = None
-    if causal:
-        mask = slot <= position
-    if window is not None:
-        recent = slot > position - window
-        mask = recent if mask is None else mask & recent
-    return mask
+def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window: int | None) -> Tensor:
+    """What each of ``tokens``, the first at ``position``, sees of the slots from ``first`` to ``end``."""
+    at, slot = torch.arange(position, position + tokens)[:, None], torch.arange(first, end)
+    mask = slot <= at if causal else torch.ones(tokens, end - first, dtype=torch.bool)
+    return mask if window is None else mask & (slot > at - window)
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

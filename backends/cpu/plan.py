@@ -51,6 +51,11 @@ class _Life:
         return self.first <= other.last and other.first <= self.last
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Names the memory under a tensor. A packed weight has none that torch would show, and stands for itself."""
+    return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
+
+
 def place(launches: list[Launch], outputs: Any, pool: Pool) -> Callable[[Tensor], Tensor]:
     """Plan the memory of everything that ``launches`` make; return a function from each tensor to its place in it.
 
@@ -60,17 +65,17 @@ def place(launches: list[Launch], outputs: Any, pool: Pool) -> Callable[[Tensor]
     for index, launch in enumerate(launches):
         for result in launch.results:
             storage = result.untyped_storage()
-            lives.setdefault(storage._cdata, _Life(_aligned(storage.nbytes()), index, index))
+            lives.setdefault(storage_of(result), _Life(_aligned(storage.nbytes()), index, index))
         for tensor in _tensors((launch.args, launch.kwargs)):
-            if (life := lives.get(tensor.untyped_storage()._cdata)) is not None:
+            if (life := lives.get(storage_of(tensor))) is not None:
                 life.last = index
     for tensor in _tensors(outputs):
-        if (life := lives.get(tensor.untyped_storage()._cdata)) is not None:
+        if (life := lives.get(storage_of(tensor))) is not None:
             life.last = len(launches)
     arena = pool.reserve(_assign_offsets(lives.values()))
 
     def moved(tensor: Tensor) -> Tensor:
-        life = lives.get(tensor.untyped_storage()._cdata)
+        life = lives.get(storage_of(tensor))
         if life is None:
             return tensor
         offset = life.offset // tensor.element_size() + tensor.storage_offset()

@@ -1,9 +1,10 @@
 """The CPU's graph: a tape of every operation that a function performed, on fixed memory.
 
 Capture watches the function from two sides. A dispatch mode sees every ATen call, the model's glue included; an
-interception of ``hal.ops`` sees the kernels that read host values, which go on the tape whole. A functional ATen call
-is recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded at all, for
-the memory under it does not move. Then the memory plan (plan.py) lets results that are never alive together share it.
+interception of ``hal.ops`` sees the kernels that read host values or work outside torch, which go on the tape whole. A
+functional ATen call is recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not
+recorded at all, for the memory under it does not move. Then the memory plan (plan.py) lets results that are never alive
+together share it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hal.ops.declaration import Kernel, Operation
 from hal.ops.library import without_aliases
 from hal.stream import Stream
 
-from .plan import Pool, place
+from .plan import Pool, place, storage_of
 
 
 @attrs.define
@@ -46,7 +47,7 @@ class Launch:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: list[Tensor]
+    results: list[Tensor] = attrs.Factory(list)
     fills: bool = False
     copied: tuple[int, ...] = ()
 
@@ -57,10 +58,16 @@ class Launch:
 
 
 class Tape(Graph):
-    """See the module. Streams mean nothing here; the pool is the memory that results live in."""
+    """See the module. Streams mean nothing here; the pool is the memory that results live in.
 
-    def __init__(self) -> None:
+    Args:
+        whole: names of the operations whose kernels the dispatcher does not see; these take their results' places as
+            the argument ``out``, unless they write into their arguments.
+    """
+
+    def __init__(self, whole: frozenset[str] = frozenset()) -> None:
         super().__init__()
+        self._whole = whole
         self._launches: list[Launch] = []
         self._calls: list[Callable[[], Any]] = []
 
@@ -70,7 +77,7 @@ class Tape(Graph):
         path.write_text("".join(f"{_line(launch)}\n" for launch in self._launches), encoding="utf-8")
 
     def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Pool]:
-        recorder = _Recorder(self._launches, self.host_values.record)
+        recorder = _Recorder(self._launches, self.host_values.record, self._whole)
         with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
             made = fn()
         pool = Pool() if pool is None else pool
@@ -90,9 +97,9 @@ class Tape(Graph):
 
     def _refuse_made_host_values(self) -> None:
         """A host value that a launch made would be overwritten by it at every replay, new lengths and all."""
-        storages = {_storage(result) for launch in self._launches for result in launch.results}
+        storages = {storage_of(result) for launch in self._launches for result in launch.results}
         for name, tensor in self.host_values.items():
-            if _storage(tensor) in storages:
+            if storage_of(tensor) in storages:
                 raise CaptureError(
                     f"the host value {name} was computed inside the captured function", "pass the batch's own tensor"
                 )
@@ -110,9 +117,12 @@ class Tape(Graph):
 class _Recorder(TorchDispatchMode):
     """Runs and records. Only the capturing thread's calls are its business."""
 
-    def __init__(self, launches: list[Launch], record_host_value: Callable[[str, Tensor, str], None]) -> None:
+    def __init__(
+        self, launches: list[Launch], record_host_value: Callable[[str, Tensor, str], None], whole: frozenset[str]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches = launches
+        self.whole = whole
         self.record_host_value = record_host_value
         self.thread = threading.get_ident()
         self.opaque = False
@@ -139,8 +149,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """The interception: kernels that take host values are recorded whole, the others through what they call."""
-        if not operation.host:
+        """The interception: what is recorded whole is recorded here, the others through what they call."""
+        outside = operation.name in self.whole
+        if not (operation.host or outside):
             return kernel
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -155,8 +166,11 @@ class _Recorder(TorchDispatchMode):
             finally:
                 self.opaque = False
             copied = _fresh(result, args, kwargs)
-            results = [_tensors(result)[index] for index in copied]
-            self.launches.append(Launch(operation.qualified_name, kernel, args, kwargs, results, copied=copied))
+            launch = Launch(operation.qualified_name, kernel, args, kwargs, copied=copied)
+            launch.results = [_tensors(result)[index] for index in copied]
+            if outside and result is not None:
+                launch.kwargs, launch.fills = {**kwargs, "out": result}, True
+            self.launches.append(launch)
             return result
 
         return recorded
@@ -247,12 +261,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _fresh(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     """Which of the tensors in ``result`` do not live in the memory of an argument."""
-    old = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-    return tuple(index for index, tensor in enumerate(_tensors(result)) if _storage(tensor) not in old)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    old = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+    return tuple(index for index, tensor in enumerate(_tensors(result)) if storage_of(tensor) not in old)
 
 
 def _cast(source: Tensor, result: Tensor) -> None:

@@ -1,18 +1,20 @@
-"""The ``hal`` command: generate text, list the installed drivers, show which operations they have kernels for.
+"""The ``hal`` command: generate text, measure, list the installed drivers and what they have kernels for.
 
-``main`` is the console script. Each command is a module of its own, and imports what is heavy when it runs.
+``main`` is the console script. Each command is a module of its own, and imports what is heavy when it runs. Installed
+packages can contribute more, through the entry-point group ``hal.commands``.
 """
 
 from __future__ import annotations
 
 import click
 
-from hal.cli import backends, generate, operations
-from hal.cli.console import Commands, logging_to_stderr
+from hal.cli import backends, bench, generate, operations
+from hal.cli.console import logging_to_stderr
+from hal.cli.contributed import ContributedCommands
 from hal.version import __version__
 
 
-@click.group(cls=Commands)
+@click.group(cls=ContributedCommands)
 @click.option("-v", "--verbose", is_flag=True, help="Log what hal does, not only what it warns of.")
 @click.version_option(__version__, prog_name="hal", message="%(prog)s %(version)s")
 @click.pass_context
@@ -22,5 +24,6 @@ def main(context: click.Context, verbose: bool) -> None:
 
 
 main.add_command(generate.command, "generate")
+main.add_command(bench.command, "bench")
 main.add_command(backends.command, "backends")
 main.add_command(operations.command, "ops")

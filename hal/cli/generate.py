@@ -140,9 +140,9 @@ def _settings(
 ) -> dict[str, Any]:
     """The environment's configuration, and over it what the options say."""
     from hal.config import CompilationConfig, Config, environment_mapping, read
-    from hal.registry import driver_names
+    from hal.registry import variable_owners
 
-    settings = environment_mapping(driver_names=driver_names())
+    settings = environment_mapping(driver_names=variable_owners())
     read(Config, settings, "environment")  # so that an error in it is not blamed on an option
     options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
     compilation = {} if compilation_config is None else dict(_compilation(compilation_config))

@@ -52,7 +52,8 @@ def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
 
     Outputs are made contiguous too: a fake must know the strides, whichever kernel runs.
     """
-    seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+    # A weight in a layout of a vendor's own has no storage to show, and nothing can alias it.
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout is torch.strided}
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata in seen:

@@ -77,12 +77,6 @@ class PaddedBatch:
             BatchError: the block table is wider than the fixed one.
         """
         rows, fixed = batch.num_sequences, self.batch
-        if batch.block_table.shape[0] != rows or batch.kv_lens_host.shape != (rows,):
-            raise BatchError(
-                f"a block table of {batch.block_table.shape[0]} rows and {batch.kv_lens_host.shape[0]} host lengths "
-                f"for {rows} sequences",
-                "give one of each per sequence",
-            )
         columns, most = batch.block_table.shape[1], fixed.block_table.shape[1]
         if columns > most:
             raise BatchError(

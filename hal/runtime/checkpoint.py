@@ -22,7 +22,7 @@ from torch import Tensor
 from hal.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-REMAP_BYTES = 64 << 20
+REMAP_BYTES = 32 << 20
 """A file is mapped anew after so many bytes, because pages that were read count as the process's memory until then."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

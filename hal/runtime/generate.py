@@ -15,12 +15,10 @@ from torch import Tensor
 from hal import ops
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.runtime.blocks import BlockAllocator
+from hal.runtime.prefixes import PrefixCache
 from hal.runtime.runner import Runner
 
 log = logging.getLogger("hal.runtime")
-
-MAX_PREFILL_TOKENS = 8192
-"""New prompts join a prefill step until it holds so many tokens; a longer prompt goes alone."""
 
 
 def _token_ids(values: Iterable[int]) -> frozenset[int]:
@@ -94,6 +92,7 @@ class _Sequence:
     params: SamplingParams
     limit: int
     blocks: list[int] = attrs.field(factory=list)
+    cached: int = 0
     new: int = 0
 
 
@@ -162,36 +161,60 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
             admitted = _admit(runner, waiting)
             running += admitted
             if admitted:
-                batch = runner.batch([each.tokens for each in admitted], [each.blocks for each in admitted])
-                yield from _take(admitted, runner.prefill(batch))
+                batch = runner.batch(
+                    [each.tokens[each.cached :] for each in admitted],
+                    [each.blocks for each in admitted],
+                    cached=[each.cached for each in admitted],
+                )
+                logits = runner.prefill(batch)
+                _remember(runner, admitted)
+                yield from _take(admitted, logits)
             elif not running:
                 raise BatchError(
                     f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks",
                     "finish or close the other generate() of this runner, or raise cache.num_tokens",
                 )
-            running = _without_finished(running, runner.blocks)
+            running = _without_finished(running, runner)
             if running:
                 cached = [len(each.tokens) - 1 for each in running]
                 last = [each.tokens[-1:] for each in running]
                 batch = runner.batch(last, [each.blocks for each in running], cached=cached)
                 yield from _take(running, runner.decode(batch))
-                running = _without_finished(running, runner.blocks)
+                running = _without_finished(running, runner)
     finally:
         for sequence in running:  # of a caller that stops early
-            runner.blocks.give_back(sequence.blocks)
+            _blocks(runner).give_back(sequence.blocks)
+
+
+def _blocks(runner: Runner) -> BlockAllocator | PrefixCache:
+    return runner.prefixes or runner.blocks
+
+
+def _remember(runner: Runner, sequences: list[_Sequence]) -> None:
+    """Let later prompts find what is in the cache: all tokens but the last one chosen, which has not run yet."""
+    if runner.prefixes is not None:
+        for each in sequences:
+            runner.prefixes.remember(each.blocks, each.tokens[:-1] if each.new else each.tokens)
 
 
 def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
-    """The next prompts, as far as the cache has room for them to their end and the step for their tokens."""
+    """The next prompts, as far as the cache has room for them to their end and a step for their tokens."""
+    most = runner.backend.config.max_prefill_tokens
     admitted: list[_Sequence] = []
     tokens = 0
-    while waiting and (not admitted or tokens + len(waiting[0].tokens) <= MAX_PREFILL_TOKENS):
+    while waiting:
         first = waiting[0]
-        blocks = runner.blocks.take(runner.spec.blocks_for(len(first.tokens) + first.limit))
+        # The last token runs in any case, for the logits.
+        shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.tokens[:-1])
+        cached = len(shared) * runner.spec.block_size
+        tokens += len(first.tokens) - cached
+        joins = not admitted or tokens <= most
+        needed = runner.spec.blocks_for(len(first.tokens) + first.limit) - len(shared)
+        blocks = _blocks(runner).take(needed) if joins else None
         if blocks is None:
+            _blocks(runner).give_back(shared)
             break
-        first.blocks = blocks
-        tokens += len(first.tokens)
+        first.blocks, first.cached = shared + blocks, cached
         admitted.append(waiting.popleft())
     return admitted
 
@@ -231,10 +254,11 @@ def _finished(sequence: _Sequence) -> Literal["stop", "length"] | None:
     return "length" if sequence.new == sequence.limit else None
 
 
-def _without_finished(running: list[_Sequence], allocator: BlockAllocator) -> list[_Sequence]:
-    for sequence in running:
-        if _finished(sequence):
-            allocator.give_back(sequence.blocks)
+def _without_finished(running: list[_Sequence], runner: Runner) -> list[_Sequence]:
+    finished = [sequence for sequence in running if _finished(sequence)]
+    _remember(runner, finished)
+    for sequence in finished:
+        _blocks(runner).give_back(sequence.blocks)
     return [sequence for sequence in running if not _finished(sequence)]
 
 

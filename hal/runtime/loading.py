@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hal.backend import Backend
 from hal.errors import CheckpointError, ConfigError, nearest
-from hal.nn import CausalLM, MergedLinear
+from hal.nn import CausalLM, Embedding, Linear, MergedLinear
 from hal.runtime.checkpoint import Checkpoint
+
+log = logging.getLogger("hal.runtime")
 
 GROUP = "hal.models"
 Progress = Callable[[int, int], None]
@@ -62,7 +67,9 @@ def load_model(
         )
     places = dict(_places(model))
     _check(checkpoint, model, places)
-    _fill(checkpoint, places, dtype, backend.device.torch, progress)
+    prepared = _fill(checkpoint, places, dtype, backend, progress)
+    if _prepare_tied(model, backend) or prepared:
+        model.prepared_by = backend.name
     if left := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]:
         raise CheckpointError(f"{type(model).__name__} keeps {', '.join(left)}, which no checkpoint fills", "make it a "
                               "parameter, or compute it in forward")  # fmt: skip
@@ -102,7 +109,8 @@ def _check(checkpoint: Checkpoint, model: CausalLM, places: Mapping[str, _Place]
         for name, place in places.items()
         if name in tensors and tensors[name].shape != place.shape
     ]
-    problems += [f"{name} is not the model's" for name in tensors if name not in places and name not in model.tied]
+    extra = [name for name in tensors if name not in places and name not in model.tied]
+    problems += [f"{name} is not the model's" for name in extra if not name.endswith(model.ignored)]
     problems += [
         f"{name} repeats {source}, yet their shapes differ"
         for name, source in model.tied.items()
@@ -120,18 +128,79 @@ def _fill(
     checkpoint: Checkpoint,
     places: Mapping[str, _Place],
     dtype: torch.dtype,
-    device: torch.device,
+    backend: Backend,
     progress: Progress | None,
-) -> None:
+) -> bool:
+    """Whether the backend changed the form of any weight."""
+    changed = False
     sizes = {name: torch.Size(place.shape).numel() * dtype.itemsize for name, place in places.items()}
     done, total = 0, sum(sizes.values())
+    staging = _Staging(dtype, backend)
+    parts = Counter((place.module, place.parameter) for place in places.values())
     for name, values in checkpoint.read(places):
         place = places[name]
         parameter = getattr(place.module, place.parameter)
+        projects = isinstance(place.module, Linear) and place.parameter == "weight"
         if parameter.is_meta:  # the first of its parts to arrive
-            parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+            take = staging.take if projects else partial(torch.empty, dtype=dtype, device=backend.device.torch)
+            parameter = nn.Parameter(take(parameter.shape), requires_grad=False)
             setattr(place.module, place.parameter, parameter)
         parameter.data[place.start : place.start + place.shape[0]].copy_(values)
+        parts[place.module, place.parameter] -= 1
+        if projects and not parts[place.module, "weight"]:
+            weight = parameter.data
+            prepared = backend.prepare_weight(weight, shared=False)
+            changed |= prepared is not weight
+            place.module.weight = nn.Parameter(staging.replace(weight, prepared), requires_grad=False)
         done += sizes[name]
         if progress is not None:
             progress(done, total)
+    return changed
+
+
+class _Staging:
+    """Where a projection's weight is put together for a backend that will bring it into another form.
+
+    One piece of memory serves one weight after the other. Giving each back to the heap would leave holes in it.
+    """
+
+    LARGEST = 32 << 20
+    """Bytes. A larger weight gets memory of its own, which goes back to the system as a whole."""
+
+    def __init__(self, dtype: torch.dtype, backend: Backend) -> None:
+        self._empty = partial(torch.empty, dtype=dtype, device=backend.device.torch)
+        self._prepares = type(backend).prepare_weight is not Backend.prepare_weight
+        self._free: Tensor | None = None
+        self._taken: dict[int, Tensor] = {}
+
+    def take(self, shape: torch.Size) -> Tensor:
+        if not self._prepares or shape.numel() * self._empty(0).element_size() > self.LARGEST:
+            return self._empty(shape)
+        memory, self._free = self._free, None
+        if memory is None:
+            memory = self._empty(self.LARGEST // self._empty(0).element_size())
+        self._taken[memory.data_ptr()] = memory
+        return memory[: shape.numel()].view(shape)
+
+    def replace(self, weight: Tensor, prepared: Tensor) -> Tensor:
+        """What stays: ``prepared``, and if that is ``weight`` itself, in memory of its own."""
+        memory = self._taken.pop(weight.data_ptr(), None)
+        if memory is None:
+            return prepared
+        self._free = memory
+        return prepared.clone() if prepared is weight else prepared
+
+
+def _prepare_tied(model: CausalLM, backend: Backend) -> bool:
+    """An output projection that is an embedding's table may be prepared beside it; whether any was."""
+    changed = False
+    for source in set(model.tied.values()):
+        module = model.get_submodule(source.rpartition(".")[0])
+        if isinstance(module, Embedding):
+            table = module.weight.data
+            prepared = backend.prepare_weight(table, shared=True)
+            if prepared is not table:
+                module.projection, changed = prepared, True
+                log.info("%s is held twice, as a table and prepared for projecting: %d MiB more", source,
+                         prepared.numel() * prepared.element_size() >> 20)  # fmt: skip
+    return changed

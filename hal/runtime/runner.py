@@ -15,13 +15,14 @@ from hal.kv_cache import DUMMY_BLOCK, KVCacheSpec
 from hal.nn import CausalLM
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.decode import GraphDecoder
+from hal.runtime.prefixes import PrefixCache
 
 
 class Runner:
     """Runs prefill and decode steps of one model on one backend, as the backend's config says.
 
-    Prefill is eager. Decode is eager or, with the compiler ``graph``, a captured graph per batch-size bucket. Every
-    mode gives the same tokens.
+    Prefill is eager. Decode is eager; or a captured graph per batch-size bucket, with the compiler ``graph``; or
+    compiled by Inductor, with the compiler ``inductor``. Every mode gives the same tokens, up to rounding.
 
     Args:
         model: from :func:`hal.load_model`, or built and filled otherwise; on the backend's device.
@@ -31,10 +32,14 @@ class Runner:
         spec: of the cache.
         cache: the keys and values.
         blocks: hands out the cache's blocks; :func:`hal.generate` takes them here, and so can an engine.
+        prefixes: if the config says ``reuse_prefixes``, hands out blocks in place of ``blocks``, shared by sequences
+            that begin alike; it keeps what was used, so an engine beside it takes its blocks here, too.
 
     Raises:
-        ConfigError: the cache does not fit the device's memory, or the compiler is not one that the runner runs.
+        ConfigError: the cache does not fit the device's memory, the compiler is not one that the runner runs, or the
+            model was loaded for another backend.
         CaptureError: a decode graph could not be captured.
+        CompileError: the decode step could not be compiled.
         BackendNotActive: another backend is active.
     """
 
@@ -42,6 +47,11 @@ class Runner:
         self.model = model
         self.backend = backend
         self._require_active()
+        if model.prepared_by not in (None, backend.name):
+            raise ConfigError(
+                f"the model's weights were prepared by the backend {model.prepared_by}, not by {backend.name}",
+                "load the model once more, on the backend that is to run it",
+            )
         config, parameter = backend.config, next(model.parameters())
         self.spec = KVCacheSpec(
             num_layers=model.num_layers,
@@ -59,13 +69,18 @@ class Runner:
             )
         self.cache = backend.kv_cache(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
+        self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if config.cache.reuse_prefixes else None
         self._decode: Callable[[Batch], Tensor] = self._eager
         if config.compilation.compiler == "graph":
             self._decode = GraphDecoder(model, backend, self.cache)
+        elif config.compilation.compiler == "inductor":
+            from hal.runtime.compiled import CompiledDecoder  # the compile stack loads when compiling
+
+            self._decode = CompiledDecoder(model, backend, self.cache)
         elif config.compilation.compiler != "eager":
             raise ConfigError(
                 f"the runner cannot run the compiler {config.compilation.compiler!r} of {backend.name}",
-                'use "eager" or "graph"',
+                'use "eager", "graph" or "inductor"',
             )
 
     def batch(
@@ -102,14 +117,28 @@ class Runner:
         )
 
     def prefill(self, batch: Batch) -> Tensor:
-        """Run new sequences, or new tokens of known ones.
+        """Run new sequences, or new tokens of known ones, in steps of at most ``max_prefill_tokens`` of the config.
 
         Returns:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
+
+        Raises:
+            BatchError: its tensors' shapes do not fit together; or it takes several steps, and its logits_indices do
+                not ascend.
         """
         self._require_active()
+        self._check_rows(batch)
+        steps = batch.split(self.backend.config.max_prefill_tokens)
+        wanted = batch.logits_indices
+        if len(steps) > 1 and bool((wanted.diff() < 0).any() or (wanted < 0).any()):
+            raise BatchError(
+                "logits_indices are negative or do not ascend, and the batch takes several steps",
+                "sort them and count from 0, or prefill at most max_prefill_tokens at once",
+            )
         with torch.inference_mode():
-            return self._eager(batch)
+            if len(steps) == 1:
+                return self._eager(batch)
+            return torch.cat([self._eager(step) for step in steps])
 
     def decode(self, batch: Batch) -> Tensor:
         """Run one more token of every sequence.
@@ -118,9 +147,10 @@ class Runner:
             Logits ``[sequences, vocab_size]``, of the weights' dtype; valid until the next decode.
 
         Raises:
-            BatchError: a sequence has other than one new token.
+            BatchError: its tensors' shapes do not fit together, or a sequence has other than one new token.
         """
         self._require_active()
+        self._check_rows(batch)
         size = batch.num_sequences
         if not torch.equal(batch.query_start_loc_host, torch.arange(size + 1)) or batch.num_tokens != size:
             raise BatchError(
@@ -145,6 +175,24 @@ class Runner:
                 f"this runner is on the backend {self.backend.name}, and another (or none) is active",
                 "call activate() of the runner's backend before using it",
             )
+
+    def _check_rows(self, batch: Batch) -> None:
+        """An engine's own tensors: kernels would read past the end of one that is too short."""
+        size, tokens = batch.num_sequences, batch.num_tokens
+        rows = {
+            "block_table": (batch.block_table.shape[0], size),
+            "kv_lens_host": (batch.kv_lens_host.shape[0], size),
+            "query_start_loc": (batch.query_start_loc.shape[0], size + 1),
+            "query_start_loc_host": (batch.query_start_loc_host.shape[0], size + 1),
+            "positions": (batch.positions.shape[0], tokens),
+            "slot_mapping": (batch.slot_mapping.shape[0], tokens),
+        }
+        for name, (found, wanted) in rows.items():
+            if found != wanted:
+                raise BatchError(
+                    f"the batch's {name} has {found} rows, not {wanted}, for {size} sequences of {tokens} tokens",
+                    "give each tensor the shape that hal.Batch documents",
+                )
 
     def _check_range(self, row: int, what: str, numbers: Sequence[int], low: int, high: int) -> None:
         if numbers and not (low <= min(numbers) and max(numbers) < high):

@@ -1,0 +1,63 @@
+// The element types of tensors, read as float32 and rounded to nearest even when written.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+struct bfloat16 {
+    uint16_t bits;
+    operator float() const {
+        uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, 4);
+        return value;
+    }
+    bfloat16() = default;
+    bfloat16(float value) {
+        uint32_t wide;
+        std::memcpy(&wide, &value, 4);
+        uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+        bits = (wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;  // a NaN must not round to infinity
+    }
+};
+using float16 = _Float16;
+
+// e**x to 2 units in the last place, 0 below e**-87 and infinity above e**88, in a form that compilers vectorise, which they do not do to the library's. The
+// polynomial is that of Cephes' expf.
+inline float exponential(float argument) {
+    float x = argument > 88.0f ? 88.0f : argument;
+    x = x < -87.0f ? -87.0f : x;
+    float power = std::floor(x * 1.44269504f + 0.5f);
+    float rest = std::fma(power, -0.693359375f, x);  // in two steps, which a compiler may not join
+    rest = std::fma(power, 2.12194440e-4f, rest);
+    float y = 1.9875691500e-4f;
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    int32_t bits = (int32_t(power) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    y = argument > 88.0f ? std::numeric_limits<float>::infinity() : y * scale;
+    return argument < -87.0f ? 0.0f : y;
+}
+
+// What the bindings pass for a dtype.
+enum Dtype : int { kFloat32, kBFloat16, kFloat16 };
+
+// Runs `body(T{})` for the element type T of `dtype`.
+template <class Body>
+void with_type(int dtype, Body body) {
+    switch (dtype) {
+        case kFloat32:
+            return body(float{});
+        case kBFloat16:
+            return body(bfloat16{});
+        case kFloat16:
+            return body(float16{});
+    }
+}

@@ -1,0 +1,218 @@
+"""The C++ kernels as kernels of the operations.
+
+Each takes its operation's arguments and, beside them, ``out``: tensors to write in place of new ones, contiguous and of
+the right shapes. Shapes, dtypes and devices are checked here, for C++ would read past the end of what does not fit; an
+argument that C++ cannot read as it lies is copied first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.errors import OperationError
+from hal.ops.declaration import Kernel
+
+from .. import kernels as by_torch
+from .build import load
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NATIVE = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
+
+
+def native_kernels() -> dict[str, Kernel]:
+    """By operation name; compiles the library if need be.
+
+    Raises:
+        DriverUnavailable: it cannot be compiled.
+    """
+    library = _Library(load())
+    return {name: getattr(library, name) for name in NATIVE}
+
+
+class _Library:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        pointers = [c_void_p] * 7
+        self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, *[c_int64] * 5, c_float)
+        self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, *[c_int64] * 2, c_float)
+        self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, *[c_int64] * 8)
+        self._silu = function("silu_and_mul", None, *pointers[:2], c_int, *[c_int64] * 2)
+        self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
+        self._attention = function(
+            "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_int, c_int64
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+        """Reads x's rows where they lie, also as heads in a merged projection."""
+        width = x.shape[-1]
+        _require(weight.shape == (width,) and weight.dtype is x.dtype, "rms_norm", x, weight)
+        x, (heads, outer, inner) = _rows(x)
+        weight = weight.contiguous()
+        y = _empty(x.shape, x) if out is None else out
+        self._rms_norm(
+            x.data_ptr(), weight.data_ptr(), y.data_ptr(), DTYPES[x.dtype],
+            x.numel() // width, heads, width, outer, inner, eps,
+        )  # fmt: skip
+        return y
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum and its norm in one pass."""
+        width = x.shape[-1]
+        alike = x.shape == residual.shape and x.dtype is residual.dtype is weight.dtype
+        _require(alike and weight.shape == (width,), "add_rms_norm", x, residual, weight)
+        x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+        y, hidden = (_empty(x.shape, x), _empty(x.shape, x)) if out is None else out
+        self._add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), hidden.data_ptr(), DTYPES[x.dtype],
+            x.numel() // width, width, eps,
+        )  # fmt: skip
+        return y, hidden
+
+    def rotary_embedding(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Query and key in one call."""
+        tokens, heads, head_dim = query.shape
+        fits = key.shape[0] == tokens and key.shape[2] == head_dim and cos.shape == sin.shape == (tokens, head_dim)
+        _require(fits and query.dtype is key.dtype is cos.dtype is sin.dtype, "rotary_embedding", query, key, cos, sin)
+        query, (_, *query_strides) = _rows(query)
+        key, (kv_heads, *key_strides) = _rows(key)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        new = (_empty(query.shape, query), _empty(key.shape, key)) if out is None else out
+        self._rotary(
+            query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(), new[0].data_ptr(), new[1].data_ptr(),
+            DTYPES[query.dtype], tokens, heads, kv_heads, head_dim, *query_strides, *key_strides,
+        )  # fmt: skip
+        return new
+
+    def silu_and_mul(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """In float32, rounded once."""
+        _require(x.shape[-1] % 2 == 0, "silu_and_mul", x)
+        x = x.contiguous()
+        width = x.shape[-1] // 2
+        y = _empty((*x.shape[:-1], width), x) if out is None else out
+        self._silu(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], y.numel() // max(width, 1), width)
+        return y
+
+    def store_kv_cache(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Whole rows, moved as bytes. A slot that the cache lacks is an error."""
+        row = key.shape[1] * key.shape[2]
+        alike = key.shape == value.shape and key.dtype is value.dtype is key_cache.dtype is value_cache.dtype
+        canonical = key_cache.shape[2:] == key.shape[1:] and key_cache.is_contiguous() and value_cache.is_contiguous()
+        canonical = canonical and value_cache.shape == key_cache.shape
+        slots = _integers(slot_mapping, "slot_mapping")
+        _require(alike and canonical, "store_kv_cache", key, value, key_cache, value_cache)
+        _require(slots.shape == key.shape[:1], "store_kv_cache", key, indices=(slots,))
+        key, value, size = _packed(key), _packed(value), key.element_size()
+        wrong = self._store(
+            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
+            key.shape[0], key_cache.shape[0] * key_cache.shape[1],
+            row * size, key.stride(0) * size, value.stride(0) * size,
+        )  # fmt: skip
+        if wrong:
+            raise OperationError(
+                f"store_kv_cache: token {wrong - 1} has slot {int(slots[wrong - 1])}, outside the cache of "
+                f"{key_cache.shape[0] * key_cache.shape[1]} slots",
+                "check the batch's slot_mapping",
+            )
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        scale: float,
+        causal: bool,
+        sliding_window: int | None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Decode steps. What has more than a token for each sequence is matrix products, and torch's."""
+        tokens, heads, head_dim = query.shape
+        sequences, max_blocks = block_table.shape
+        if tokens > sequences:
+            y = by_torch.paged_attention(
+                query, key_cache, value_cache, block_table, query_start_loc, kv_lens,
+                query_start_loc_host, kv_lens_host, scale, causal, sliding_window,
+            )  # fmt: skip
+            return y if out is None else out.copy_(y)
+        num_blocks, block_size, kv_heads, _ = key_cache.shape
+        canonical = key_cache.is_contiguous() and value_cache.is_contiguous() and key_cache.shape == value_cache.shape
+        alike = key_cache.shape[3] == head_dim and query.dtype is key_cache.dtype is value_cache.dtype
+        _require(canonical and alike and heads % kv_heads == 0, "paged_attention", query, key_cache, value_cache)
+        table, starts = _integers(block_table, "block_table"), _integers(query_start_loc_host, "query_start_loc_host")
+        lens = _integers(kv_lens_host, "kv_lens_host")
+        fits = starts.shape == (sequences + 1,) and lens.shape == (sequences,)
+        _require(fits, "paged_attention", query, indices=(table, starts, lens))
+        query, (_, outer, inner) = _rows(query)
+        y = _empty(query.shape, query) if out is None else out
+        wrong = self._attention(
+            query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), table.data_ptr(), starts.data_ptr(),
+            lens.data_ptr(), y.data_ptr(), DTYPES[query.dtype], sequences, tokens, heads, kv_heads, head_dim,
+            num_blocks, block_size, max_blocks, outer, inner, scale, causal, sliding_window or 0,
+        )  # fmt: skip
+        if wrong:
+            raise OperationError(
+                f"paged_attention: sequence {wrong - 1} has {int(lens[wrong - 1])} tokens in the blocks "
+                f"{table[wrong - 1].tolist()} of a cache of {num_blocks} blocks of {block_size}",
+                "check the batch's block_table and lengths",
+            )
+        return y
+
+
+def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """x with unit stride in its last dimension, and how its rows lie: how many to a group, and two strides."""
+    if x.stride(-1) != 1 or x.dim() not in (2, 3):
+        x = x.contiguous()
+    if x.dim() == 3:
+        return x, (x.shape[1], x.stride(0), x.stride(1))
+    return x, (1, x.stride(0) if x.dim() == 2 else x.shape[-1], 0)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """``[tokens, heads, head_dim]`` with each token's heads one after another."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _integers(x: Tensor, name: str) -> Tensor:
+    if x.dtype is torch.int32:
+        return x.contiguous()
+    narrow = x.to(torch.int32)
+    if not torch.equal(narrow.to(x.dtype), x):
+        raise OperationError(f"{name} is {x.dtype} with values that int32 does not hold", "check the batch")
+    return narrow.contiguous()
+
+
+def _empty(shape: Any, like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype)
+
+
+def _require(fits: bool, operation: str, *tensors: Tensor, indices: tuple[Tensor, ...] = ()) -> None:
+    if fits and tensors[0].dtype in DTYPES and all(tensor.is_cpu for tensor in (*tensors, *indices)):
+        return
+    found = ", ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + ("" if tensor.is_cpu else " on no CPU")
+        for tensor in (*tensors, *indices)
+    )
+    raise OperationError(
+        f"{operation} was given {found}",
+        "give tensors on the CPU, float32, bfloat16 or float16, of the shapes in the operation's documentation",
+    )

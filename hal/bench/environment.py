@@ -1,0 +1,45 @@
+"""Where a benchmark ran."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hal
+from hal.bench.plan import Setting
+
+
+def environment(setting: Setting) -> dict[str, Any]:
+    """The machine, the threads, the versions of what computes, and the variables that configure hal."""
+    libraries = ("torch-hal", "torch", *setting.plan.against)
+    return {
+        "device": setting.backend.device.name,
+        "backend": setting.backend.name,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "platform": platform.platform(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HAL_")},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in libraries}},
+    }
+
+
+def _version(library: str) -> str:
+    if library == "torch":
+        return torch.__version__  # with the build, such as +cpu
+    return hal.__version__ if library == "torch-hal" else importlib.metadata.version(library)
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

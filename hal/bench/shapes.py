@@ -1,0 +1,40 @@
+"""Named shapes: the config.json of models that are often measured. Their weights are random; see weights.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
+    "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}  # fmt: skip
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128256,
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    },
+    # Of no known model: small enough to try the command itself.
+    "tiny": _QWEN3 | {
+        "dtype": "float32", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""config.json by name."""

@@ -1,0 +1,96 @@
+"""``hal bench``: time decode and prefill, against other implementations and against what the hardware can do."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hal.cli.console import print_table
+from hal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hal.bench.plan import Workload
+
+FILE = click.Path(path_type=Path)
+HELP = {
+    "shapes": "Instead of a checkpoint: random weights of a model's shapes, such as qwen3-0.6b.",
+    "backend": "A driver, or auto; see `hal backends`.",
+    "dtype": "auto (the checkpoint's own), float32, bfloat16 or float16.",
+    "batch_sizes": "Sequences. Repeatable.",
+    "compilers": "A mode of hal. Repeatable. Decode takes all of the backend's by default, prefill eager.",
+    "against": "transformers: eager and, for decode, compiled over a static cache. Repeatable.",
+    "repeats": "Timed steps of each contender.",
+    "threads": "Threads that torch computes with on the CPU.",
+    "memory": "Also run each contender in a process of its own, for its peak memory.",
+    "json_file": "Write all figures there.",
+    "plot_file": "Draw them there; needs matplotlib.",
+}
+OPTIONS = (
+    click.argument("checkpoint", required=False, metavar="[CHECKPOINT]"),
+    click.option("--shapes", metavar="NAME", help=HELP["shapes"]),
+    click.option("--backend", metavar="NAME", help=HELP["backend"]),
+    click.option("--dtype", metavar="NAME", help=HELP["dtype"]),
+    click.option("--batch-size", "batch_sizes", type=int, multiple=True, default=(1,), help=HELP["batch_sizes"]),
+    click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=HELP["compilers"]),
+    click.option("--against", multiple=True, metavar="NAME", help=HELP["against"]),
+    click.option("--repeats", type=int, default=15, show_default=True, help=HELP["repeats"]),
+    click.option("--threads", type=int, help=HELP["threads"]),
+    click.option("--memory", is_flag=True, help=HELP["memory"]),
+    click.option("--json", "json_file", type=FILE, metavar="FILE", help=HELP["json_file"]),
+    click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help=HELP["plot_file"]),
+)
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
+
+
+@click.group()
+def command() -> None:
+    """Measure decode steps or prefills.
+
+    All contenders take turns in one run, round after round, and are compared by the medians of their times. Before
+    that, it is checked that they compute the same.
+    """
+
+
+@command.command()
+@_options
+@click.option("--context", "length", type=int, default=512, show_default=True, help="Tokens in each sequence's cache.")
+def decode(**options: Any) -> None:
+    """Time one decode step of the model in the folder CHECKPOINT, or of --shapes."""
+    _bench("decode", **options)
+
+
+@command.command()
+@_options
+@click.option("--tokens", "length", type=int, default=512, show_default=True, help="Tokens of each prompt.")
+def prefill(**options: Any) -> None:
+    """Time the prefill of whole prompts of the model in the folder CHECKPOINT, or of --shapes."""
+    _bench("prefill", **options)
+
+
+def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
+    from hal.bench import plot, report
+    from hal.bench.measure import run
+    from hal.bench.plan import Plan
+
+    plan = Plan(workload=workload, **options)
+    for file in (json_file, plot_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder for {file}", "make it first")
+    if plot_file is not None:
+        plot.require()
+    result = run(plan, say=lambda text: click.echo(text, err=True))
+    click.echo(report.heading(result) + "\n")
+    print_table(*report.table(result))
+    click.echo("\n" + "\n".join(f"- {note}" for note in report.notes(result)))
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        plot.plot(result, plot_file)

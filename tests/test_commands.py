@@ -1,0 +1,80 @@
+"""Commands that packages contribute to ``hal``, through entry points written by the test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hal.cli import main
+
+MODULE = """
+import click
+
+@click.command()
+@click.argument("name")
+def greet(name):
+    '''Greet NAME.'''
+    click.echo(f"hello, {name}")
+
+no_command = 3
+"""
+
+ENTRIES = """
+[hal.commands]
+greet = acme_commands:greet
+generate = acme_commands:greet
+wrong = acme_commands:no_command
+absent = acme_missing:greet
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that contributes commands, good and bad."""
+    (tmp_path / "acme_commands.py").write_text(MODULE)
+    metadata = tmp_path / "acme_commands-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-commands\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "acme_commands", raising=False)
+
+
+def test_a_contributed_command_runs() -> None:
+    result = CliRunner().invoke(main, ["greet", "Ada"])
+    assert (result.exit_code, result.stdout) == (0, "hello, Ada\n")
+
+
+def test_the_help_lists_it_and_says_which_are_broken() -> None:
+    shown = " ".join(CliRunner().invoke(main, ["--help"], terminal_width=200).stdout.split())
+    assert "greet Greet NAME." in shown
+    assert "absent (cannot be loaded: it raised ModuleNotFoundError" in shown
+    assert "wrong (cannot be loaded: it is 3, no click.Command)" in shown
+    assert "generate Continue prompts" in shown
+
+
+@pytest.mark.parametrize(("name", "problem"), [("absent", "No module named 'acme_missing'"), ("wrong", "it is 3")])
+def test_a_broken_one_is_an_error_of_its_own(name: str, problem: str) -> None:
+    result = CliRunner().invoke(main, [name, "--any", "argument"])
+    assert result.exit_code == 2
+    assert f"the command {name} of acme-commands cannot be loaded" in result.stderr
+    assert problem in result.stderr
+    assert "remedy: reinstall or update acme-commands" in result.stderr
+
+
+def test_hals_own_commands_cannot_be_replaced() -> None:
+    assert "hello" not in CliRunner().invoke(main, ["generate", "Ada"]).stdout
+
+
+def test_a_command_that_nobody_has() -> None:
+    result = CliRunner().invoke(main, ["greetings"])
+    assert result.exit_code == 2
+    assert "No such command 'greetings'" in result.stderr
+
+
+def test_the_modules_of_others_are_not_imported_for_hals_own_commands() -> None:
+    CliRunner().invoke(main, ["backends"])
+    assert "acme_commands" not in sys.modules

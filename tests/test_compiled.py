@@ -1,0 +1,221 @@
+"""Decode steps through Inductor: what becomes of a model's graph, and what it gives, at every batch size."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from reference import prompts
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.compile.inductor import compile_step
+from hal.compile.trace import TracedStep, batch_tensors, trace_step
+from hal.errors import BatchError, CompileError
+from hal.nn import Batch
+from hal.runtime.buckets import PaddedBatch
+
+KEPT = ("linear", "paged_attention", "store_kv_cache")
+
+
+def open_runner(path: Path, **compilation: Any) -> hal.Runner:
+    config = {"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 2048, "block_size": 16}}
+    backend = hal.open({**config, "compilation": compilation})
+    return hal.Runner(hal.load_model(path, backend), backend)
+
+
+@pytest.fixture(scope="module")
+def runners(trained: Path) -> dict[str, hal.Runner]:
+    """Eager, and compiled for one sequence and for more, for more alone, and for one alone."""
+    return {
+        "eager": open_runner(trained),
+        "both": open_runner(trained, compiler="inductor", capture_sizes=[1, 2, 4, 8]),
+        "many": open_runner(trained, compiler="inductor", capture_sizes=[2, 4, 8]),
+        "one": open_runner(trained, compiler="inductor", capture_sizes=[1]),
+    }
+
+
+def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) -> Tensor:
+    """The logits of the last ``steps`` tokens, decoded one by one after a prefill of what comes before."""
+    runner.backend.activate()
+    blocks = [runner.blocks.take(runner.spec.blocks_for(len(each))) for each in sequences]
+    assert None not in blocks
+    owned = [each for each in blocks if each is not None]
+    runner.prefill(runner.batch([each[:-steps] for each in sequences], owned))
+    made = []
+    for step in range(-steps, 0):
+        cached = [len(each) + step for each in sequences]
+        batch = runner.batch([[each[step]] for each in sequences], owned, cached=cached)
+        made.append(runner.decode(batch).clone())
+    for each in owned:
+        runner.blocks.give_back(each)
+    return torch.stack(made)
+
+
+@pytest.mark.parametrize("which", ["both", "many", "one"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 17])
+def test_every_batch_size_gives_eager_logits(
+    which: str, size: int, runners: dict[str, hal.Runner], trained: Path
+) -> None:
+    sequences = [(each * 4)[: 20 + 7 * row] for row, each in enumerate((prompts(trained) * 3)[:size])]
+    expected = decode_some(runners["eager"], sequences)
+    found = decode_some(runners[which], sequences)
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_it_says_once_what_it_does_not_compile(
+    runners: dict[str, hal.Runner], trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = open_runner(trained, compiler="inductor", capture_sizes=[1])
+    for size in (2, 3, 2):
+        decode_some(runner, [[1, 2, 3, 4, 5]] * size)
+    said = [record for record in caplog.records if "runs eagerly" in record.getMessage()]
+    assert len(said) == 1
+    assert runners["one"].spec == runner.spec
+
+
+@pytest.mark.parametrize("which", ["eager", "both", "many"])
+@pytest.mark.parametrize("form", ["int32", "strided", "expanded"])
+def test_an_engines_own_tensors(form: str, which: str, runners: dict[str, hal.Runner]) -> None:
+    """Of other integers than hal's, or with strides: the numbers are what counts."""
+    runner = runners[which]
+    runner.backend.activate()
+    blocks = runner.blocks.take(4) or []
+    with torch.inference_mode():
+        for pair in runner.cache.layers:
+            for cache in pair:
+                cache.normal_(generator=torch.Generator().manual_seed(3))
+    batch = runner.batch([[7], [7], [7], [7]], [[block] for block in blocks], cached=[10] * 4)
+    expected = runner.decode(batch).clone()
+    alike = ("token_ids", "positions", "kv_lens")
+    if form == "int32":
+        changed = {name: getattr(batch, name).int() for name in ("token_ids", "positions", "logits_indices")}
+    elif form == "strided":
+        changed = {name: getattr(batch, name).repeat_interleave(2)[::2] for name in alike}
+    else:
+        changed = {name: getattr(batch, name)[:1].expand(4) for name in alike}
+    found = runner.decode(attrs.evolve(batch, **changed))
+    runner.blocks.give_back(blocks)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph", "inductor"])
+def test_tensors_that_do_not_fit_together(compiler: str, trained: Path) -> None:
+    runner = open_runner(trained, compiler=compiler, capture_sizes=[2])
+    batch = runner.batch([[7], [8]], [[1], [2]], cached=[3, 4])
+    for name in ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host", "positions", "slot_mapping"):
+        longer = attrs.evolve(batch, **{name: torch.cat([getattr(batch, name)] * 2)})
+        for step in (runner.decode, runner.prefill):
+            with pytest.raises(BatchError, match=f"the batch's {name} has"):
+                step(longer)
+
+
+def test_nothing_kept_whole(trained: Path) -> None:
+    """A backend may leave all operations to Inductor; block tables then come in any width, for one sequence too."""
+    cpu = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 512, "block_size": 16}})
+    bare = hal.Backend("bare", cpu.device, kernels={}, inductor=())
+    bare.configure(attrs.evolve(cpu.config, compilation=hal.CompilationConfig("inductor", capture_sizes=(1, 4))))
+    bare.activate()
+    runner = hal.Runner(hal.load_model(trained, bare), bare)
+    sequences = [list(range(20)), list(range(30, 70)), [5] * 17]
+    expected = decode_some(open_runner(trained), sequences)
+    torch.testing.assert_close(decode_some(runner, sequences), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(decode_some(runner, sequences[1:2]), expected[:, 1:2], rtol=1e-4, atol=1e-3)
+    cpu.activate()
+
+
+def traced(runner: hal.Runner, size: int = 4) -> TracedStep:
+    example = PaddedBatch(size, 11, runner.spec.block_size, torch.device("cpu"))
+    return trace_step(runner.model, example.batch, runner.cache.layers, whole=KEPT, any_size=True)
+
+
+def test_kept_operations_stay_and_the_others_go(runners: dict[str, hal.Runner]) -> None:
+    runner = runners["eager"]
+    step = traced(runner)
+    called = Counter(node.target for node in step.graph.graph.nodes if node.op == "call_function")
+    layers = runner.model.num_layers
+    ours = {each.name: count for target, count in called.items() if (each := ops.operation_of_node(target))}
+    assert ours == {"linear": 4 * layers + 1, "paged_attention": layers, "store_kv_cache": layers}
+
+
+def test_caches_are_written_where_they_are(runners: dict[str, hal.Runner]) -> None:
+    """No node makes a tensor of a cache's size, and the caches themselves change."""
+    runner = runners["many"]
+    nbytes = runner.cache.layers[0][0].nbytes
+    made = [
+        node
+        for node in traced(runner).graph.graph.nodes
+        if node.op == "call_function"
+        and isinstance(value := node.meta.get("val"), Tensor)
+        and isinstance(value.numel(), int)
+        and value.numel() * value.element_size() >= nbytes
+    ]
+    assert not made
+    runner.backend.activate()
+    (block,) = runner.blocks.take(1) or []
+    batch = runner.batch([[5], [6]], [[block], [block]], cached=[0, 1])
+    before = [tensor.clone() for pair in runner.cache.layers for tensor in pair]
+    runner.decode(batch)
+    runner.blocks.give_back([block])
+    for old, new in zip(before, (tensor for pair in runner.cache.layers for tensor in pair), strict=True):
+        changed = (old != new).flatten(2).any(-1).nonzero().tolist()
+        assert changed == [[block, 0], [block, 1]]
+
+
+def test_it_compiles_once_for_one_and_once_for_more(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hal.runtime"):
+        open_runner(trained, compiler="inductor", capture_sizes=[1, 2, 3, 4, 8])
+    compiled = [record.getMessage() for record in caplog.records if "compiling the decode step" in record.getMessage()]
+    assert [message.partition(" for ")[2] for message in compiled] == ["one sequence", "two or more sequences"]
+
+
+class Reads(torch.nn.Module):
+    """Asks a tensor for its value, as no compiled model may."""
+
+    def forward(self, batch: Batch, caches: Any) -> Tensor:
+        return torch.zeros(int(batch.kv_lens.max()), 4)
+
+
+def test_a_model_that_reads_values_is_refused(cpu: hal.Backend) -> None:
+    example = PaddedBatch(2, 3, 16, torch.device("cpu"))
+    with pytest.raises(CompileError, match="Reads cannot be traced") as caught:
+        trace_step(Reads(), example.batch, (), whole=(), any_size=True)
+    assert "without Python that depends on a tensor's value" in str(caught.value)
+
+
+def test_a_failing_compiler_says_so_or_leaves_it_to_eager(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import hal.runtime.compiled as module
+
+    def fails(step: TracedStep) -> Any:
+        raise CompileError("Inductor failed: no compiler", "install one")
+
+    monkeypatch.setattr(module, "compile_step", fails)
+    with pytest.raises(CompileError, match="no compiler"):
+        open_runner(trained, compiler="inductor")
+    runner = open_runner(trained, compiler="inductor", on_capture_error="eager")
+    assert "decode steps run eagerly: Inductor failed" in caplog.text
+    logits = decode_some(runner, [[1, 2, 3, 4, 5]])
+    torch.testing.assert_close(logits, decode_some(open_runner(trained), [[1, 2, 3, 4, 5]]), rtol=1e-4, atol=1e-3)
+
+
+def test_a_step_by_itself(runners: dict[str, hal.Runner]) -> None:
+    """The two functions without a runner: trace, compile, call."""
+    runner = runners["eager"]
+    runner.backend.activate()
+    run = compile_step(traced(runner))
+    blocks = runner.blocks.take(3) or []
+    batch = runner.batch([[7], [8], [9]], [[block] for block in blocks], cached=[0, 0, 0])
+    with torch.inference_mode():
+        found = run(batch_tensors(attrs.evolve(batch))).clone()
+    expected = runner.decode(batch)
+    runner.blocks.give_back(blocks)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
