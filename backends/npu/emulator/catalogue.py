@@ -1,0 +1,60 @@
+"""What is emulated, read from the sources. The documentation lists it, and a test compares it with what was built.
+
+An operation is emulated where a source says ``ACLNN(Name)``, or calls a macro of its own that does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .build import SOURCES
+
+DEFINE = re.compile(r"^[ \t]*#define (\w+)\(([^)]*)\)(.*)$", re.MULTILINE)
+
+
+def families(sources: Path = SOURCES / "ops") -> dict[str, list[str]]:
+    """Names of aclnn functions by what the first comment of their source says."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(sources.glob("*.cpp")):
+        text = path.read_text(encoding="utf-8")
+        names = sorted({f"aclnn{name}" for name in operations(text)})
+        if names:
+            found.setdefault(_title(text), []).extend(names)
+    return found
+
+
+def operations(text: str) -> Iterator[str]:
+    """What a source declares, its macros expanded."""
+    text = text.replace("\\\n", " ")
+    macros = {name: (re.split(r"\s*,\s*", parameters), body) for name, parameters, body in DEFINE.findall(text)}
+    text = DEFINE.sub("", text)
+    while macros and (call := re.search(rf"\b({'|'.join(macros)})\(", text)):
+        parameters, body = macros[call[1]]
+        arguments, end = _arguments(text, call.end())
+        for parameter, argument in zip(parameters, arguments, strict=False):
+            body = re.sub(rf"\b{re.escape(parameter)}\b", argument.replace("\\", r"\\"), body)
+        text = f"{text[: call.start()]} {re.sub(r'[ ]*##[ ]*', '', body)} {text[end:]}"
+    yield from re.findall(r"\bACLNN\(\s*(\w+)", text)
+
+
+def _arguments(text: str, at: int) -> tuple[list[str], int]:
+    """The arguments of a call whose parenthesis opens before ``at``, and where the call ends."""
+    arguments, depth = [""], 1
+    while depth:
+        character = text[at]
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 1:
+            arguments.append("")
+        elif depth:
+            arguments[-1] += character
+        at += 1
+    return [each.strip() for each in arguments], at
+
+
+def _title(text: str) -> str:
+    """The first sentence of a source's first comment."""
+    comment = re.match(r"(?:// .*\n)+", text)
+    words = " ".join(line.removeprefix("// ") for line in comment[0].splitlines()) if comment else "Others"
+    return re.split(r"(?<=[a-z0-9])[.:;] ", words)[0].rstrip(".")

@@ -1,0 +1,140 @@
+// Attention of one new token per sequence over a paged cache.
+#include "operation.h"
+#include "ops/attention_core.h"
+#include "ops/attention_layout.h"
+
+namespace atb {
+
+namespace infer {
+struct PagedAttentionParam {
+    int32_t heads;
+    float scale;
+    int32_t kv_heads;
+    int mask;                  // 0: none
+    bool batch_run_status;     // sequences left out
+    int quantised;             // 0: not
+    aclDataType output_dtype;  // of quantised input
+    bool quantisation_offset;
+    int compress, calculation, scaling;  // 0: the plain ones
+    int layout;                          // 0: BSND
+    uint32_t latent_value_dim;           // 0: key and value apart
+    uint8_t reserved[68];
+};
+}  // namespace infer
+
+namespace {
+
+using namespace emulator;
+
+// [blocks, block_size, N, D], or in fractals [blocks, N * D / C0, block_size, C0].
+struct Caches {
+    bool fractal;
+    int64_t kv_heads;
+    int64_t block_size(const In& cache) const { return cache.size(fractal ? 2 : 1); }
+    int64_t dim(const In& cache) const { return (fractal ? cache.size(1) : cache.size(2)) * cache.size(3) / kv_heads; }
+    // As gather_blocks takes them: [blocks, block_size, N * D], or [blocks, N, D / C0, block_size, C0].
+    at::Tensor in_blocks(const at::Tensor& cache) const {
+        return fractal ? cache.unflatten(1, {kv_heads, cache.size(1) / kv_heads}) : cache.flatten(2);
+    }
+};
+
+class PagedAttention : public EmulatedOperation {
+  public:
+    explicit PagedAttention(const infer::PagedAttentionParam& parameters)
+        : EmulatedOperation("PagedAttentionOperation", 5, 1, 4096),
+          heads_(parameters.heads),
+          kv_heads_(parameters.kv_heads ? parameters.kv_heads : parameters.heads),
+          scale_(parameters.scale) {}
+
+  private:
+    Launch bind(const VariantPack& pack) const override {
+        aclTensor handles[4], output_handle = handle_of(pack.outputs[0]);
+        for (int i = 0; i < 4; ++i) handles[i] = handle_of(pack.inputs[i]);
+        In query(&handles[0]), key(&handles[1]), value(&handles[2]), table(&handles[3]);
+        Out output(&output_handle);
+        Caches caches{.fractal = pack.inputs[1].desc.format == ACL_FORMAT_FRACTAL_NZ, .kv_heads = kv_heads_};
+        check(query, key, value, table, output, caches);
+        int64_t block = caches.block_size(key);
+        auto lengths = lengths_of(pack.inputs[4], query.size(0), table.size(1) * block);
+        Launch launch;
+        for (auto* in : {&query, &key, &value, &table}) in->describe(launch.operands);
+        output.describe(launch.operands);
+        for (auto length : lengths)
+            launch.flops += attention_flops(heads_, 1, length, query.size(2), caches.dim(value));
+        // Everything by value: the operation may be gone when a captured launch is replayed.
+        launch.run = [query, key, value, table, output, caches, block, lengths, scale = scale_] {
+            auto keys = caches.in_blocks(key.raw()), values = caches.in_blocks(value.raw());
+            for (size_t b = 0; b < lengths.size(); ++b) {
+                auto out = output.raw()[b];
+                if (lengths[b] == 0) {
+                    out.zero_();
+                    continue;
+                }
+                auto row = table.raw()[b];
+                AttentionInputs inputs{.query = query.raw()[b].unsqueeze(1),
+                                       .key = gather_blocks(keys, row, caches.kv_heads, block, lengths[b]),
+                                       .value = gather_blocks(values, row, caches.kv_heads, block, lengths[b]),
+                                       .scale = scale};
+                out.copy_(attend(inputs).output.squeeze(1));
+            }
+        };
+        return launch;
+    }
+
+    void check(const In& query, const In& key, const In& value, const In& table, const In& output,
+               const Caches& caches) const {
+        auto dtype = query.dtype();
+        if (dtype != at::kHalf && dtype != at::kBFloat16) throw Refused("query must be float16 or bfloat16");
+        if (key.dtype() != dtype || value.dtype() != dtype || output.dtype() != dtype)
+            throw Refused("query, caches and output must have one dtype");
+        if (query.dim() != 3 || query.size(1) != heads_) throw Refused("query must be [batch, num_heads, D]");
+        if (kv_heads_ < 1 || heads_ % kv_heads_) throw Refused("num_heads must be a multiple of num_kv_heads");
+        if (key.dim() != 4 || value.dim() != 4) throw Refused("the caches must have 4 dimensions");
+        int64_t dim = query.size(2), block = caches.block_size(key);
+        if (caches.dim(key) != dim || (!caches.fractal && key.size(2) != kv_heads_))
+            throw Refused("the key cache must be [blocks, block_size, num_kv_heads, D]");
+        if (caches.block_size(value) != block) throw Refused("both caches must have one block size");
+        if (dim > 256 || dim % 16 || block % 16 || dim * block > 128 * 128)
+            throw Refused(
+                "D and block_size must be multiples of 16, D at most 256 and their product at most 16384, but they "
+                "are " +
+                std::to_string(dim) + " and " + std::to_string(block));
+        if (table.dtype() != at::kInt || table.dim() != 2 || table.size(0) != query.size(0))
+            throw Refused("block_table must be int32 and [batch, blocks]");
+        if (output.sizes() != at::IntArrayRef({query.size(0), heads_, caches.dim(value)}))
+            throw Refused("out must be [batch, num_heads, D]");
+    }
+
+    // They are read on the host, now: the launch keeps a copy.
+    static std::vector<int64_t> lengths_of(const Tensor& tensor, int64_t batch, int64_t most) {
+        if (!tensor.host_data) throw Refused("context_lens must be a tensor on the host");
+        if (tensor.desc.dtype != ACL_INT32 || Utils::GetTensorNumel(tensor) != static_cast<uint64_t>(batch))
+            throw Refused("context_lens must be int32, with one length for each of the " + std::to_string(batch) +
+                          " sequences");
+        auto* first = static_cast<const int32_t*>(tensor.host_data);
+        for (int64_t b = 0; b < batch; ++b)
+            if (first[b] < 0 || first[b] > most)
+                throw Refused("context_lens[" + std::to_string(b) + "] is " + std::to_string(first[b]) +
+                              ", but block_table holds " + std::to_string(most));
+        return {first, first + batch};
+    }
+
+    int64_t heads_, kv_heads_;
+    double scale_;
+};
+
+}  // namespace
+
+template <>
+Status CreateOperation<infer::PagedAttentionParam>(const infer::PagedAttentionParam& parameters,
+                                                   Operation** operation) {
+    if (parameters.mask || parameters.batch_run_status || parameters.quantised || parameters.compress ||
+        parameters.calculation || parameters.scaling || parameters.layout || parameters.latent_value_dim)
+        throw std::runtime_error(
+            "ATB's PagedAttentionOperation is emulated in its plain form only: no mask, quantisation, "
+            "compression, speculative decoding or latent attention");
+    *operation = new PagedAttention(parameters);
+    return 0;
+}
+
+}  // namespace atb

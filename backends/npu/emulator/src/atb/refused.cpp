@@ -1,0 +1,32 @@
+// The ATB operations that torch_npu links and the emulator has not.
+#include <stdexcept>
+
+#include "atb.h"
+
+namespace atb {
+
+namespace infer {
+struct ElewiseParam;
+struct GroupTopkParam;
+struct LinearParam;
+struct RmsNormParam;
+struct RopeParam;
+struct SelfAttentionParam;
+}  // namespace infer
+
+#define REFUSED(name)                                                                                               \
+    template <>                                                                                                     \
+    Status CreateOperation<infer::name##Param>(const infer::name##Param&, Operation**) {                            \
+        throw std::runtime_error("ATB's " #name                                                                     \
+                                 "Operation is not emulated: of ATB only paged attention and "                      \
+                                 "reshape-and-cache are (atb::_npu_paged_attention, atb::_npu_reshape_and_cache)"); \
+    }
+
+REFUSED(Elewise)
+REFUSED(GroupTopk)
+REFUSED(Linear)
+REFUSED(RmsNorm)
+REFUSED(Rope)
+REFUSED(SelfAttention)
+
+}  // namespace atb

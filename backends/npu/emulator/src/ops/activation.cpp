@@ -1,0 +1,142 @@
+// Gated activations, and what dequantises before and quantises after them.
+#include "quantise.h"
+
+namespace {
+
+using namespace emulator;
+
+void check_halves(const In& x, int64_t dim) {
+    if (dim < -x.dim() || dim >= x.dim())
+        throw Refused("dim " + std::to_string(dim) + " is not one of the input's dimensions");
+    if (x.size(dim) % 2) throw Refused("the dimension to split must be even, but is " + std::to_string(x.size(dim)));
+}
+
+// The half to activate, and the other.
+std::pair<at::Tensor, at::Tensor> halves(const at::Tensor& x, int64_t dim, bool activate_left) {
+    auto parts = x.to(at::kFloat).chunk(2, dim);
+    return {parts[activate_left ? 0 : 1], parts[activate_left ? 1 : 0]};
+}
+
+at::Tensor swiglu(const at::Tensor& x, int64_t dim, bool activate_left) {
+    auto [gate, linear] = halves(x, dim, activate_left);
+    return at::silu(gate) * linear;
+}
+
+void check_swiglu(In x, int64_t dim, Out) { check_halves(x, dim); }
+void SwiGlu(In x, int64_t dim, Out y) { y.set(swiglu(x, dim, true)); }
+
+const char* approximation(int64_t mode) { return mode == 1 ? "tanh" : "none"; }
+
+void check_geglu(In x, int64_t dim, int64_t mode, bool, Out, Out) {
+    check_halves(x, dim);
+    if (mode != 0 && mode != 1)
+        throw Refused("approximate must be 0 (erf) or 1 (tanh), but is " + std::to_string(mode));
+}
+
+void GeGluV3(In x, int64_t dim, int64_t mode, bool activate_left, Out y, Out gelu) {
+    auto [gate, linear] = halves(x, dim, activate_left);
+    auto activated = at::gelu(gate, approximation(mode));
+    y.set(activated * linear);
+    gelu.set(activated);
+}
+
+// Groups given by where they end, or by how many rows they have.
+at::Tensor group_ends(const In& groups, bool counts) {
+    auto values = groups.tensor().to(at::kLong);
+    return counts ? values.cumsum(0) : values;
+}
+
+// A row of factors for each row of x; one row serves all if there are no groups.
+at::Tensor factor_rows(const In& factors, const In& groups, bool counts, int64_t rows) {
+    auto values = factors.tensor().to(at::kFloat);
+    if (!groups) return values.dim() == 2 && values.size(0) == 1 ? values[0] : values;
+    return rows_by_group(values.dim() == 1 ? values.unsqueeze(1) : values, group_ends(groups, counts), rows);
+}
+
+bool is_dynamic(const Text& mode) { return mode.value == "dynamic"; }
+
+void check_swiglu_quant(In x, In smooth, In offsets, In groups, bool, Text mode, int64_t group_type, int32_t, Out y,
+                        Out) {
+    check_halves(x, -1);
+    if (x.dim() < 2 || x.size(-1) > 8192)
+        throw Refused("x must have at least 2 dimensions, and its last at most 8192 elements");
+    if (mode.value != "static" && mode.value != "dynamic") throw Refused("quant_mode must be static or dynamic");
+    if (!is_dynamic(mode) && (!smooth || !offsets))
+        throw Refused("static quantisation needs smooth_scales and offsets");
+    if (smooth && smooth.dtype() != at::kFloat) throw Refused("smooth_scales must be float32");
+    if (groups && (groups.dtype() != at::kInt || groups.dim() != 1))
+        throw Refused("group_index must be int32 of 1 dimension");
+    if (groups && smooth && smooth.size(0) != groups.size(0))
+        throw Refused("smooth_scales must have a row for each group");
+    if (group_type != 0 && group_type != 1) throw Refused("group_list_type must be 0 (ends) or 1 (counts)");
+    if (y.size(-1) * 2 != x.size(-1)) throw Refused("an int4 output of SwiGluQuantV2 is not emulated");
+}
+
+// The scale that comes out is the one that was multiplied by, 127 / max|row|: the inverse of what DynamicQuant gives.
+void SwiGluQuantV2(In x, In smooth, In offsets, In groups, bool activate_left, Text mode, int64_t group_type,
+                   int32_t dtype, Out y, Out scale) {
+    auto values = swiglu(x, -1, activate_left).flatten(0, -2);
+    if (smooth) values = values * factor_rows(smooth, groups, group_type == 1, values.size(0));
+    if (!is_dynamic(mode))
+        return store_quantised(
+            y, (values + factor_rows(offsets, groups, group_type == 1, values.size(0))).view(y.sizes()));
+    auto scales = 127 / values.abs().amax(-1, true);
+    store_quantised(y, at::nan_to_num(values * scales, 0).view(y.sizes()));
+    scale.set(scales.view(scale.sizes()));
+}
+
+void check_dequant(In x, In weight_scale, In activation_scale, In bias, In quant_scale, In quant_offset, In groups,
+                   bool, Text mode, int64_t, Text round, int64_t dim, int64_t swiglu_mode, double, double, double, Out,
+                   Out) {
+    check_halves(x, -1);
+    if (x.dim() != 2) throw Refused("x must be [tokens, 2H]");
+    if (dim != -1 && dim != 1) throw Refused("activate_dim must be the last");
+    if (x.dtype() != at::kInt && x.dtype() != at::kHalf && x.dtype() != at::kBFloat16)
+        throw Refused(std::string("x must be int32, float16 or bfloat16, not ") + c10::toString(x.dtype()));
+    if (x.dtype() == at::kInt && !weight_scale) throw Refused("int32 x needs weight_scale");
+    if (x.dtype() != at::kInt && (activation_scale || bias)) throw Refused("activation_scale and bias go with int32 x");
+    if (mode.value != "static" && mode.value != "dynamic") throw Refused("quant_mode must be static or dynamic");
+    if (!is_dynamic(mode) && !quant_scale) throw Refused("static quantisation needs quant_scale");
+    if (groups && (groups.dtype() != at::kLong || groups.dim() != 1))
+        throw Refused("group_index must be int64 of 1 dimension");
+    if (groups && bias) throw Refused("bias and group_index do not go together");
+    if (groups && (x.size(-1) / 2 > 10496 || x.size(-1) / 2 % 64))
+        throw Refused("with group_index H must be a multiple of 64 and at most 10496, but is " +
+                      std::to_string(x.size(-1) / 2));
+    if (swiglu_mode < 0 || swiglu_mode > 2) throw Refused("swiglu_mode must be 0, 1 or 2");
+    if (round.value != "rint") throw Refused("rounding '" + round.value + "' is not emulated: 'rint' is");
+}
+
+void DequantSwigluQuantV2(In x, In weight_scale, In activation_scale, In bias, In quant_scale, In quant_offset,
+                          In groups, bool activate_left, Text mode, int64_t dtype, Text round, int64_t dim,
+                          int64_t swiglu_mode, double limit, double alpha, double shift, Out y, Out scale) {
+    int64_t rows = x.size(0);
+    auto values = x.tensor();
+    if (bias) values = values + bias.tensor();
+    values = values.to(at::kFloat);
+    if (weight_scale) values = values * factor_rows(weight_scale, groups, true, rows);
+    if (activation_scale) values = values * activation_scale.tensor().view({rows, 1});
+    at::Tensor activated;
+    if (swiglu_mode == 0) {
+        activated = swiglu(values, -1, activate_left);
+    } else {
+        auto [gate, linear] = halves(values, -1, activate_left);
+        if (swiglu_mode == 1) gate = values.slice(1, 0, {}, 2), linear = values.slice(1, 1, {}, 2);
+        gate = at::clamp_max(gate, limit);
+        activated = gate * at::sigmoid(gate * alpha) * (at::clamp(linear, -limit, limit) + shift);
+    }
+    if (is_dynamic(mode)) {
+        if (quant_scale) activated = activated * factor_rows(quant_scale, groups, true, rows);
+        return quantise_rows(activated, y, scale);
+    }
+    activated = activated / factor_rows(quant_scale, groups, true, rows);
+    if (quant_offset) activated = activated + factor_rows(quant_offset, groups, true, rows);
+    store_quantised(y, activated);
+}
+
+}  // namespace
+
+ACLNN(SwiGlu, .check = check_swiglu)
+ACLNN(GeGluV3, .check = check_geglu)
+ACLNN(SwiGluQuantV2, .check = check_swiglu_quant)
+ACLNN(DequantSwigluQuantV2, .check = check_dequant)

@@ -1,0 +1,74 @@
+#include "attention_infer.h"
+
+#include <limits>
+
+#include "attention_core.h"
+#include "attention_plan.h"
+
+namespace emulator {
+
+namespace {
+
+// [kv_heads, length, D]
+at::Tensor rows_of(const Ins& tensors, const InferAttention& request, const AttentionPlan& plan, int64_t sequence) {
+    auto span = plan.keys[sequence];
+    if (plan.paged)
+        return gather_blocks(tensors[0].raw(), request.block_table.raw()[sequence], plan.kv_heads, request.block_size,
+                             span.length);
+    auto tensor = by_heads(tensors[tensors.size() == 1 ? 0 : sequence].raw(), plan.layout.input, plan.kv_heads);
+    if (!plan.layout.packed) tensor = tensor[tensors.size() == 1 ? sequence : 0];
+    return tensor.narrow(1, span.start, span.length);
+}
+
+}  // namespace
+
+void check(const InferAttention& request) { AttentionPlan plan(request); }
+
+double flops(const InferAttention& request) {
+    AttentionPlan plan(request);
+    int64_t dim = by_heads(request.query.raw(), plan.layout.input, plan.heads).size(-1);
+    double total = 0;
+    for (int64_t b = 0; b < plan.batch; ++b)
+        total += attention_flops(plan.heads, plan.queries[b].length, plan.keys[b].length, dim, dim);
+    return total;
+}
+
+void run(const InferAttention& request, const Out& output, const Out& lse) {
+    AttentionPlan plan(request);
+    bool packed = plan.layout.packed;
+    auto queries = by_heads(request.query.raw(), plan.layout.input, plan.heads);
+    auto outputs = by_heads(output.raw(), plan.layout.output, plan.heads);
+    at::Tensor lses;
+    if (request.want_lse) lses = packed ? lse.raw().squeeze(-1).t() : lse.raw().squeeze(-1);
+    for (int64_t b = 0; b < plan.batch; ++b) {
+        auto span = plan.queries[b];
+        auto all_rows = packed ? outputs.narrow(1, span.start, span.length) : outputs[b];
+        auto all_lses = !lses.defined() ? lses : packed ? lses.narrow(1, span.start, span.length) : lses[b];
+        // Rows beyond a sequence's length come out as those that see no key.
+        if (!packed && span.length < plan.query_rows) {
+            all_rows.zero_();
+            if (all_lses.defined()) all_lses.fill_(std::numeric_limits<float>::infinity());
+        }
+        auto rows = all_rows.narrow(1, 0, span.length);
+        if (plan.keys[b].length == 0 || span.length == 0) {
+            rows.zero_();
+            if (all_lses.defined()) all_lses.narrow(1, 0, span.length).fill_(std::numeric_limits<float>::infinity());
+            continue;
+        }
+        AttentionInputs inputs{.query = (packed ? queries : queries[b]).narrow(1, span.start, span.length),
+                               .key = rows_of(request.key, request, plan, b),
+                               .value = rows_of(request.value, request, plan, b),
+                               .scale = request.scale,
+                               .hidden = hidden_keys(request, plan, b)};
+        if (request.bias) {
+            auto bias = request.bias.raw();
+            inputs.bias = bias[bias.size(0) == 1 ? 0 : b].narrow(1, 0, span.length).narrow(2, 0, plan.keys[b].length);
+        }
+        if (request.sink) inputs.sink = request.sink.raw();
+        auto result = attend(inputs);
+        rows.copy_(result.output);
+        if (all_lses.defined()) all_lses.narrow(1, 0, span.length).copy_(result.lse());
+    }
+}
+
+}  // namespace emulator

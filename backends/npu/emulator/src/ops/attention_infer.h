@@ -1,0 +1,31 @@
+// Fused attention of the inference interfaces (FusedInferAttentionScore, IncreFlashAttention, PromptFlashAttention),
+// which differ only in the order of their arguments.
+#pragma once
+
+#include <utility>
+
+#include "attention_layout.h"
+
+namespace emulator {
+
+struct InferAttention {
+    In query;
+    Ins key, value;  // one tensor, or one for each sequence of a batch
+    In bias, mask;
+    Ints query_lengths, key_lengths;
+    In block_table, sink;
+    int64_t heads, kv_heads;  // kv_heads 0: as many as heads
+    double scale;
+    int64_t before, after;
+    std::string layout;
+    int64_t sparse_mode, block_size;
+    bool want_lse;
+    std::vector<std::pair<const char*, bool>>
+        unsupported;  // arguments that are not emulated, and whether they were given
+};
+
+void check(const InferAttention& request);  // throws Refused
+void run(const InferAttention& request, const Out& output, const Out& lse);
+double flops(const InferAttention& request);
+
+}  // namespace emulator

@@ -1,0 +1,146 @@
+// The inference attentions as aclnn names them: each says how its arguments make an InferAttention.
+#include "attention_infer.h"
+
+namespace {
+
+using namespace emulator;
+
+struct Call {
+    InferAttention request;
+    Out output, lse;
+};
+
+constexpr int64_t kAll = 2147483647;
+
+Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_lengths, Ints key_lengths,
+              In dequant_scale1, In quant_scale1, In dequant_scale2, In quant_scale2, In quant_offset2,
+              In antiquant_scale, In antiquant_offset, In block_table, In query_padding, In key_padding,
+              In key_antiquant_scale, In key_antiquant_offset, In value_antiquant_scale, In value_antiquant_offset,
+              In key_prefix, In value_prefix, Ints prefix_length, In query_rope, In key_rope,
+              In key_rope_antiquant_scale, In dequant_scale_query, In sink, int64_t heads, double scale,
+              int64_t pre_tokens, int64_t next_tokens, Text layout, int64_t kv_heads, int64_t sparse_mode,
+              int64_t inner_precise, int64_t block_size, int64_t antiquant_mode, bool want_lse,
+              int64_t key_antiquant_mode, int64_t value_antiquant_mode, int64_t query_quant_mode, Out output, Out lse) {
+    InferAttention request{.query = query,
+                           .key = key,
+                           .value = value,
+                           .bias = pse_shift,
+                           .mask = mask,
+                           .query_lengths = query_lengths,
+                           .key_lengths = key_lengths,
+                           .block_table = block_table,
+                           .sink = sink,
+                           .heads = heads,
+                           .kv_heads = kv_heads,
+                           .scale = scale,
+                           .before = pre_tokens,
+                           .after = next_tokens,
+                           .layout = layout.value,
+                           .sparse_mode = sparse_mode,
+                           .block_size = block_size,
+                           .want_lse = want_lse};
+    request.unsupported = {
+        {"a quantised attention (dequant_scale1, quant_scale1, dequant_scale2, dequant_scale_query)",
+         dequant_scale1 || quant_scale1 || dequant_scale2 || dequant_scale_query},
+        {"a quantised output (quant_scale2, quant_offset2)", quant_scale2 || quant_offset2},
+        {"a quantised cache (antiquant_scale, key_antiquant_scale, value_antiquant_scale)",
+         antiquant_scale || antiquant_offset || key_antiquant_scale || key_antiquant_offset || value_antiquant_scale ||
+             value_antiquant_offset || key_rope_antiquant_scale},
+        {"left padding (query_padding_size, kv_padding_size)", query_padding || key_padding},
+        {"a shared prefix (key_shared_prefix, value_shared_prefix)", key_prefix || value_prefix},
+        {"multi-head latent attention (query_rope, key_rope)", query_rope || key_rope},
+    };
+    return {request, output, lse};
+}
+
+Call fused_v3(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_lengths, Ints key_lengths,
+              In dequant_scale1, In quant_scale1, In dequant_scale2, In quant_scale2, In quant_offset2,
+              In antiquant_scale, In antiquant_offset, In block_table, In query_padding, In key_padding,
+              In key_antiquant_scale, In key_antiquant_offset, In value_antiquant_scale, In value_antiquant_offset,
+              In key_prefix, In value_prefix, Ints prefix_length, In query_rope, In key_rope,
+              In key_rope_antiquant_scale, int64_t heads, double scale, int64_t pre_tokens, int64_t next_tokens,
+              Text layout, int64_t kv_heads, int64_t sparse_mode, int64_t inner_precise, int64_t block_size,
+              int64_t antiquant_mode, bool want_lse, int64_t key_antiquant_mode, int64_t value_antiquant_mode,
+              Out output, Out lse) {
+    return fused_v4(query, key, value, pse_shift, mask, query_lengths, key_lengths, dequant_scale1, quant_scale1,
+                    dequant_scale2, quant_scale2, quant_offset2, antiquant_scale, antiquant_offset, block_table,
+                    query_padding, key_padding, key_antiquant_scale, key_antiquant_offset, value_antiquant_scale,
+                    value_antiquant_offset, key_prefix, value_prefix, prefix_length, query_rope, key_rope,
+                    key_rope_antiquant_scale, nullptr, nullptr, heads, scale, pre_tokens, next_tokens, layout, kv_heads,
+                    sparse_mode, inner_precise, block_size, antiquant_mode, want_lse, key_antiquant_mode,
+                    value_antiquant_mode, 0, output, lse);
+}
+
+Call incremental(In query, Ins key, Ins value, In pse_shift, In mask, Ints key_lengths, In dequant_scale1,
+                 In quant_scale1, In dequant_scale2, In quant_scale2, In quant_offset2, In antiquant_scale,
+                 In antiquant_offset, In block_table, In key_padding, int64_t heads, double scale, Text layout,
+                 int64_t kv_heads, int64_t block_size, int64_t inner_precise, Out output) {
+    return fused_v3(query, key, value, pse_shift, mask, nullptr, key_lengths, dequant_scale1, quant_scale1,
+                    dequant_scale2, quant_scale2, quant_offset2, antiquant_scale, antiquant_offset, block_table,
+                    nullptr, key_padding, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                    nullptr, nullptr, heads, scale, kAll, kAll, layout, kv_heads, 0, inner_precise, block_size, 0,
+                    false, 0, 0, output, nullptr);
+}
+
+Call prompt(In query, In key, In value, In pse_shift, In mask, Ints query_lengths, Ints key_lengths, In dequant_scale1,
+            In quant_scale1, In dequant_scale2, In quant_scale2, In quant_offset2, int64_t heads, double scale,
+            int64_t pre_tokens, int64_t next_tokens, Text layout, int64_t kv_heads, int64_t sparse_mode,
+            int64_t inner_precise, Out output) {
+    Ins keys(nullptr), values(nullptr);
+    keys.items = {key}, values.items = {value};
+    return fused_v3(query, keys, values, pse_shift, mask, query_lengths, key_lengths, dequant_scale1, quant_scale1,
+                    dequant_scale2, quant_scale2, quant_offset2, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, heads, scale,
+                    pre_tokens, next_tokens, layout, kv_heads, sparse_mode, inner_precise, 0, 0, false, 0, 0, output,
+                    nullptr);
+}
+
+// The body, the check and the count of an interface, from how it reads its arguments.
+template <auto read>
+struct Kernel;
+template <class... Arguments, Call (*read)(Arguments...)>
+struct Kernel<read> {
+    static void run(Arguments... arguments) {
+        Call call = read(arguments...);
+        emulator::run(call.request, call.output, call.lse);
+    }
+    static void check(Arguments... arguments) {
+        Call call = read(arguments...);
+        emulator::check(call.request);
+        if (!call.output.raw().is_contiguous() || call.output.dtype() != call.request.query.dtype())
+            throw Refused("the output must be contiguous and of the query's dtype");
+        if (call.request.want_lse && (call.lse.dtype() != at::kFloat || call.lse.dim() < 3))
+            throw Refused("softmax_lse must be float32 and [B, N, Q_S, 1] or, in a TND layout, [T, N, 1]");
+    }
+    static double flops(Arguments... arguments) { return emulator::flops(read(arguments...).request); }
+};
+
+constexpr auto& FusedInferAttentionScoreV3 = Kernel<fused_v3>::run;
+constexpr auto& FusedInferAttentionScoreV4 = Kernel<fused_v4>::run;
+constexpr auto& IncreFlashAttentionV4 = Kernel<incremental>::run;
+constexpr auto& PromptFlashAttentionV3 = Kernel<prompt>::run;
+
+// Not zero, so that callers must get their handling of a workspace right.
+constexpr uint64_t kWorkspace = 1024;
+
+}  // namespace
+
+ACLNN(FusedInferAttentionScoreV3, .check = Kernel<fused_v3>::check, .flops = Kernel<fused_v3>::flops,
+      .workspace = kWorkspace)
+ACLNN(FusedInferAttentionScoreV4, .check = Kernel<fused_v4>::check, .flops = Kernel<fused_v4>::flops,
+      .workspace = kWorkspace)
+ACLNN(IncreFlashAttentionV4, .check = Kernel<incremental>::check, .flops = Kernel<incremental>::flops,
+      .workspace = kWorkspace)
+ACLNN(PromptFlashAttentionV3, .check = Kernel<prompt>::check, .flops = Kernel<prompt>::flops, .workspace = kWorkspace)
+
+// The workspace that suffices whatever the lengths: here the same one.
+#define MAX_WORKSPACE(name)                                                                                   \
+    [[gnu::used, gnu::noinline, gnu::noclone]] static void export_max_##name() {                              \
+        asm volatile(".globl aclnn" #name                                                                     \
+                     "GetMaxWorkspaceSize\n"                                                                  \
+                     ".type aclnn" #name                                                                      \
+                     "GetMaxWorkspaceSize, @function\n"                                                       \
+                     ".set aclnn" #name "GetMaxWorkspaceSize, %c0" ::"i"(&Entry<&name>::get_workspace_size)); \
+    }
+MAX_WORKSPACE(FusedInferAttentionScoreV3)
+MAX_WORKSPACE(FusedInferAttentionScoreV4)

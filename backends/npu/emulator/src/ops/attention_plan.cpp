@@ -1,0 +1,199 @@
+#include "attention_plan.h"
+
+#include "attention_core.h"
+
+namespace emulator {
+
+namespace {
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+void require(bool holds, const std::string& otherwise) {
+    if (!holds) throw Refused(otherwise);
+}
+
+void check_tensors(const InferAttention& request) {
+    for (auto& [name, given] : request.unsupported) require(!given, std::string(name) + " is not emulated");
+    require(bool(request.query) && request.key.size() > 0 && request.value.size() == request.key.size(),
+            "query, key and value are needed");
+    auto dtype = request.query.dtype();
+    require(dtype == at::kHalf || dtype == at::kBFloat16,
+            std::string("query must be float16 or bfloat16, not ") + c10::toString(dtype));
+    require(request.query.raw().is_contiguous(), "query must be contiguous");
+    for (size_t i = 0; i < request.key.size(); ++i) {
+        const auto &key = request.key[i], &value = request.value[i];
+        require(key.raw().is_contiguous() && value.raw().is_contiguous(), "key and value must be contiguous");
+        require(key.dtype() == dtype && value.dtype() == dtype,
+                std::string("key and value must be of the query's dtype, ") + c10::toString(dtype) + ", but are " +
+                    c10::toString(key.dtype()) + " and " + c10::toString(value.dtype()));
+        require(key.dim() == value.dim(), "key and value must have as many dimensions");
+    }
+    if (request.sink)
+        require(request.sink.dim() == 1 && request.sink.size(0) == request.heads, "learnable_sink must be [num_heads]");
+    if (request.bias) {
+        require(request.bias.dtype() == dtype, "pse_shift must be of the query's dtype");
+        require(request.bias.dim() == 4 && request.bias.size(1) == request.heads,
+                "pse_shift must be [B or 1, N, Q_S, KV_S]");
+    }
+}
+
+void check_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
+    require(heads > 0 && heads <= 256, "num_heads must be between 1 and 256, but is " + number(heads));
+    require(kv_heads > 0 && heads % kv_heads == 0,
+            "num_heads, " + number(heads) + ", must be a multiple of num_key_value_heads, " + number(kv_heads));
+    require(heads / kv_heads <= 64,
+            "num_heads / num_key_value_heads must be at most 64, but is " + number(heads / kv_heads));
+    require(dim > 0 && dim <= 512 && dim % 16 == 0,
+            "the head dimension must be a multiple of 16 and at most 512, but is " + number(dim));
+}
+
+void check_block_size(const InferAttention& request, const AttentionPlan& plan, int64_t in_cache) {
+    int64_t size = request.block_size;
+    std::string found = ", but is " + number(size);
+    require(size == in_cache,
+            "block_size is " + number(size) + ", but the blocks of the cache have " + number(in_cache) + " rows");
+    if (plan.layout.packed)
+        require(size > 0 && size % 16 == 0 && size <= 1024,
+                "block_size in a TND layout must be a multiple of 16 up to 1024" + found);
+    else if (plan.decode)
+        require(size > 0 && size % 16 == 0 && size <= 512, "block_size must be a multiple of 16 up to 512" + found);
+    else
+        require(size >= 128 && size % 128 == 0 && size <= 512,
+                "block_size must be 128, 256, 384 or 512 for more than one query a sequence" + found);
+}
+
+void check_paging(const InferAttention& request, const AttentionPlan& plan, int64_t dim) {
+    const auto& table = request.block_table;
+    require(table.dtype() == at::kInt, std::string("block_table must be int32, not ") + c10::toString(table.dtype()));
+    require(table.dim() == 2 && table.size(0) == plan.batch && table.raw().is_contiguous(),
+            "block_table must be contiguous and [" + number(plan.batch) + ", blocks of a sequence]");
+    require(request.key.size() == 1, "a paged cache is one key and one value tensor");
+    require(bool(request.key_lengths) && request.key_lengths.size() > 0,
+            "a paged cache needs the lengths of its sequences (actual_seq_lengths_kv)");
+    const auto &key = request.key[0], &value = request.value[0];
+    auto key_cache = paged_cache(key, plan.kv_heads), value_cache = paged_cache(value, plan.kv_heads);
+    require(key_cache.blocks == value_cache.blocks && key_cache.block_size == value_cache.block_size,
+            "the key and the value cache must have the same blocks");
+    require(key_cache.dim == dim,
+            "the query's head dimension is " + number(dim) + ", that of the cache " + number(key_cache.dim));
+    bool rows_first = plan.layout.input == "BSH" || plan.layout.input == "BSND";
+    require(!(rows_first && key.dim() == 4),
+            "with a query in " + plan.layout.input +
+                " a paged cache must be [blocks, block_size, H]: [blocks, N, block_size, "
+                "D] goes with BNSD and TND");
+    require(key.dim() != 3 || key.size(2) <= 65535,
+            "H of a paged cache [blocks, block_size, H] must be at most 65535, but is " + number(key.size(2)) +
+                ": use [blocks, N, block_size, D]");
+    check_block_size(request, plan, key_cache.block_size);
+}
+
+void check_mask(const InferAttention& request, const AttentionPlan& plan) {
+    const auto& mask = request.mask;
+    int64_t mode = request.sparse_mode;
+    require(mode >= 0 && mode <= 4, "sparse_mode must be 0, 1, 2, 3 or 4, but is " + number(mode));
+    if (plan.decode && mode >= 2) return;  // the mode has no meaning for one query
+    require(bool(mask) || mode == 0, "sparse_mode " + number(mode) + " needs atten_mask");
+    if (!mask) return;
+    require(mask.dtype() == at::kBool || mask.dtype() == at::kChar || mask.dtype() == at::kByte,
+            std::string("atten_mask must be bool, int8 or uint8, not ") + c10::toString(mask.dtype()));
+    require(mask.raw().is_contiguous(), "atten_mask must be contiguous");
+    auto shape = mask.sizes();
+    int64_t dims = mask.dim();
+    require(dims >= 2 && dims <= 4, "atten_mask must have 2, 3 or 4 dimensions");
+    if (mode >= 2) {
+        bool fits = shape[dims - 1] == kCausalTemplate && shape[dims - 2] == kCausalTemplate;
+        for (int64_t d = 0; d < dims - 2; ++d) fits = fits && shape[d] == 1;
+        require(fits, "sparse_mode " + number(mode) +
+                          " takes a mask of 2048x2048, True above the diagonal, whatever the lengths");
+        return;
+    }
+    require(!plan.layout.packed, "a TND layout takes a mask with sparse_mode 2, 3 or 4 only");
+    bool by_batch = dims > 2 || plan.decode;
+    require(!by_batch || shape[0] == 1 || shape[0] == plan.batch,
+            "the first dimension of atten_mask must be 1 or the batch");
+    require(dims < 4 || shape[1] == 1, "the second dimension of atten_mask must be 1: it is the same for all heads");
+    int64_t rows = dims == 2 && plan.decode ? 1 : shape[dims - 2];
+    require(rows >= plan.query_rows && shape[dims - 1] >= plan.key_rows,
+            "atten_mask must cover " + number(plan.query_rows) + " queries and " + number(plan.key_rows) +
+                " keys, but covers " + number(rows) + " and " + number(shape[dims - 1]));
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const InferAttention& request)
+    : layout(request.layout), heads(request.heads), kv_heads(request.kv_heads ? request.kv_heads : request.heads) {
+    check_tensors(request);
+    const auto& query = request.query;
+    int64_t dims = layout.input == "BNSD" || layout.input == "BSND" ? 4 : 3;
+    require(query.dim() == dims,
+            "a query in " + layout.input + " has " + number(dims) + " dimensions, not " + number(query.dim()));
+    require(heads > 0 && (layout.input != "BSH" || query.size(2) % heads == 0),
+            "num_heads must divide the query's last dimension");
+    auto by_head = by_heads(query.raw(), layout.input, heads);
+    int64_t rows = by_head.size(-2), dim = by_head.size(-1);
+    require(by_head.size(-3) == heads,
+            "num_heads is " + number(heads) + ", but the query has " + number(by_head.size(-3)) + " heads");
+    check_heads(heads, kv_heads, dim);
+    paged = bool(request.block_table);
+    if (layout.packed) {
+        queries = packed_spans(request.query_lengths, rows, "actual_seq_lengths");
+        batch = queries.size(), decode = false, query_rows = rows;
+    } else {
+        batch = query.size(0), decode = rows == 1, query_rows = rows;
+        // With one query to a sequence its length means nothing.
+        queries = decode ? std::vector<Span>(batch, Span{0, 1})
+                         : dense_spans(request.query_lengths, batch, rows, "actual_seq_lengths");
+    }
+    require(batch <= 65536, "a batch has at most 65536 sequences, not " + number(batch));
+    if (paged) {
+        check_paging(request, *this, dim);
+        key_rows = request.block_table.size(1) * request.block_size;
+        keys = dense_spans(request.key_lengths, batch, key_rows, "actual_seq_lengths_kv");
+    } else if (layout.packed) {
+        require(request.key.size() == 1, "a TND layout takes one key and one value tensor");
+        key_rows = by_heads(request.key[0].raw(), layout.input, kv_heads).size(1);
+        keys = packed_spans(request.key_lengths, key_rows, "actual_seq_lengths_kv");
+        require(keys.size() == queries.size(),
+                "actual_seq_lengths and actual_seq_lengths_kv must have as many entries");
+    } else {
+        require(request.key.size() == 1 || static_cast<int64_t>(request.key.size()) == batch,
+                "key and value must be one tensor, or one for each sequence");
+        key_rows = 0;
+        for (auto& key : request.key.items) {
+            require(key.dim() == dims, "key must have " + number(dims) + " dimensions in " + layout.input);
+            require(layout.input != "BSH" || key.size(2) % kv_heads == 0,
+                    "num_key_value_heads must divide the key's last dimension");
+            auto view = by_heads(key.raw(), layout.input, kv_heads);
+            require(view.size(1) == kv_heads && (view.size(2) == 0 || view.size(3) == dim) &&
+                        view.size(0) == (request.key.size() == 1 ? batch : 1),
+                    "key must have the query's batch and head dimension, and " + number(kv_heads) + " heads");
+            key_rows = std::max(key_rows, view.size(2));
+        }
+        keys = dense_spans(request.key_lengths, batch, key_rows, "actual_seq_lengths_kv");
+        if (request.key.size() > 1)
+            for (int64_t b = 0; b < batch; ++b)
+                keys[b].length =
+                    std::min(keys[b].length, by_heads(request.key[b].raw(), layout.input, kv_heads).size(2));
+    }
+    check_mask(request, *this);
+}
+
+at::Tensor hidden_keys(const InferAttention& request, const AttentionPlan& plan, int64_t sequence) {
+    int64_t queries = plan.queries[sequence].length, keys = plan.keys[sequence].length, mode = request.sparse_mode;
+    if (!request.mask || (plan.decode && mode >= 2)) return {};
+    auto mask = request.mask.raw();
+    if (mode >= 2) {
+        check_causal_template(mask);
+        constexpr int64_t all = int64_t{1} << 40;
+        if (mode == 2) return outside_band(queries, keys, all, 0, 0);
+        if (mode == 3) return outside_band(queries, keys, all, 0, keys - queries);
+        return outside_band(queries, keys, request.before, request.after, keys - queries);
+    }
+    int64_t rows = mask.dim() == 2 && plan.decode ? 1 : mask.size(-2);
+    mask = mask.view({-1, rows, mask.size(-1)});
+    auto own = mask[mask.size(0) == 1 ? 0 : sequence].narrow(0, 0, queries).narrow(1, 0, keys).to(at::kBool);
+    if (mode == 1 || plan.decode) return own;
+    return either(own, outside_band(queries, keys, request.before, request.after, 0));
+}
+
+}  // namespace emulator

@@ -1,0 +1,170 @@
+// The forward pass of training's flash attention, which scaled_dot_product_attention reaches.
+#include "attention_core.h"
+#include "attention_layout.h"
+
+namespace {
+
+using namespace emulator;
+
+constexpr int64_t kNoLimit = int64_t{1} << 40;
+
+struct ScoreAttention {
+    In query, key, value, bias, drop_mask, padding_mask, mask;
+    Ints prefix, query_ends, key_ends;
+    double scale, keep;
+    int64_t before, after, heads;
+    std::string layout;
+    int64_t sparse_mode;
+    Out max, sum, output;
+    int64_t bias_type = 1;  // 1: added before the scale, 0: after it
+    bool packed() const { return layout == "TND"; }
+};
+
+int64_t kv_heads(const ScoreAttention& call) {
+    if (call.layout == "BNSD" || call.layout == "TND") return call.key.size(1);
+    if (call.layout == "BSND") return call.key.size(2);
+    int64_t dim = call.query.size(2) / call.heads;
+    return dim ? call.key.size(2) / dim : 0;
+}
+
+void check(const ScoreAttention& call) {
+    if (call.layout != "BSH" && call.layout != "SBH" && call.layout != "BNSD" && call.layout != "BSND" &&
+        call.layout != "TND")
+        throw Refused("input layout '" + call.layout + "' is not one of BSH, SBH, BNSD, BSND and TND");
+    auto dtype = call.query.dtype();
+    if ((dtype != at::kHalf && dtype != at::kBFloat16 && dtype != at::kFloat) || call.key.dtype() != dtype ||
+        call.value.dtype() != dtype)
+        throw Refused("query, key and value must all be float16, bfloat16 or float32");
+    if (call.packed() != bool(call.query_ends.size()))
+        throw Refused("lengths go with the layout TND, and it with them");
+    if (call.drop_mask || call.keep != 1) throw Refused("dropout is not emulated");
+    if (call.bias_type != 0 && call.bias_type != 1)
+        throw Refused("pse_type " + std::to_string(call.bias_type) + " is not emulated: 0 and 1 are");
+    if (call.padding_mask) throw Refused("a padding mask is not emulated");
+    if (call.prefix.size()) throw Refused("prefixes (sparse modes 5 and 6) are not emulated");
+    if (call.heads <= 0) throw Refused("head_num must be positive");
+    if (call.sparse_mode < 0 || call.sparse_mode > 4)
+        throw Refused("sparse_mode " + std::to_string(call.sparse_mode) + " is not emulated: 0 to 4 are");
+    auto query = by_heads(call.query.raw(), call.layout, call.heads);
+    if (query.size(-3) != call.heads) throw Refused("head_num is not the query's number of heads");
+    if (query.size(-1) < 1 || query.size(-1) > 768) throw Refused("the head dimension must be between 1 and 768");
+    int64_t groups = kv_heads(call);
+    if (groups < 1 || call.heads % groups) throw Refused("the query's heads must be a multiple of the key's");
+    if (call.mask && call.mask.dtype() != at::kBool && call.mask.dtype() != at::kByte)
+        throw Refused("atten_mask must be bool or uint8");
+    if (call.mask && call.sparse_mode >= 2 &&
+        (call.mask.raw().numel() != kCausalTemplate * kCausalTemplate || call.mask.size(-1) != kCausalTemplate))
+        throw Refused("sparse modes 2, 3 and 4 take a mask of 2048x2048");
+}
+
+// Without a mask every key is seen, whatever the mode.
+at::Tensor hidden_keys(const ScoreAttention& call, int64_t sequence, int64_t queries, int64_t keys) {
+    if (!call.mask) return {};
+    auto mask = call.mask.tensor();
+    if (call.sparse_mode >= 2) {
+        check_causal_template(mask.contiguous());
+        if (call.sparse_mode == 2) return outside_band(queries, keys, kNoLimit, 0, 0);
+        if (call.sparse_mode == 3) return outside_band(queries, keys, kNoLimit, 0, keys - queries);
+        return outside_band(queries, keys, call.before, call.after, keys - queries);
+    }
+    if (mask.dim() == 4) mask = mask[mask.size(0) == 1 ? 0 : sequence];  // [1 or N, S, S]
+    mask = mask.to(at::kBool);
+    if (call.packed()) mask = mask.narrow(-2, 0, queries).narrow(-1, 0, keys);
+    if (call.sparse_mode == 1) return mask;
+    return either(mask, outside_band(queries, keys, call.before, call.after, 0));
+}
+
+void run(const ScoreAttention& call) {
+    bool packed = call.packed();
+    int64_t groups = kv_heads(call);
+    auto query = by_heads(call.query.raw(), call.layout, call.heads);
+    auto key = by_heads(call.key.raw(), call.layout, groups);
+    auto value = by_heads(call.value.raw(), call.layout, groups);
+    auto output = by_heads(call.output.raw(), call.layout, call.heads);
+    auto max = packed ? call.max.raw().permute({1, 0, 2}) : call.max.raw(),
+         sum = packed ? call.sum.raw().permute({1, 0, 2}) : call.sum.raw();
+    auto queries = packed ? packed_spans(call.query_ends, query.size(1), "actual_seq_qlen")
+                          : std::vector<Span>(query.size(0), {0, query.size(2)});
+    auto keys = packed ? packed_spans(call.key_ends, key.size(1), "actual_seq_kvlen")
+                       : std::vector<Span>(query.size(0), {0, key.size(2)});
+    for (size_t b = 0; b < queries.size(); ++b) {
+        auto part = [&](const at::Tensor& tensor, Span span) {
+            return (packed ? tensor : tensor[b]).narrow(1, span.start, span.length);
+        };
+        AttentionInputs inputs{.query = part(query, queries[b]),
+                               .key = part(key, keys[b]),
+                               .value = part(value, keys[b]),
+                               .scale = call.scale,
+                               .hidden = hidden_keys(call, b, queries[b].length, keys[b].length),
+                               .bias_before_scale = call.bias_type == 1};
+        if (call.bias) inputs.bias = call.bias.tensor()[call.bias.size(0) == 1 ? 0 : b];
+        auto result = attend(inputs);
+        part(output, queries[b]).copy_(result.output);
+        // Each row's figure is stored eight times, a vector's width.
+        part(max, queries[b]).copy_(result.max.unsqueeze(-1));
+        part(sum, queries[b]).copy_(result.sum.unsqueeze(-1));
+    }
+}
+
+double flops(const ScoreAttention& call) {
+    auto query = by_heads(call.query.raw(), call.layout, call.heads);
+    int64_t dim = query.size(-1);
+    if (!call.packed()) {
+        int64_t keys = by_heads(call.key.raw(), call.layout, kv_heads(call)).size(2);
+        return query.size(0) * attention_flops(call.heads, query.size(2), keys, dim, dim);
+    }
+    auto queries = packed_spans(call.query_ends, query.size(1), "actual_seq_qlen");
+    auto keys = packed_spans(call.key_ends, call.key.size(0), "actual_seq_kvlen");
+    double total = 0;
+    for (size_t b = 0; b < queries.size(); ++b)
+        total += attention_flops(call.heads, queries[b].length, keys[b].length, dim, dim);
+    return total;
+}
+
+ScoreAttention dense(In query, In key, In value, In bias, In drop_mask, In padding_mask, In mask, Ints prefix,
+                     double scale, double keep, int64_t before, int64_t after, int64_t heads, Text layout,
+                     int64_t inner_precise, int64_t sparse_mode, Out max, Out sum, Out softmax, Out output) {
+    return {query, key,  value,  bias,  drop_mask, padding_mask, mask,        prefix, nullptr, nullptr,
+            scale, keep, before, after, heads,     layout.value, sparse_mode, max,    sum,     output};
+}
+
+ScoreAttention packed(In query, In key, In value, In bias, In drop_mask, In padding_mask, In mask, Ints prefix,
+                      Ints query_ends, Ints key_ends, double scale, double keep, int64_t before, int64_t after,
+                      int64_t heads, Text layout, int64_t inner_precise, int64_t sparse_mode, Out max, Out sum,
+                      Out softmax, Out output) {
+    return {query, key,  value,  bias,  drop_mask, padding_mask, mask,        prefix, query_ends, key_ends,
+            scale, keep, before, after, heads,     layout.value, sparse_mode, max,    sum,        output};
+}
+
+// Ascend950's, for both: it has room for more, none of which is emulated.
+ScoreAttention newest(In query, In key, In value, In bias, In drop_mask, In padding_mask, In mask, In query_rope,
+                      In key_rope, In query_scale, In key_scale, In value_scale, In sink, Ints prefix, Ints query_ends,
+                      Ints key_ends, Ints query_start, Ints key_start, double scale, double keep, int64_t before,
+                      int64_t after, int64_t heads, Text layout, int64_t inner_precise, int64_t sparse_mode,
+                      int64_t output_type, int64_t bias_type, Text softmax_layout, int64_t seed, int64_t offset,
+                      Out max, Out sum, Out softmax, Out output) {
+    if (query_rope || key_rope) throw Refused("a rotary part apart from query and key is not emulated");
+    if (query_scale || key_scale || value_scale) throw Refused("quantised query, key and value are not emulated");
+    if (sink) throw Refused("a sink is not emulated");
+    return {query, key,    value, bias,  drop_mask,    padding_mask, mask, prefix, query_ends, key_ends, scale,
+            keep,  before, after, heads, layout.value, sparse_mode,  max,  sum,    output,     bias_type};
+}
+
+template <auto read>
+struct Kernel;
+template <class... Arguments, ScoreAttention (*read)(Arguments...)>
+struct Kernel<read> {
+    static void run(Arguments... arguments) { ::run(read(arguments...)); }
+    static void check(Arguments... arguments) { ::check(read(arguments...)); }
+    static double flops(Arguments... arguments) { return ::flops(read(arguments...)); }
+};
+
+constexpr auto& FlashAttentionScore = Kernel<dense>::run;
+constexpr auto& FlashAttentionVarLenScore = Kernel<packed>::run;
+constexpr auto& FlashAttentionScoreV4 = Kernel<newest>::run;
+
+}  // namespace
+
+ACLNN(FlashAttentionScore, .check = Kernel<dense>::check, .flops = Kernel<dense>::flops, .workspace = 1024)
+ACLNN(FlashAttentionVarLenScore, .check = Kernel<packed>::check, .flops = Kernel<packed>::flops, .workspace = 1024)
+ACLNN(FlashAttentionScoreV4, .check = Kernel<newest>::check, .flops = Kernel<newest>::flops, .workspace = 1024)

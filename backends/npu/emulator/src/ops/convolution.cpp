@@ -1,0 +1,41 @@
+// Convolutions in one, two and three dimensions.
+#include "numeric.h"
+
+using namespace emulator;
+
+static void check_convolution(In input, In weight, In bias, Ints stride, Ints, Ints dilation, bool transposed, Ints,
+                              int64_t groups, Out, int8_t) {
+    require_dtype(input, {at::kFloat, at::kHalf, at::kBFloat16}, "input");
+    require_dtype(weight, {input.dtype()}, "weight");
+    require(input.dim() == weight.dim() && input.dim() >= 3,
+            "input has shape " + shown(input.sizes()) + ", weight has " + shown(weight.sizes()));
+    require(groups > 0, "there must be at least one group");
+    require(
+        input.size(1) == (transposed ? weight.size(0) : weight.size(1) * groups),
+        "input's " + std::to_string(input.size(1)) + " channels do not suit weight's shape " + shown(weight.sizes()));
+    require(int64_t(stride.size()) == input.dim() - 2 && int64_t(dilation.size()) == input.dim() - 2,
+            "stride and dilation need one value for each spatial dimension");
+    if (bias) require(bias.dim() == 1, "bias must have one dimension");
+}
+static double convolution_flops(In, In weight, In, Ints, Ints, Ints, bool transposed, Ints, int64_t, Out out, int8_t) {
+    double products = 2;
+    for (auto size : out.sizes()) products *= size;
+    for (int64_t d = transposed ? 2 : 1; d < weight.dim(); ++d) products *= weight.size(d);
+    return products;
+}
+static void Convolution(In input, In weight, In bias, Ints stride, Ints padding, Ints dilation, bool transposed,
+                        Ints output_padding, int64_t groups, Out out, int8_t) {
+    auto x = widen(input);
+    auto pads = padding.values;
+    size_t spatial = x.dim() - 2;
+    if (pads.size() == 2 * spatial) {  // another one at each end
+        std::vector<int64_t> inside_out;
+        for (size_t d = spatial; d-- > 0;) inside_out.insert(inside_out.end(), {pads[2 * d], pads[2 * d + 1]});
+        x = at::constant_pad_nd(x, inside_out);
+        pads.assign(spatial, 0);
+    }
+    std::optional<at::Tensor> added = bias ? std::optional<at::Tensor>(widen(bias)) : std::nullopt;
+    out.set(at::convolution(x, widen(weight), added, stride.values, pads, dilation.values, transposed,
+                            output_padding.values, groups));
+}
+ACLNN(Convolution, .check = check_convolution, .flops = convolution_flops)

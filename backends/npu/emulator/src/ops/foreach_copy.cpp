@@ -1,0 +1,13 @@
+// Copies of lists of tensors: how torch_npu fills a graph's inputs.
+#include "numeric.h"
+
+using namespace emulator;
+
+static void check(Ins source, Outs target) {
+    require(source.size() == target.size(), "as many tensors go in as come out");
+    for (size_t i = 0; i < source.size(); ++i) require_shape(target[i], source[i].sizes(), "an output");
+}
+static void ForeachCopy(Ins source, Outs target) {
+    for (size_t i = 0; i < source.size(); ++i) target[i].set(source[i]);
+}
+ACLNN(ForeachCopy, .check = check)

@@ -1,0 +1,56 @@
+// The norms of ATen, computed in float32 and rounded once.
+#include "numeric.h"
+
+using namespace emulator;
+
+static std::optional<at::Tensor> given(const In& argument) {
+    return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
+}
+
+static void check_layer_norm(In input, Ints normalized, In weight, In bias, double, Out out, Out, Out) {
+    require_dtype(input, {at::kFloat, at::kHalf, at::kBFloat16}, "input");
+    require(int64_t(normalized.size()) <= input.dim() && normalized.size() > 0,
+            "the normalized shape has too many or no dimensions");
+    for (size_t d = 0; d < normalized.size(); ++d)
+        require(input.size(d - normalized.size()) == normalized[d], "the normalized shape " + shown(normalized.values) +
+                                                                        " is not how input's " + shown(input.sizes()) +
+                                                                        " ends");
+    require_shape(weight, normalized.values, "weight");
+    require_shape(bias, normalized.values, "bias");
+    require_shape(out, input.sizes(), "out");
+}
+static void LayerNorm(In input, Ints normalized, In weight, In bias, double eps, Out out, Out mean, Out rstd) {
+    auto [y, m, r] = at::native_layer_norm(widen(input), normalized.values, given(weight), given(bias), eps);
+    out.set(y);
+    mean.set(m);
+    rstd.set(r);
+}
+ACLNN(LayerNorm, .check = check_layer_norm)
+static void FastLayerNorm(In input, Ints normalized, In weight, In bias, double eps, Out out, Out mean, Out rstd) {
+    LayerNorm(input, normalized, weight, bias, eps, out, mean, rstd);
+}
+ACLNN(FastLayerNorm, .check = check_layer_norm)
+
+static void GroupNorm(In input, In weight, In bias, int64_t n, int64_t c, int64_t hw, int64_t groups, double eps,
+                      Out out, Out mean, Out rstd) {
+    auto [y, m, r] =
+        at::native_group_norm(widen(input).contiguous(), given(weight), given(bias), n, c, hw, groups, eps);
+    out.set(y);
+    mean.set(m);
+    rstd.set(r);
+}
+ACLNN(GroupNorm)
+
+static void BatchNorm(In input, In weight, In bias, InOut running_mean, InOut running_var, bool training,
+                      double momentum, double eps, Out out, Out save_mean, Out save_invstd) {
+    auto mean = given(running_mean), var = given(running_var);  // updated in place where they are float32
+    auto [y, m, r] =
+        at::native_batch_norm(widen(input), given(weight), given(bias), mean, var, training, momentum, eps);
+    out.set(y);
+    if (!training) return;
+    save_mean.set(m);
+    save_invstd.set(r);
+    if (mean) running_mean.set(*mean);
+    if (var) running_var.set(*var);
+}
+ACLNN(BatchNorm)

@@ -1,0 +1,60 @@
+// Losses, forward only.
+#include <ATen/core/Reduction.h>
+
+#include "numeric.h"
+
+using namespace emulator;
+
+static std::optional<at::Tensor> given(const In& argument) {
+    return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
+}
+static void check_reduction(int64_t reduction) {
+    require(reduction >= at::Reduction::None && reduction < at::Reduction::END,
+            "the reduction is " + std::to_string(reduction) + ", it must be 0 (none), 1 (mean) or 2 (sum)");
+}
+static void check_pair(In self, In target, int64_t reduction, Out out) {
+    check_reduction(reduction);
+    auto shape = broadcast(self.sizes(), target.sizes());
+    if (reduction != at::Reduction::None) shape.clear();
+    require_shape(out, shape, "out");
+}
+
+static void MseLoss(In self, In target, int64_t reduction, Out out) {
+    out.set(at::mse_loss(widen(self), widen(target), reduction));
+}
+ACLNN(MseLoss, .check = check_pair)
+static void L1Loss(In self, In target, int64_t reduction, Out out) {
+    out.set(at::l1_loss(widen(self), widen(target), reduction));
+}
+ACLNN(L1Loss, .check = check_pair)
+static void SmoothL1Loss(In self, In target, int64_t reduction, float beta, Out out) {
+    out.set(at::smooth_l1_loss(widen(self), widen(target), reduction, beta));
+}
+ACLNN(SmoothL1Loss)
+static void KlDiv(In self, In target, int64_t reduction, bool log_target, Out out) {
+    out.set(at::kl_div(widen(self), widen(target), reduction, log_target));
+}
+ACLNN(KlDiv)
+static void BinaryCrossEntropy(In self, In target, In weight, int64_t reduction, Out out) {
+    out.set(at::binary_cross_entropy(widen(self), widen(target), given(weight), reduction));
+}
+ACLNN(BinaryCrossEntropy)
+static void BinaryCrossEntropyWithLogits(In self, In target, In weight, In pos_weight, int64_t reduction, Out out) {
+    out.set(
+        at::binary_cross_entropy_with_logits(widen(self), widen(target), given(weight), given(pos_weight), reduction));
+}
+ACLNN(BinaryCrossEntropyWithLogits)
+
+static void check_nll(In self, In target, In, int64_t reduction, int64_t, Out, Out) {
+    check_reduction(reduction);
+    require(self.dim() == 1 || self.dim() == 2,
+            "self has shape " + shown(self.sizes()) + ", it must have 1 or 2 dimensions");
+    require_dtype(target, {at::kLong, at::kInt, at::kByte}, "target");
+}
+static void NLLLoss(In self, In target, In weight, int64_t reduction, int64_t ignore_index, Out out, Out total_weight) {
+    auto [loss, total] =
+        at::nll_loss_forward(widen(self), target.tensor().to(at::kLong), given(weight), reduction, ignore_index);
+    out.set(loss);
+    if (reduction != at::Reduction::None) total_weight.set(total);
+}
+ACLNN(NLLLoss, .check = check_nll)

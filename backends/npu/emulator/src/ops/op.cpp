@@ -1,0 +1,195 @@
+// How arguments are bound to the device's memory, and how an operation is prepared and launched.
+#include "op.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+
+#include <numeric>
+
+namespace emulator {
+
+namespace {
+
+constexpr int kInvalid = 161002;   // ACLNN_ERR_PARAM_INVALID
+constexpr int kInternal = 561000;  // ACLNN_ERR_INNER
+
+int64_t elements(at::IntArrayRef shape) {
+    return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
+}
+
+bool is_nz(aclFormat format) {
+    return format == ACL_FORMAT_FRACTAL_NZ || format == ACL_FORMAT_FRACTAL_NZ_C0_16 ||
+           format == ACL_FORMAT_FRACTAL_NZ_C0_32;
+}
+
+// FRACTAL_NZ: [..., N1, M1, M0, N0] holds the matrix [..., M, N] in tiles of M0 x N0, padded with zeros.
+at::Tensor from_nz(const at::Tensor& fractal, at::IntArrayRef matrix) {
+    int64_t dims = fractal.dim();
+    auto shape = fractal.sizes().vec();
+    auto padded = fractal.movedim({dims - 4, dims - 3, dims - 2, dims - 1}, {dims - 2, dims - 4, dims - 3, dims - 1});
+    std::vector<int64_t> flat(shape.begin(), shape.end() - 4);
+    flat.push_back(shape[dims - 3] * shape[dims - 2]);
+    flat.push_back(shape[dims - 4] * shape[dims - 1]);
+    return padded.reshape(flat)
+        .narrow(-2, 0, matrix[matrix.size() - 2])
+        .narrow(-1, 0, matrix[matrix.size() - 1])
+        .reshape(matrix);
+}
+
+void into_nz(const at::Tensor& fractal, const at::Tensor& matrix) {
+    int64_t dims = fractal.dim();
+    auto shape = fractal.sizes();
+    int64_t rows = shape[dims - 3] * shape[dims - 2], columns = shape[dims - 4] * shape[dims - 1];
+    std::vector<int64_t> batched(shape.begin(), shape.end() - 4), tiled = batched;
+    batched.insert(batched.end(), {matrix.size(-2), matrix.size(-1)});
+    auto padded =
+        at::constant_pad_nd(matrix.reshape(batched), {0, columns - matrix.size(-1), 0, rows - matrix.size(-2)});
+    tiled.insert(tiled.end(), {shape[dims - 3], shape[dims - 2], shape[dims - 4], shape[dims - 1]});
+    fractal.copy_(padded.reshape(tiled).movedim({dims - 4, dims - 3, dims - 2, dims - 1},
+                                                {dims - 3, dims - 2, dims - 4, dims - 1}));
+}
+
+}  // namespace
+
+In::In(const aclTensor* handle) {
+    if (!handle) return;
+    present_ = true;
+    shape_ = handle->shape;
+    if (shape_.size() > 8)
+        throw Refused("a tensor has " + std::to_string(shape_.size()) + " dimensions, an operation takes up to 8");
+    dtype_ = scalar_type(handle->dtype);
+    format_ = handle->format;
+    address_ = handle->storage;
+    auto options = at::TensorOptions().dtype(dtype_);
+    size_t itemsize = c10::elementSize(dtype_);
+    if (elements(shape_) == 0) {  // may come with any address
+        view_ = at::detail::empty_cpu(shape_, options);
+        return;
+    }
+    if (!address_) throw Refused("a tensor that has elements has no address");
+    if (is_nz(format_)) {
+        bind_nz(*handle);
+        return;
+    }
+    address_ = static_cast<const char*>(address_) + handle->offset * itemsize;
+    int64_t last = 0;
+    for (size_t d = 0; d < shape_.size(); ++d) last += (shape_[d] - 1) * handle->strides[d];
+    bytes_ = (last + 1) * itemsize;
+    view_ = at::from_blob(backing(address_), shape_, handle->strides, options);
+}
+
+void In::bind_nz(const aclTensor& handle) {
+    const auto& fractal = handle.storage_shape;
+    size_t dims = shape_.size(), fractal_dims = fractal.size();
+    if (dims < 2 || fractal_dims < 4) throw Refused("a tensor in FRACTAL_NZ needs two dimensions");
+    // The view must be the whole matrix, as it is or transposed: tiles have no strides.
+    transposed_ = handle.strides[dims - 2] == 1 && handle.strides[dims - 1] == shape_[dims - 2] &&
+                  !(shape_[dims - 2] == 1 && handle.strides[dims - 2] == shape_[dims - 1]);
+    matrix_ = shape_;
+    if (transposed_) std::swap(matrix_[dims - 1], matrix_[dims - 2]);
+    int64_t stride = matrix_[dims - 1];
+    if (!transposed_ &&
+        (handle.strides[dims - 1] != 1 || (handle.strides[dims - 2] != stride && shape_[dims - 2] != 1)))
+        throw Refused("a tensor in FRACTAL_NZ can be viewed whole or transposed only");
+    int64_t tile_elements = 1;
+    for (size_t d = fractal_dims - 4; d < fractal_dims; ++d) tile_elements *= fractal[d];
+    int64_t matrix_elements = matrix_[dims - 1] * matrix_[dims - 2];
+    if (handle.offset % matrix_elements != 0) throw Refused("a view in FRACTAL_NZ must begin with a whole matrix");
+    std::vector<int64_t> shape(matrix_.begin(), matrix_.end() - 2);
+    shape.insert(shape.end(), fractal.end() - 4, fractal.end());
+    int64_t offset = handle.offset / matrix_elements * tile_elements;
+    size_t itemsize = c10::elementSize(dtype_);
+    address_ = static_cast<const char*>(address_) + offset * itemsize;
+    bytes_ = elements(shape) * itemsize;
+    view_ = at::from_blob(backing(address_), shape, at::TensorOptions().dtype(dtype_));
+}
+
+at::Tensor In::tensor() const {
+    if (!present_ || matrix_.empty()) return view_;
+    auto matrix = from_nz(view_, matrix_);
+    return transposed_ ? matrix.transpose(-1, -2) : matrix;
+}
+
+void In::describe(std::vector<Operand>& operands, Access access) const {
+    if (!present_) return;
+    operands.push_back({address_, bytes_, access, static_cast<int>(acl_type(dtype_)), shape_});
+}
+
+void Out::set(const at::Tensor& value) const {
+    if (!present_ || view_.numel() == 0) return;
+    if (matrix_.empty()) {
+        view_.copy_(value);
+        return;
+    }
+    auto matrix = value.to(dtype_).expand(shape_);
+    into_nz(view_, transposed_ ? matrix.transpose(-1, -2) : matrix);
+}
+
+Resizable::Resizable(const aclTensor* handle) : Out(handle) {
+    if (!handle) return;
+    if (!handle->result_shape) handle->result_shape = std::make_shared<std::optional<std::vector<int64_t>>>();
+    result_shape_ = handle->result_shape;
+}
+
+void Resizable::set(const at::Tensor& value) const {
+    if (!present_) return;
+    *result_shape_ = value.sizes().vec();
+    if (value.numel() == 0) return;
+    if (value.numel() > view_.numel())
+        throw Refused("the output has room for " + std::to_string(view_.numel()) + " elements, the result has " +
+                      std::to_string(value.numel()));
+    view_.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
+}
+
+int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind) {
+    std::string name = std::string("aclnn") + kernel;
+    if (!workspace || !executor) return fail(kInvalid, name + ": no place for the workspace's size or the executor");
+    *workspace = 0;
+    try {
+        Launch launch = bind();
+        // ATen's backend kernels only: autograd and the views' bookkeeping are the caller's.
+        launch.run = [run = std::move(launch.run)] {
+            at::AutoDispatchBelowADInplaceOrView guard;
+            try {
+                run();
+            } catch (const c10::Error& error) {
+                throw std::runtime_error(error.what_without_backtrace());
+            }
+        };
+        *executor = new aclOpExecutor{std::move(launch)};
+        return 0;
+    } catch (const Refused& error) {
+        return fail(kInvalid, name + ": " + error.what());
+    } catch (const c10::Error& error) {
+        return fail(kInvalid, name + ": " + error.what_without_backtrace());
+    } catch (const std::out_of_range& error) {  // of backing(): not the device's memory; or of a shape
+        return fail(kInvalid, name + ": " + error.what());
+    } catch (const std::exception& error) {
+        return fail(kInternal, name + ": " + error.what());
+    }
+}
+
+int execute(aclOpExecutor* executor, aclrtStream stream) {
+    if (!executor) return fail(kInvalid, "an aclnn function was called without the executor of its first phase");
+    if (executor->repeatable) return launch(stream, executor->launch);
+    std::unique_ptr<aclOpExecutor> spent(executor);
+    return launch(stream, std::move(spent->launch));
+}
+
+}  // namespace emulator
+
+extern "C" {
+
+// An executor is spent by its launch unless it was made repeatable; this one was not launched, or was made so.
+int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
+    delete executor;
+    return 0;
+}
+
+int aclSetAclOpExecutorRepeatable(aclOpExecutor* executor) {
+    if (!executor) return emulator::fail(161001, "aclSetAclOpExecutorRepeatable: a null executor");
+    executor->repeatable = true;
+    return 0;
+}
+
+}  // extern "C"

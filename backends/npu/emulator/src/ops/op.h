@@ -1,0 +1,228 @@
+// How an aclnn operation is written down:
+//
+//     void Add(In self, In other, Number alpha, Out out) { out.set(at::add(self, other, alpha)); }
+//     ACLNN(Add)
+//
+// The function's parameters are those of aclnnAddGetWorkspaceSize, without the last two. ACLNN makes both entry points
+// from it: aclnnAddGetWorkspaceSize binds the arguments (the caller destroys its handles soon after), and aclnnAdd
+// launches the body on a stream. The body sees plain CPU tensors over the device's memory, and runs again at every
+// replay if the launch was captured: it must not change what it was bound to.
+//
+// Constraints of the hardware are checked before anything is launched, by a function with the same parameters that
+// throws Refused: ACLNN(Mm, .check = check_mm, .flops = flops_of_mm, .workspace = 1024).
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "handles.h"
+#include "runtime/launch.h"
+
+// What the first phase hands to the second.
+struct aclOpExecutor {
+    emulator::Launch launch;
+    bool repeatable = false;  // aclSetAclOpExecutorRepeatable: else its launch spends it
+};
+
+namespace emulator {
+
+// Thrown for a call that the hardware would refuse; the caller gets ACLNN_ERR_PARAM_INVALID and the reason.
+struct Refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// A tensor argument, which may be null. `tensor()` is a CPU tensor over the device's memory, or, in FRACTAL_NZ, a copy
+// in ND.
+class In {
+  public:
+    using Handle = const aclTensor*;
+    In(const aclTensor* handle);
+    explicit operator bool() const { return present_; }
+    operator at::Tensor() const { return tensor(); }
+    at::Tensor tensor() const;
+    at::Tensor raw() const { return view_; }  // the storage as it lies, in FRACTAL_NZ too
+    at::IntArrayRef sizes() const { return shape_; }
+    int64_t size(int64_t dim) const { return shape_.at(dim < 0 ? dim + shape_.size() : dim); }
+    int64_t dim() const { return shape_.size(); }
+    at::ScalarType dtype() const { return dtype_; }
+    aclFormat format() const { return format_; }
+    void describe(std::vector<Operand>& operands, Access access = Access::read) const;
+
+  protected:
+    bool present_ = false;
+    void bind_nz(const aclTensor& handle);
+
+    at::Tensor view_;
+    std::vector<int64_t> shape_;
+    at::ScalarType dtype_ = at::kFloat;
+    aclFormat format_ = ACL_FORMAT_ND;
+    const void* address_ = nullptr;  // on the device
+    size_t bytes_ = 0;
+    std::vector<int64_t> matrix_;  // in FRACTAL_NZ: the shape as stored; empty in ND
+    bool transposed_ = false;      // in FRACTAL_NZ: the shape seen is the stored one with its last dimensions swapped
+};
+
+// A tensor that the operation writes without reading it. Setting a null one does nothing: it was not asked for.
+class Out : public In {
+  public:
+    using In::In;
+    void set(const at::Tensor& value) const;  // cast, broadcast, and laid out as the tensor's format says
+    void describe(std::vector<Operand>& operands) const { In::describe(operands, Access::write); }
+};
+
+// A tensor that the operation reads and writes.
+class InOut : public Out {
+  public:
+    using Out::Out;
+    void describe(std::vector<Operand>& operands) const { In::describe(operands, Access::read_write); }
+};
+
+// An output whose shape depends on data: its memory has room for the largest one. The caller asks for the shape with
+// aclGetViewShape, after it has synchronised the stream. Memory beyond the result keeps what it held.
+class Resizable : public Out {
+  public:
+    Resizable(const aclTensor* handle);
+    void set(const at::Tensor& value) const;
+
+  private:
+    std::shared_ptr<std::optional<std::vector<int64_t>>> result_shape_;
+};
+
+// aclScalar, which may be null.
+struct Number {
+    using Handle = const aclScalar*;
+    Number(const aclScalar* handle) {
+        if (handle) value = handle->value;
+    }
+    operator at::Scalar() const { return value.value(); }
+    std::optional<at::Scalar> value;
+};
+
+// aclIntArray, aclFloatArray and aclBoolArray, which may be null.
+template <class Array, class T>
+struct Values {
+    using Handle = const Array*;
+    Values(const Array* handle) : present(handle != nullptr) {
+        if (handle) values = handle->values;
+    }
+    explicit operator bool() const { return present; }
+    size_t size() const { return values.size(); }
+    T operator[](size_t index) const { return values.at(index); }
+    bool present;
+    std::vector<T> values;
+};
+using Ints = Values<aclIntArray, int64_t>;
+using Floats = Values<aclFloatArray, float>;
+using Bools = Values<aclBoolArray, bool>;
+
+// A C string, which may be null.
+struct Text {
+    using Handle = const char*;
+    Text(const char* handle) : value(handle ? handle : "") {}
+    std::string value;
+};
+
+// aclTensorList, which may be null.
+template <class Argument>
+struct List {
+    using Handle = const aclTensorList*;
+    List(const aclTensorList* handle) : present(handle != nullptr) {
+        if (handle)
+            for (auto* each : handle->tensors) items.emplace_back(each);
+    }
+    explicit operator bool() const { return present; }
+    size_t size() const { return items.size(); }
+    const Argument& operator[](size_t index) const { return items.at(index); }
+    std::vector<at::Tensor> tensors() const { return {items.begin(), items.end()}; }
+    void describe(std::vector<Operand>& operands) const {
+        for (auto& each : items) each.describe(operands);
+    }
+    bool present;
+    std::vector<Argument> items;
+};
+using Ins = List<In>;
+using Outs = List<Out>;
+using InOuts = List<InOut>;
+
+// How an argument crosses the C interface: as its handle, or, for numbers, as itself.
+template <class T>
+struct Crossing {
+    using Type = T;
+};
+template <class T>
+    requires requires { typename T::Handle; }
+struct Crossing<T> {
+    using Type = typename T::Handle;
+};
+
+template <class T>
+void describe(std::vector<Operand>& operands, const T& argument) {
+    if constexpr (requires { argument.describe(operands); }) argument.describe(operands);
+}
+
+// What an operation may say beside its body.
+template <class... Arguments>
+struct Options {
+    void (*check)(Arguments...) = nullptr;    // throws Refused
+    double (*flops)(Arguments...) = nullptr;  // of one launch, for the trace
+    uint64_t workspace = 0;  // bytes; the emulator needs none, but callers must get their path for it right
+};
+
+// Runs `bind` and turns what it throws into an error code and a reason.
+int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind);
+// The second phase of every operation.
+int execute(aclOpExecutor* executor, aclrtStream stream);
+
+// The first phase. Apart from Entry, so that functions with the same parameters share it.
+template <class... Arguments>
+int get_workspace_size(const char* kernel, void (*function)(Arguments...), const Options<Arguments...>& options,
+                       typename Crossing<Arguments>::Type... handles, uint64_t* workspace, aclOpExecutor** executor) {
+    int code = prepare(kernel, workspace, executor, [&] {
+        std::tuple<Arguments...> bound{Arguments(handles)...};
+        if (options.check) std::apply(options.check, bound);
+        Launch launch{.kernel = kernel};
+        std::apply([&](auto&... each) { (describe(launch.operands, each), ...); }, bound);
+        if (options.flops) launch.flops = std::apply(options.flops, bound);
+        launch.run = [function, bound = std::move(bound)] { std::apply(function, bound); };
+        return launch;
+    });
+    if (code == 0) *workspace = options.workspace;
+    return code;
+}
+
+template <auto function>
+struct Entry;
+template <class... Arguments, void (*function)(Arguments...)>
+struct Entry<function> {
+    static inline const char* kernel = nullptr;
+    static inline Options<Arguments...> options;
+    static int get_workspace_size(typename Crossing<Arguments>::Type... handles, uint64_t* workspace,
+                                  aclOpExecutor** executor) {
+        return emulator::get_workspace_size<Arguments...>(kernel, function, options, handles..., workspace, executor);
+    }
+};
+
+}  // namespace emulator
+
+// An assembler alias gives the deduced function its C name; a C declaration would have to repeat every parameter.
+#define ACLNN(name, ...)                                                                                             \
+    [[gnu::constructor]] static void name_##name() {                                                                 \
+        emulator::Entry<&name>::kernel = #name;                                                                      \
+        emulator::Entry<&name>::options = {__VA_ARGS__};                                                             \
+    }                                                                                                                \
+    [[gnu::used, gnu::noinline, gnu::noclone]] static void export_##name() {                                         \
+        asm volatile(".globl aclnn" #name                                                                            \
+                     "GetWorkspaceSize\n"                                                                            \
+                     ".type aclnn" #name                                                                             \
+                     "GetWorkspaceSize, @function\n"                                                                 \
+                     ".set aclnn" #name "GetWorkspaceSize, %c0" ::"i"(&emulator::Entry<&name>::get_workspace_size)); \
+    }                                                                                                                \
+    extern "C" int aclnn##name(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {                       \
+        return emulator::execute(executor, stream);                                                                  \
+    }

@@ -1,0 +1,99 @@
+// Quantisation by given scales, and by scales found from the values.
+#include "quantise.h"
+
+namespace {
+
+using namespace emulator;
+
+std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
+
+bool is_float(const In& x) { return x.dtype() == at::kHalf || x.dtype() == at::kBFloat16 || x.dtype() == at::kFloat; }
+
+// One-dimensional factors lie along `axis`.
+at::Tensor along(const In& factors, int64_t axis, int64_t dims) {
+    auto values = factors.tensor().to(at::kFloat);
+    if (values.dim() != 1) return values;
+    std::vector<int64_t> shape(dims, 1);
+    shape[axis < 0 ? axis + dims : axis] = -1;
+    return values.view(shape);
+}
+
+void check_axis(const In& x, const In& scale, const In& zero, int64_t axis) {
+    if (!is_float(x)) throw Refused("x must be float16, bfloat16 or float32, not " + text(x.dtype()));
+    if (axis < -x.dim() || axis >= x.dim())
+        throw Refused("axis " + std::to_string(axis) + " is not one of x's dimensions");
+    if (scale.dim() == 1 && scale.size(0) != 1 && scale.size(0) != x.size(axis))
+        throw Refused("scales must have 1 element or as many as x has along axis " + std::to_string(axis) + ", " +
+                      std::to_string(x.size(axis)) + ", but has " + std::to_string(scale.size(0)));
+    if (scale.dim() != 1 && scale.dim() != x.dim()) throw Refused("scales must have 1 dimension or as many as x");
+    if (zero && zero.sizes() != scale.sizes()) throw Refused("zero_points must have the shape of scales");
+}
+
+void check_quantize(In x, In scale, In zero, int32_t, int32_t axis, Out) {
+    check_axis(x, scale, zero, axis);
+    if (scale.dim() != 1) throw Refused("scales must have 1 dimension");
+    if (scale.dtype() != at::kFloat && scale.dtype() != at::kBFloat16 && scale.dtype() != at::kHalf)
+        throw Refused("scales must be float32, float16 or bfloat16, not " + text(scale.dtype()));
+}
+
+void Quantize(In x, In scale, In zero, int32_t dtype, int32_t axis, Out y) {
+    auto values = x.tensor().to(at::kFloat) / along(scale, axis, x.dim());
+    if (zero) values = values + along(zero, axis, x.dim());
+    store_quantised(y, values);
+}
+
+void check_ascend_quant(In x, In scale, In offset, bool, Text round, int32_t, int32_t axis, Out) {
+    check_axis(x, scale, offset, axis);
+    if (axis != -1 && axis != -2) throw Refused("axis must be -1 or -2, but is " + std::to_string(axis));
+    if (scale.dtype() != x.dtype())
+        throw Refused("scale must be of x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
+    if (offset && offset.dtype() != scale.dtype()) throw Refused("offset must be of scale's dtype");
+    if (round.value != "round") throw Refused("rounding '" + round.value + "' is not emulated: 'round' is");
+}
+
+void AscendQuantV3(In x, In scale, In offset, bool square, Text round, int32_t dtype, int32_t axis, Out y) {
+    auto factor = along(scale, axis, x.dim());
+    auto values = x.tensor().to(at::kFloat) * (square ? factor * factor : factor);
+    if (offset) values = values + along(offset, axis, x.dim());
+    store_quantised(y, values);
+}
+
+void check_dynamic(In x, In smooth, In group_ends, int32_t, Out, Out, Out) {
+    if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16)
+        throw Refused("x must be float16 or bfloat16, not " + text(x.dtype()));
+    if (x.dim() < 2) throw Refused("x must have at least 2 dimensions");
+    if (!smooth) {
+        if (group_ends) throw Refused("group_index goes with smooth_scales");
+        return;
+    }
+    if (smooth.dtype() != x.dtype()) throw Refused("smooth_scales must be of x's dtype");
+    if (smooth.size(-1) != x.size(-1)) throw Refused("smooth_scales must have x's last dimension");
+    if (group_ends && (group_ends.dtype() != at::kInt || group_ends.dim() != 1 || smooth.dim() != 2 ||
+                       smooth.size(0) != group_ends.size(0)))
+        throw Refused("group_index must be int32 with an entry for each row of smooth_scales");
+    if (!group_ends && smooth.dim() != 1) throw Refused("smooth_scales without group_index must have 1 dimension");
+}
+
+void DynamicQuantV2(In x, In smooth, In group_ends, int32_t dtype, Out y, Out scale, Out offset) {
+    auto values = x.tensor().to(at::kFloat);
+    if (smooth && group_ends) {
+        auto rows = values.flatten(0, -2);
+        values = (rows * rows_by_group(smooth, group_ends, rows.size(0))).view(values.sizes());
+    } else if (smooth) {
+        values = values * smooth.tensor().to(at::kFloat);
+    }
+    if (!offset) return quantise_rows(values, y, scale);
+    double most = largest_quantised(y, values.size(-1)), steps = 2 * most + 1;
+    auto max = values.amax(-1, true), min = values.amin(-1, true);
+    auto scales = (max - min) / steps;
+    auto offsets = most - max / scales;
+    store_quantised(y, values / scales + offsets);
+    scale.set(scales.squeeze(-1));
+    offset.set(offsets.squeeze(-1));
+}
+
+}  // namespace
+
+ACLNN(Quantize, .check = check_quantize)
+ACLNN(AscendQuantV3, .check = check_ascend_quant)
+ACLNN(DynamicQuantV2, .check = check_dynamic)

@@ -1,0 +1,159 @@
+// Matrix products of quantised values.
+#include "quantise.h"
+
+namespace {
+
+using namespace emulator;
+
+std::string number(int64_t value) { return std::to_string(value); }
+std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
+
+bool given(const In& tensor) { return tensor && tensor.sizes() != at::IntArrayRef{0}; }  // [0] stands for none
+
+bool is_packed_scale(const In& scale) { return scale.dtype() == at::kLong || scale.dtype() == at::kUInt64; }
+
+// TransQuantParam keeps a float32 in the low half of 64 bits, and an offset of 9 bits from bit 37 on.
+at::Tensor scale_of(const In& scale) {
+    if (!is_packed_scale(scale)) return scale.tensor().to(at::kFloat);
+    return scale.tensor().contiguous().view(at::kLong).to(at::kInt).view(at::kFloat);
+}
+
+at::Tensor offset_of(const In& scale) {
+    auto bits = scale.tensor().contiguous().view(at::kLong);
+    return bits.bitwise_left_shift(at::full({}, 18, at::kLong))
+        .bitwise_right_shift(at::full({}, 55, at::kLong))
+        .to(at::kFloat);
+}
+
+bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
+
+// int4 in int32 is packed along whichever dimension is contiguous.
+at::Tensor wide_matrix(const In& matrix) {
+    auto values = matrix.tensor();
+    if (values.scalar_type() != at::kInt) return values;
+    return is_transposed(matrix) ? unpack_int4(values.transpose(-1, -2)).transpose(-1, -2) : unpack_int4(values);
+}
+
+// Sums of products of integers, exactly.
+at::Tensor integer_product(const at::Tensor& x1, const at::Tensor& x2) {
+    auto dtype = x1.size(-1) <= 1024 ? at::kFloat : at::kDouble;  // 1024 * 128 * 128 still fits a float32's 24 bits
+    return at::matmul(x1.to(dtype), x2.to(dtype));
+}
+
+int64_t inner(const In& x1) { return x1.size(-1) * (x1.dtype() == at::kInt ? 8 : 1); }
+
+void check_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
+                   bool transpose1, bool transpose2, int64_t group_size, Out out) {
+    bool int8 = x1.dtype() == at::kChar && x2.dtype() == at::kChar,
+         int4 = x1.dtype() == at::kInt && x2.dtype() == at::kInt;
+    if (!int8 && !int4)
+        throw Refused("x1 and x2 must both be int8, or both int4 in int32, not " + text(x1.dtype()) + " and " +
+                      text(x2.dtype()));
+    if (x1.dim() < 2 || x1.dim() > 6 || x2.dim() < 2 || x2.dim() > 6)
+        throw Refused("x1 and x2 must have 2 to 6 dimensions");
+    if (transpose1 || transpose2) throw Refused("transposing flags are not emulated: views that are transposed are");
+    if (group_size || given(y_scale) || given(x1_offset) || given(y_offset))
+        throw Refused("quantisation in groups, y_scale, x1_offset and y_offset are not emulated");
+    int64_t rows = x2.size(-2) * (int4 && is_transposed(x2) ? 8 : 1), columns = out.size(-1);
+    if (inner(x1) != rows) throw Refused("x1 has " + number(inner(x1)) + " columns, but x2 " + number(rows) + " rows");
+    if (x1.size(-1) > 65535 || x2.size(-1) > 65535)
+        throw Refused("the last dimensions of x1 and x2 must be at most 65535, but are " + number(x1.size(-1)) +
+                      " and " + number(x2.size(-1)));
+    int64_t scales = 1;
+    for (auto size : scale.sizes()) scales *= size;
+    if (scales != 1 && scales != columns)
+        throw Refused("scale must have 1 element or N = " + number(columns) + ", not " + number(scales));
+    bool bf16 = out.dtype() == at::kBFloat16, fp16 = out.dtype() == at::kHalf;
+    bool int32 = out.dtype() == at::kInt;
+    if (!bf16 && !fp16 && !int32 && out.dtype() != at::kChar)
+        throw Refused("an output of " + text(out.dtype()) + " is not emulated: int8, int32, float16 and bfloat16 are");
+    bool rows_scaled = given(row_scale);
+    if (rows_scaled && (row_scale.dtype() != at::kFloat || row_scale.dim() != 1 || row_scale.size(0) != x1.size(-2)))
+        throw Refused("pertoken_scale must be float32 and [M]");
+    if (rows_scaled && !bf16 && !fp16) throw Refused("pertoken_scale goes with a float16 or bfloat16 output");
+    bool plain = scale.dtype() == at::kFloat || scale.dtype() == at::kBFloat16;
+    if (int32) {
+        if (!plain || given(offset) || (given(bias) && bias.dtype() != at::kInt))
+            throw Refused("an int32 output goes with a float32 or bfloat16 scale, an int32 bias and no offset");
+        return;
+    }
+    if (bf16 && !plain)
+        throw Refused("a bfloat16 output needs a float32 or bfloat16 scale, not " + text(scale.dtype()));
+    if (fp16 && rows_scaled && scale.dtype() != at::kFloat)
+        throw Refused("a float16 output with pertoken_scale needs a float32 scale, not " + text(scale.dtype()));
+    if (!bf16 && !rows_scaled && !is_packed_scale(scale))
+        throw Refused("a " + text(out.dtype()) +
+                      " output without pertoken_scale needs an int64 scale, of TransQuantParam, not " +
+                      text(scale.dtype()));
+    if (given(offset) && (out.dtype() != at::kChar || offset.dtype() != at::kFloat))
+        throw Refused("offset must be float32, and goes with an int8 output");
+    if (!given(bias)) return;
+    if (bias.size(-1) != columns) throw Refused("bias must end with N = " + number(columns));
+    if (bias.dtype() != at::kInt && !(bf16 || rows_scaled))
+        throw Refused("bias must be int32 with this output, not " + text(bias.dtype()));
+}
+
+double count_product(In x1, In x2, In, In, In, In, In, In, In, bool, bool, int64_t, Out out) {
+    double flops = 2.0 * inner(x1);
+    for (auto size : out.sizes()) flops *= size;
+    return flops;
+}
+
+void QuantMatmulV5(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
+                   bool transpose1, bool transpose2, int64_t group_size, Out out) {
+    auto sums = integer_product(wide_matrix(x1), wide_matrix(x2));
+    bool integer_bias = given(bias) && bias.dtype() == at::kInt;
+    if (integer_bias) sums = sums + bias.tensor();
+    if (out.dtype() == at::kInt) return out.set(sums);  // the scale has no effect
+    auto values = sums.to(at::kFloat) * scale_of(scale).view(-1);
+    if (given(row_scale)) values = values * row_scale.tensor().unsqueeze(-1);
+    if (given(bias) && !integer_bias) values = values + bias.tensor().to(at::kFloat);
+    if (out.dtype() != at::kChar) return out.set(values);
+    if (given(offset))
+        values = values + offset.tensor();
+    else if (is_packed_scale(scale))
+        values = values + offset_of(scale).view(-1);
+    store_quantised(out, values);
+}
+
+void QuantMatmulWeightNz(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset,
+                         In bias, bool transpose1, bool transpose2, int64_t group_size, Out out) {
+    QuantMatmulV5(x1, x2, row_scale, scale, y_scale, x1_offset, offset, y_offset, bias, transpose1, transpose2,
+                  group_size, out);
+}
+
+void check_nz_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
+                      bool transpose1, bool transpose2, int64_t group_size, Out out) {
+    if (x2.dtype() == at::kInt) throw Refused("int4 weights in FRACTAL_NZ are not emulated");
+    check_product(x1, x2, row_scale, scale, y_scale, x1_offset, offset, y_offset, bias, transpose1, transpose2,
+                  group_size, out);
+}
+
+void check_param(In scale, In offset, int64_t round_mode, Out out) {
+    if (scale.dtype() != at::kFloat || (offset && offset.dtype() != at::kFloat))
+        throw Refused("scale and offset must be float32");
+    if (scale.dim() < 1 || scale.dim() > 2) throw Refused("scale must have 1 or 2 dimensions");
+    if (round_mode != 0 && round_mode != 1) throw Refused("round_mode must be 0 or 1, but is " + number(round_mode));
+    if (!is_packed_scale(out)) throw Refused("the output must be int64 or uint64");
+}
+
+void TransQuantParamV3(In scale, In offset, int64_t round_mode, Out out) {
+    auto bits = scale.tensor().contiguous().view(at::kInt).to(at::kLong).bitwise_and(0xFFFFFFFF);
+    if (round_mode == 1) bits = bits + 0xFFF + bits.bitwise_right_shift(at::full({}, 13, at::kLong)).bitwise_and(1);
+    auto packed = bits.bitwise_and(0xFFFFE000).bitwise_or(int64_t{1} << 46);
+    if (offset) {
+        auto whole = at::round(offset.tensor()).clamp(-256, 255).to(at::kLong).bitwise_and(0x1FF);
+        packed = packed.bitwise_or(whole.bitwise_left_shift(at::full({}, 37, at::kLong)));
+    }
+    out.raw().view(at::kLong).copy_(packed);
+}
+
+void check_param_v2(In scale, In offset, Out out) { check_param(scale, offset, 0, out); }
+void TransQuantParamV2(In scale, In offset, Out out) { TransQuantParamV3(scale, offset, 0, out); }
+
+}  // namespace
+
+ACLNN(QuantMatmulV5, .check = check_product, .flops = count_product)
+ACLNN(QuantMatmulWeightNz, .check = check_nz_product, .flops = count_product)
+ACLNN(TransQuantParamV3, .check = check_param)
+ACLNN(TransQuantParamV2, .check = check_param_v2)

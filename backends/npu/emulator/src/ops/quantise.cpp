@@ -1,0 +1,55 @@
+#include "quantise.h"
+
+namespace emulator {
+
+namespace {
+
+bool takes_int4(const Out& output, int64_t width) {
+    return output.dtype() == at::kInt && output.dim() > 0 && output.size(-1) * 8 == width;
+}
+
+}  // namespace
+
+void store_quantised(const Out& output, const at::Tensor& values) {
+    if (!output || values.numel() == 0) return;
+    auto rounded = at::round(values.to(at::kFloat));
+    switch (output.dtype()) {
+        case at::kChar:
+            return output.set(rounded.clamp(-128, 127));
+        case at::kByte:
+            return output.set(rounded.clamp(0, 255));
+        case at::kInt:
+            break;
+        default:
+            throw Refused(std::string("quantisation to ") + c10::toString(output.dtype()) + " is not emulated");
+    }
+    if (!takes_int4(output, values.size(-1)))
+        return output.set(rounded.to(at::kDouble).clamp(-2147483648.0, 2147483647.0));
+    auto nibbles = rounded.clamp(-8, 7).to(at::kInt).bitwise_and(15).unflatten(-1, {values.size(-1) / 8, 8});
+    auto packed = at::zeros(output.sizes(), at::kInt);
+    for (int64_t i = 0; i < 8; ++i) packed.bitwise_or_(nibbles.select(-1, i).bitwise_left_shift(4 * i));
+    output.set(packed);
+}
+
+at::Tensor unpack_int4(const at::Tensor& packed) {
+    auto shifts = at::arange(28, -1, -4, at::kInt);  // left, so that the shift back right extends the sign
+    auto nibbles = packed.unsqueeze(-1).bitwise_left_shift(shifts).bitwise_right_shift(at::full({}, 28, at::kInt));
+    return nibbles.flatten(-2).to(at::kFloat);
+}
+
+double largest_quantised(const Out& output, int64_t width) { return takes_int4(output, width) ? 7 : 127; }
+
+void quantise_rows(const at::Tensor& values, const Out& output, const Out& scale) {
+    auto wide = values.to(at::kFloat);
+    auto scales = wide.abs().amax(-1, true) / largest_quantised(output, wide.size(-1));
+    store_quantised(output, at::where(scales == 0, 0, wide / scales));
+    scale.set(scales.squeeze(-1));
+}
+
+at::Tensor rows_by_group(const at::Tensor& factors, const at::Tensor& ends, int64_t rows) {
+    auto group = at::searchsorted(ends.to(at::kLong), at::arange(rows, at::kLong), false, true);
+    auto padded = at::constant_pad_nd(factors.to(at::kFloat), {0, 0, 0, 1}, 1);
+    return padded.index_select(0, group.clamp(0, factors.size(0)));
+}
+
+}  // namespace emulator

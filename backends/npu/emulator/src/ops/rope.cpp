@@ -1,0 +1,166 @@
+// Rotary position embeddings.
+#include "rope.h"
+
+namespace emulator {
+
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool interleaved) {
+    auto wide = x.to(at::kFloat);
+    at::Tensor turned;
+    if (interleaved) {
+        turned = at::stack({-wide.slice(-1, 1, {}, 2), wide.slice(-1, 0, {}, 2)}, -1).flatten(-2);
+    } else {
+        auto halves = wide.chunk(2, -1);
+        turned = at::cat({-halves[1], halves[0]}, -1);
+    }
+    return wide * cos.to(at::kFloat) + turned * sin.to(at::kFloat);
+}
+
+}  // namespace emulator
+
+namespace {
+
+using namespace emulator;
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+void check_factors(const In& x, const In& cos, const In& sin) {
+    if (cos.sizes() != sin.sizes() || cos.dtype() != sin.dtype())
+        throw Refused("cos and sin must have one shape and one dtype");
+    if (cos.dtype() != x.dtype()) throw Refused("cos and sin must be of the input's dtype");
+    if (cos.dim() != x.dim())
+        throw Refused("cos and sin must have as many dimensions as the input, " + number(x.dim()));
+}
+
+void check_rotary(In x, In cos, In sin, int64_t mode, In matrix, Out) {
+    check_factors(x, cos, sin);
+    if (x.dim() != 3 && x.dim() != 4) throw Refused("the input must have 3 or 4 dimensions, not " + number(x.dim()));
+    if (matrix) throw Refused("a rotation matrix is not emulated");
+    if (mode != 0 && mode != 1)
+        throw Refused("the rotary mode must be 0 (half) or 1 (interleave), not " + number(mode));
+    int64_t dim = x.size(-1);
+    if (dim % 2 || dim >= 896) throw Refused("the head dimension must be even and below 896, but is " + number(dim));
+    if (cos.size(-1) != dim) throw Refused("cos and sin must have the input's last dimension, " + number(dim));
+    for (int64_t d = 0; d < x.dim(); ++d)
+        if (cos.size(d) != 1 && cos.size(d) != x.size(d))
+            throw Refused("dimension " + number(d) + " of cos and sin must be 1 or the input's, " + number(x.size(d)));
+}
+
+void RotaryPositionEmbeddingV2(In x, In cos, In sin, int64_t mode, In matrix, Out y) {
+    y.set(rotate(x, cos, sin, mode == 1));
+}
+
+// Layouts as the interface numbers them.
+enum : int64_t { kBsnd = 1, kTnd = 4 };
+
+void check_apply(InOut query, InOut key, In cos, In sin, int64_t layout, Text mode) {
+    check_factors(query, cos, sin);
+    if (layout != kBsnd && layout != kTnd) throw Refused("the layout must be BSND or TND on this device");
+    if (mode.value != "half") throw Refused("rotary_mode must be half on this device, not " + mode.value);
+    int64_t dims = layout == kTnd ? 3 : 4, dim = query.size(-1);
+    if (query.dim() != dims || key.dim() != dims)
+        throw Refused("query and key must have " + number(dims) + " dimensions");
+    if (key.dtype() != query.dtype()) throw Refused("query and key must have one dtype");
+    if ((dim != 64 && dim != 128) || key.size(-1) != dim)
+        throw Refused("the head dimension of query and key must be 64 or 128, but is " + number(dim) + " and " +
+                      number(key.size(-1)));
+    for (int64_t d = 0; d < dims - 2; ++d)
+        if (key.size(d) != query.size(d) || cos.size(d) != query.size(d))
+            throw Refused("dimension " + number(d) + " of query, key, cos and sin must be the same");
+    if (cos.size(-2) != 1 || cos.size(-1) != dim) throw Refused("cos and sin must end with [1, " + number(dim) + "]");
+}
+
+void ApplyRotaryPosEmbV2(InOut query, InOut key, In cos, In sin, int64_t layout, Text mode) {
+    query.set(rotate(query, cos, sin, false));
+    key.set(rotate(key, cos, sin, false));
+}
+
+void check_interleave(In x, In cos, In sin, Out) {
+    check_factors(x, cos, sin);
+    if (x.dim() != 4 || x.size(-1) != 64 || cos.size(-1) != 64) throw Refused("x, cos and sin must be [B, N, S, 64]");
+    if (cos.size(1) != 1) throw Refused("cos and sin must have N = 1");
+    if (cos.size(0) != x.size(0) || (cos.size(2) != 1 && cos.size(2) != x.size(2)))
+        throw Refused("cos and sin must have x's B, and x's S or 1");
+    if (!x.raw().is_contiguous()) throw Refused("x must be contiguous");
+}
+
+// Even and odd elements become halves first, and stay so.
+void InterleaveRope(In x, In cos, In sin, Out y) {
+    y.set(rotate(x.tensor().unflatten(-1, {32, 2}).transpose(-1, -2).flatten(-2), cos, sin, false));
+}
+
+// Cos and sin of each token, [tokens, 1, rotary_dim / 2]: from one row of positions, or pieced together from several.
+std::pair<at::Tensor, at::Tensor> position_factors(const In& positions, const In& cache, const Ints& section,
+                                                   bool interleaved) {
+    auto rows = cache.tensor().to(at::kFloat).index_select(0, positions.tensor().reshape(-1).to(at::kLong));
+    auto parts = rows.chunk(2, -1);
+    if (positions.dim() == 1) return {parts[0].unsqueeze(1), parts[1].unsqueeze(1)};
+    auto piece = [&](const at::Tensor& part) {
+        auto sources = part.view({positions.size(0), positions.size(1), -1});
+        if (interleaved) {
+            auto mixed = sources[0].clone();
+            for (int64_t i = 1; i <= 2; ++i)
+                mixed.slice(1, i, section[i] * 3, 3).copy_(sources[i].slice(1, i, section[i] * 3, 3));
+            return mixed.unsqueeze(1);
+        }
+        std::vector<at::Tensor> pieces;
+        int64_t start = 0;
+        for (size_t i = 0; i < section.size(); start += section[i++])
+            pieces.push_back(sources[i].narrow(1, start, section[i]));
+        return at::cat(pieces, -1).unsqueeze(1);
+    };
+    return {piece(parts[0]), piece(parts[1])};
+}
+
+void check_mrope(In positions, In query, In key, In cache, Ints section, int64_t head, bool, int64_t cache_mode, Out,
+                 Out) {
+    if (positions.dtype() != at::kInt && positions.dtype() != at::kLong)
+        throw Refused("positions must be int32 or int64");
+    if (query.dim() != 2 || key.dim() != 2 || cache.dim() != 2)
+        throw Refused("query, key and cos_sin_cache must have 2 dimensions");
+    if (key.dtype() != query.dtype() || cache.dtype() != query.dtype())
+        throw Refused("query, key and cos_sin_cache must have one dtype");
+    int64_t rotary = cache.size(1), multiple = query.dtype() == at::kFloat ? 16 : 32;
+    if (head <= 0 || head % multiple || rotary % multiple || rotary > head)
+        throw Refused("head_size and rotary_dim must be multiples of " + number(multiple) +
+                      " with rotary_dim <= head_size, but are " + number(head) + " and " + number(rotary));
+    if (query.size(1) % head || key.size(1) % head)
+        throw Refused("head_size must divide the last dimensions of query and key");
+    if (positions.size(-1) != query.size(0) || key.size(0) != query.size(0))
+        throw Refused("positions, query and key must have as many tokens");
+    if (positions.dim() == 1) {
+        if (cache_mode) throw Refused("cache_mode interleave goes with positions of 2 dimensions");
+        return;
+    }
+    int64_t sum = 0;
+    for (auto part : section.values) sum += part;
+    if (positions.dim() != 2 || positions.size(0) != static_cast<int64_t>(section.size()) ||
+        (section.size() != 3 && section.size() != 4))
+        throw Refused("positions must be [3 or 4, tokens], with an entry of mrope_section for each row");
+    if (sum != rotary / 2)
+        throw Refused("mrope_section must add up to rotary_dim / 2, " + number(rotary / 2) + ", but does to " +
+                      number(sum));
+    if (cache_mode && section.size() == 4) throw Refused("cache_mode interleave takes three sections");
+}
+
+void RopeWithSinCosCacheV2(In positions, In query, In key, In cache, Ints section, int64_t head, bool neox,
+                           int64_t cache_mode, Out query_out, Out key_out) {
+    auto [cos, sin] = position_factors(positions, cache, section, cache_mode == 1);
+    int64_t rotary = cache.size(1);
+    auto full = [&](const at::Tensor& factor) {
+        return neox ? at::cat({factor, factor}, -1) : factor.repeat_interleave(2, -1);
+    };
+    auto apply = [&](const In& x, const Out& y) {
+        auto heads = x.tensor().unflatten(1, {-1, head});
+        auto turned = rotate(heads.narrow(-1, 0, rotary), full(cos), full(sin), !neox);
+        y.set(at::cat({turned, heads.narrow(-1, rotary, head - rotary).to(at::kFloat)}, -1).flatten(1));
+    };
+    apply(query, query_out);
+    apply(key, key_out);
+}
+
+}  // namespace
+
+ACLNN(RotaryPositionEmbeddingV2, .check = check_rotary)
+ACLNN(ApplyRotaryPosEmbV2, .check = check_apply)
+ACLNN(InterleaveRope, .check = check_interleave)
+ACLNN(RopeWithSinCosCacheV2, .check = check_mrope)

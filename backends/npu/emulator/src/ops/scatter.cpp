@@ -1,0 +1,84 @@
+// Scattering along one dimension.
+#include "numeric.h"
+
+using namespace emulator;
+
+static at::Tensor wide(const In& index) { return index.tensor().to(at::kLong); }
+
+static void check_scatter(const In& self, int64_t dim, const In& index, const In* src) {
+    wrap(dim, self.dim());
+    require_dtype(index, {at::kLong, at::kInt}, "index");
+    if (index.tensor().numel() == 0) return;
+    require(index.dim() == self.dim() || index.dim() + self.dim() == 1,
+            "index has shape " + shown(index.sizes()) + ", self has " + shown(self.sizes()));
+    if (!src) return;
+    require(src->dtype() == self.dtype(), "src and self are of different types");
+    for (int64_t d = 0; d < std::min(index.dim(), src->dim()); ++d)
+        require(index.size(d) <= src->size(d),
+                "index's shape " + shown(index.sizes()) + " does not fit in src's " + shown(src->sizes()));
+}
+
+// Numbered as the interface does. 3 and 4 are those of ScatterReduce alone.
+static const char* reduction_name(int64_t reduction) {
+    static constexpr const char* kNames[] = {"", "sum", "prod", "amax", "amin", "mean"};
+    require(reduction >= 0 && reduction <= 5, "the reduction is " + std::to_string(reduction) + ", it must be 0 to 5");
+    return kNames[reduction];
+}
+
+static at::Tensor scattered(const In& self, int64_t dim, const In& index, const at::Tensor& src, int64_t reduction,
+                            bool include_self = true) {
+    if (reduction == 0) return at::scatter(self, dim, wide(index), src);
+    return at::scatter_reduce(widen(self), dim, wide(index), widen(src), reduction_name(reduction), include_self);
+}
+static at::Tensor scattered(const In& self, int64_t dim, const In& index, const Number& value, int64_t reduction) {
+    auto src = at::scalar_tensor(value, self.dtype()).expand(index.sizes());
+    return scattered(self, dim, index, src, reduction);
+}
+
+static void Scatter(In self, int64_t dim, In index, In src, int64_t reduction, Out out) {
+    out.set(scattered(self, dim, index, src.tensor(), reduction));
+}
+ACLNN(
+    Scatter, .check = [](In self, int64_t dim, In index, In src, int64_t reduction, Out out) {
+        reduction_name(reduction);
+        check_scatter(self, dim, index, &src);
+        require_shape(out, self.sizes(), "out");
+    })
+static void InplaceScatter(InOut self, int64_t dim, In index, In src, int64_t reduction) {
+    self.set(scattered(self, dim, index, src.tensor(), reduction));
+}
+ACLNN(
+    InplaceScatter, .check = [](InOut self, int64_t dim, In index, In src, int64_t reduction) {
+        reduction_name(reduction);
+        check_scatter(self, dim, index, &src);
+    })
+static void ScatterValue(In self, int64_t dim, In index, Number value, int64_t reduction, Out out) {
+    out.set(scattered(self, dim, index, value, reduction));
+}
+ACLNN(
+    ScatterValue, .check = [](In self, int64_t dim, In index, Number, int64_t, Out out) {
+        check_scatter(self, dim, index, nullptr);
+        require_shape(out, self.sizes(), "out");
+    })
+static void InplaceScatterValue(InOut self, int64_t dim, In index, Number value, int64_t reduction) {
+    self.set(scattered(self, dim, index, value, reduction));
+}
+ACLNN(
+    InplaceScatterValue,
+    .check = [](InOut self, int64_t dim, In index, Number, int64_t) { check_scatter(self, dim, index, nullptr); })
+static void ScatterAdd(In self, int64_t dim, In index, In src, Out out) {
+    out.set(at::scatter_add(widen(self), dim, wide(index), widen(src)));
+}
+ACLNN(
+    ScatterAdd, .check = [](In self, int64_t dim, In index, In src, Out out) {
+        check_scatter(self, dim, index, &src);
+        require_shape(out, self.sizes(), "out");
+    })
+static void ScatterReduce(In self, int64_t dim, In index, In src, int64_t reduction, bool include_self, Out out) {
+    out.set(scattered(self, dim, index, src.tensor(), reduction, include_self));
+}
+ACLNN(ScatterReduce)
+static void InplaceScatterReduce(InOut self, int64_t dim, In index, In src, int64_t reduction, bool include_self) {
+    self.set(scattered(self, dim, index, src.tensor(), reduction, include_self));
+}
+ACLNN(InplaceScatterReduce)

@@ -1,0 +1,123 @@
+// Matrix products with quantised weights, and with transposed batches.
+#include "quantise.h"
+
+namespace {
+
+using namespace emulator;
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
+
+// [K, N]
+at::Tensor weights(const In& weight) {
+    auto values = weight.tensor();
+    if (values.scalar_type() != at::kInt) return values.to(at::kFloat);
+    return is_transposed(weight) ? unpack_int4(values.t()).t() : unpack_int4(values);
+}
+
+// For each weight: one for all, one for each column, or one for each column of each group of rows.
+at::Tensor spread(const In& factors, int64_t rows, int64_t group_size) {
+    auto values = factors.tensor().to(at::kFloat);
+    if (group_size == 0) return values.dim() == 2 && values.size(0) != 1 ? values.t() : values;
+    return values.repeat_interleave(group_size, 0).narrow(0, 0, rows);
+}
+
+void check_weight_product(In x, In weight, In scale, In offset, In quant_scale, In quant_offset, In bias,
+                          int32_t group_size, Out) {
+    if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16) throw Refused("x must be float16 or bfloat16");
+    if (weight.dtype() != at::kChar && weight.dtype() != at::kInt)
+        throw Refused("weight must be int8, or int4 in int32");
+    if (x.dim() != 2 || weight.dim() != 2) throw Refused("x and weight must have 2 dimensions");
+    if (scale.dtype() != x.dtype()) throw Refused("antiquant_scale must be of x's dtype: int64 is not emulated");
+    if (offset && (offset.dtype() != scale.dtype() || offset.sizes() != scale.sizes()))
+        throw Refused("antiquant_offset must have the shape and dtype of antiquant_scale");
+    if (quant_scale || quant_offset) throw Refused("a quantised output is not emulated");
+    bool int4 = weight.dtype() == at::kInt;
+    int64_t inner = weight.size(0) * (int4 && is_transposed(weight) ? 8 : 1),
+            columns = weight.size(1) * (int4 && !is_transposed(weight) ? 8 : 1);
+    if (x.size(1) != inner)
+        throw Refused("x has " + number(x.size(1)) + " columns, but weight " + number(inner) + " rows");
+    if (group_size && (group_size < 32 || group_size % 32 || group_size > inner - 1))
+        throw Refused("antiquant_group_size must be 0, or a multiple of 32 below K = " + number(inner) + ", but is " +
+                      number(group_size));
+    int64_t rows = group_size ? (inner + group_size - 1) / group_size : 1, count = 1;
+    for (auto size : scale.sizes()) count *= size;
+    if (count != rows * columns && (group_size || count != 1))
+        throw Refused("antiquant_scale must have " + (group_size ? "" : std::string("1 or ")) + number(rows * columns) +
+                      " elements, but has " + number(count));
+    if (bias && bias.size(-1) != columns) throw Refused("bias must end with N = " + number(columns));
+}
+
+double count_weight_product(In x, In, In, In, In, In, In, int32_t, Out y) {
+    return 2.0 * x.size(0) * x.size(1) * y.size(-1);
+}
+
+void WeightQuantBatchMatmulV2(In x, In weight, In scale, In offset, In quant_scale, In quant_offset, In bias,
+                              int32_t group_size, Out y) {
+    auto values = weights(weight);
+    if (offset) values = values + spread(offset, values.size(0), group_size);
+    auto product = at::matmul(x.tensor().to(at::kFloat), values * spread(scale, values.size(0), group_size));
+    if (bias) product = product + bias.tensor().to(at::kFloat);
+    y.set(product);
+}
+
+void check_weight_product_v3(In x, In weight, In scale, In offset, In quant_scale, In quant_offset, In bias,
+                             int32_t group_size, int32_t inner_precise, Out y) {
+    check_weight_product(x, weight, scale, offset, quant_scale, quant_offset, bias, group_size, y);
+}
+double count_weight_product_v3(In x, In, In, In, In, In, In, int32_t, int32_t, Out y) {
+    return 2.0 * x.size(0) * x.size(1) * y.size(-1);
+}
+void WeightQuantBatchMatmulV3(In x, In weight, In scale, In offset, In quant_scale, In quant_offset, In bias,
+                              int32_t group_size, int32_t inner_precise, Out y) {
+    WeightQuantBatchMatmulV2(x, weight, scale, offset, quant_scale, quant_offset, bias, group_size, y);
+}
+
+bool is_order(const Ints& order, std::initializer_list<int64_t> expected) {
+    return order.values == std::vector<int64_t>(expected);
+}
+
+void check_batches(In x1, In x2, In bias, In scale, Ints order1, Ints order2, Ints order_y, int8_t, int32_t split,
+                   Out) {
+    if (x1.dim() != 3 || x2.dim() != 3) throw Refused("x1 and x2 must have 3 dimensions");
+    if (bias) throw Refused("bias is not emulated");
+    if (scale) throw Refused("a quantised output (scale) is not emulated");
+    if (!is_order(order1, {0, 1, 2}) && !is_order(order1, {1, 0, 2}))
+        throw Refused("perm_x1 must be [0, 1, 2] or [1, 0, 2]");
+    if (!is_order(order2, {0, 1, 2}) && !is_order(order2, {0, 2, 1}))
+        throw Refused("perm_x2 must be [0, 1, 2] or [0, 2, 1]");
+    if (!is_order(order_y, {1, 0, 2})) throw Refused("perm_y must be [1, 0, 2]");
+    if (x1.dtype() != x2.dtype()) throw Refused("x1 and x2 must have one dtype");
+    int64_t batch = x1.size(order1[0]), columns = x2.size(order2[2]);
+    if (x2.size(0) != batch || x1.size(order1[2]) != x2.size(order2[1]))
+        throw Refused("x1 and x2 must have one batch and one inner dimension");
+    if (batch >= 65536 || columns >= 65536) throw Refused("B and N must be below 65536");
+    if (split < 1 || batch % split) throw Refused("batch_split_factor must divide the batch, " + number(batch));
+    if (is_order(order2, {0, 2, 1}) && (split != 1 || !is_order(order1, {1, 0, 2})))
+        throw Refused("perm_x2 [0, 2, 1] goes with perm_x1 [1, 0, 2] and batch_split_factor 1");
+}
+
+double count_batches(In x1, In x2, In, In, Ints, Ints order2, Ints, int8_t, int32_t, Out) {
+    return 2.0 * x1.size(0) * x1.size(1) * x1.size(2) * x2.size(order2[2]);
+}
+
+void TransposeBatchMatMul(In x1, In x2, In bias, In scale, Ints order1, Ints order2, Ints order_y,
+                          int8_t cube_math_type, int32_t split, Out y) {
+    auto product =
+        at::bmm(x1.tensor().permute(order1.values), x2.tensor().permute(order2.values)).transpose(0, 1);  // [M, B, N]
+    if (split > 1) product = product.unflatten(1, {split, -1}).flatten(2).transpose(0, 1);
+    y.set(product);
+}
+
+void TransposeBatchMatMulWeightNz(In x1, In x2, In bias, In scale, Ints order1, Ints order2, Ints order_y,
+                                  int8_t cube_math_type, int32_t split, Out y) {
+    TransposeBatchMatMul(x1, x2, bias, scale, order1, order2, order_y, cube_math_type, split, y);
+}
+
+}  // namespace
+
+ACLNN(WeightQuantBatchMatmulV2, .check = check_weight_product, .flops = count_weight_product)
+ACLNN(WeightQuantBatchMatmulV3, .check = check_weight_product_v3, .flops = count_weight_product_v3)
+ACLNN(TransposeBatchMatMul, .check = check_batches, .flops = count_batches)
+ACLNN(TransposeBatchMatMulWeightNz, .check = check_batches, .flops = count_batches)

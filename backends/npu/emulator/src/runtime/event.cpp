@@ -1,0 +1,214 @@
+// Events. ACL_EVENT_EXTERNAL ones are flags: a wait may be issued before the record, inside a graph or outside, and
+// aclrtResetEvent lowers the flag again; a flag says nothing of how its stream fared. All others follow CUDA: never
+// recorded means nothing to wait for. They hand the failure of the stream that recorded them on to those that wait.
+#include "runtime/event.h"
+
+#include <utility>
+
+#include "runtime/capture.h"
+#include "runtime/scheduler.h"
+
+namespace emulator {
+
+namespace {
+
+// Who waits for a stream that failed has failed itself: what it would go on with was not made. Not for a failure that
+// the host knows of already.
+void pass_on(const Failure& failure, const Context& context) {
+    if (failure && !*failure.reported && !context.stream.failure) context.stream.failure = failure;
+}
+
+struct RecordTask : Task {
+    std::shared_ptr<Event> event;
+    std::shared_ptr<Mark> mark;  // null for an external event
+    void finish(const Context& context) override {
+        if (!mark) {
+            event->is_set = true;
+            return;
+        }
+        mark->time = std::chrono::steady_clock::now();
+        mark->failure = context.stream.failure;
+        mark->reached = true;
+    }
+    std::string name() const override { return "EventRecord"; }
+};
+
+struct WaitTask : Task {
+    std::shared_ptr<Event> event;
+    std::shared_ptr<Mark> mark;
+    bool ready(const Context&) override { return mark ? mark->reached : event->is_set; }
+    void finish(const Context& context) override {
+        if (mark) pass_on(mark->failure, context);
+    }
+    std::string name() const override { return "EventWait"; }
+};
+
+struct ResetTask : Task {
+    std::shared_ptr<Event> event;
+    void finish(const Context&) override { event->is_set = false; }
+    std::string name() const override { return "EventReset"; }
+};
+
+int create(aclrtEvent* handle, uint32_t flags) {
+    Lock lock(machine().mutex);
+    auto event = std::make_shared<Event>();
+    event->flags = flags;
+    event->device = current_device();
+    *handle = machine().events.add(event);
+    return ACL_SUCCESS;
+}
+
+int no_such_event(aclrtEvent handle) {
+    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no event, or one that was destroyed", handle));
+}
+
+int refuse_if_captured(Event& event, const char* action) {
+    if (!event.captured) return ACL_SUCCESS;
+    auto reason = format("%s: the event was last recorded in a captured stream, and so has no state", action);
+    if (auto capture = event.capture.lock()) return invalidate(*capture, ACL_ERROR_RT_EVENT_CAPTURED, reason);
+    return fail(ACL_ERROR_RT_EVENT_CAPTURED, reason);
+}
+
+using Act = std::function<int(const std::shared_ptr<Event>&, Stream&)>;
+int with_both(aclrtEvent event_handle, aclrtStream stream_handle, const Act& act) {
+    Lock lock(machine().mutex);
+    auto event = machine().events.find(event_handle);
+    if (!event) return no_such_event(event_handle);
+    auto stream = find_stream(stream_handle);
+    if (!stream) return no_such_stream(stream_handle);
+    return act(event, *stream);
+}
+
+double milliseconds(const Mark& mark) {
+    return std::chrono::duration<double, std::milli>(mark.time.time_since_epoch()).count();
+}
+
+int not_reached(const Event& event) {
+    if (!event.mark) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event was never recorded");
+    return fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE, "the event has not been reached yet: synchronise it first");
+}
+
+}  // namespace
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flags) { return create(event, flags); }
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t flags) { return create(event, flags); }
+
+aclError aclrtDestroyEvent(aclrtEvent handle) {
+    Lock lock(machine().mutex);
+    return machine().events.remove(handle) ? ACL_SUCCESS : no_such_event(handle);
+}
+
+aclError aclrtRecordEvent(aclrtEvent event_handle, aclrtStream stream_handle) {
+    return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
+        auto task = std::make_shared<RecordTask>();
+        task->event = event;
+        if (event->external()) return submit(stream, task);
+        if (stream.capture) return record_edge(stream, event);
+        task->mark = std::make_shared<Mark>();
+        int code = submit(stream, task);
+        if (code) return code;
+        event->mark = task->mark;
+        event->captured = false;
+        event->capture.reset();
+        return ACL_SUCCESS;
+    });
+}
+
+aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle) {
+    return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
+        auto task = std::make_shared<WaitTask>();
+        task->event = event;
+        if (event->external()) return submit(stream, task);
+        if (event->captured) {
+            auto capture = event->capture.lock();
+            if (capture) return join(stream, capture, event->edge);
+            return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event was last recorded in a capture that has ended");
+        }
+        if (stream.capture && event->mark) {
+            return invalidate(
+                *stream.capture, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
+                format("stream %d is captured and waits for an event that was recorded outside the capture: "
+                       "record it in a captured stream, or create it with ACL_EVENT_EXTERNAL",
+                       stream.id));
+        }
+        if (!event->mark || (event->mark->reached && !event->mark->failure)) return int{ACL_SUCCESS};
+        task->mark = event->mark;
+        return submit(stream, task);
+    });
+}
+
+aclError aclrtResetEvent(aclrtEvent event_handle, aclrtStream stream_handle) {
+    return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
+        // Other events are recorded anew by every record: there is nothing to reset.
+        if (!event->external()) return int{ACL_SUCCESS};
+        auto task = std::make_shared<ResetTask>();
+        task->event = event;
+        return submit(stream, task);
+    });
+}
+
+aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
+    Lock lock(machine().mutex);
+    auto event = machine().events.find(handle);
+    if (!event) return no_such_event(handle);
+    if (int code = refuse_if_captured(*event, "querying an event")) return code;
+    if (int code = refuse_after_task_queue()) return code;
+    bool reached = !event->mark || event->mark->reached;
+    if (!reached) {
+        poll(lock);
+        reached = !event->mark || event->mark->reached;
+    }
+    *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+    return ACL_SUCCESS;
+}
+
+aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* status) {
+    aclrtEventRecordedStatus recorded;
+    int code = aclrtQueryEventStatus(handle, &recorded);
+    if (code == ACL_SUCCESS) {
+        *status = recorded == ACL_EVENT_RECORDED_STATUS_COMPLETE ? ACL_EVENT_WAIT_STATUS_COMPLETE
+                                                                 : ACL_EVENT_WAIT_STATUS_NOT_READY;
+    }
+    return code;
+}
+
+aclError aclrtSynchronizeEvent(aclrtEvent handle) {
+    Lock lock(machine().mutex);
+    auto event = machine().events.find(handle);
+    if (!event) return no_such_event(handle);
+    if (int code = refuse_if_captured(*event, "synchronising an event")) return code;
+    if (int code = refuse_after_task_queue()) return code;
+    auto mark = event->mark;
+    if (!mark) return ACL_SUCCESS;
+    if (!wait_until(lock, [&] { return mark->reached; })) {
+        return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the device stands still, and the event has not been reached");
+    }
+    return report(mark->failure);
+}
+
+aclError aclrtEventElapsedTime(float* elapsed, aclrtEvent start_handle, aclrtEvent end_handle) {
+    Lock lock(machine().mutex);
+    auto start = machine().events.find(start_handle), end = machine().events.find(end_handle);
+    if (!start || !end) return no_such_event(start ? end_handle : start_handle);
+    if (!start->mark || !start->mark->reached) return not_reached(*start);
+    if (!end->mark || !end->mark->reached) return not_reached(*end);
+    *elapsed = static_cast<float>(milliseconds(*end->mark) - milliseconds(*start->mark));
+    return ACL_SUCCESS;
+}
+
+aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* timestamp) {
+    Lock lock(machine().mutex);
+    auto event = machine().events.find(handle);
+    if (!event) return no_such_event(handle);
+    if (!event->mark || !event->mark->reached) return not_reached(*event);
+    *timestamp = static_cast<uint64_t>(milliseconds(*event->mark) * 1000);
+    return ACL_SUCCESS;
+}
+
+}  // extern "C"

@@ -1,0 +1,139 @@
+// Graphs as the caller sees them, and their replays.
+#include <fstream>
+#include <utility>
+
+#include "runtime/capture.h"
+#include "runtime/memory.h"
+#include "runtime/trace.h"
+
+namespace emulator {
+
+namespace {
+
+struct GraphTask : Task {
+    explicit GraphTask(std::shared_ptr<Graph> graph) : state(std::move(graph)) {}
+    Replay state;
+    bool ready(const Context&) override { return !state.graph->running || state.graph->running == this; }
+    Replay* replay(const Context& context) override {
+        if (!state.graph->running) {
+            state.graph->running = this;
+            trace_event(TraceKind::graph, name(), context, 0);
+            for (auto& task : state.graph->defaults) task->run(context);
+        }
+        return &state;
+    }
+    void finish(const Context& context) override {
+        if (state.graph->running == this) state.graph->running = nullptr;
+        if (state.failure && !context.stream.failure) context.stream.failure = state.failure;
+    }
+    std::string name() const override { return format("Graph%u", state.graph->id); }
+};
+
+}  // namespace
+
+std::shared_ptr<Graph> find_graph(aclmdlRI handle) {
+    auto graph = machine().graphs.find(handle);
+    if (!graph) fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no graph, or one that was destroyed", handle));
+    return graph;
+}
+
+Graph::~Graph() {
+    Device& owner = device_of(device);  // its counts are atomic: the last owner may or may not hold the lock
+    owner.streams -= static_cast<int64_t>(lanes.size());
+    owner.tasks -= tasks;
+    for (void* word : conditions) release(word);
+}
+
+std::shared_ptr<Graph> new_graph(int device) {
+    static uint32_t ids = 0;
+    auto graph = std::make_shared<Graph>();
+    graph->id = ++ids;
+    graph->device = device;
+    return graph;
+}
+
+void forget(Graph& graph) {
+    for (auto& branch : graph.branches) forget(*branch);
+    forget_conditions(graph);
+    for (auto& group : graph.groups) machine().groups.remove(group.get());
+    machine().graphs.remove(&graph);
+}
+
+Replay::Replay(std::shared_ptr<Graph> graph, Replay* parent) : graph(std::move(graph)), parent(parent) { restart(); }
+
+void Replay::restart() {
+    lanes.clear();
+    lanes.resize(graph->lanes.size());
+    signalled.assign(graph->edges.size(), false);
+}
+
+bool Replay::over() const {
+    for (size_t i = 0; i < lanes.size(); ++i) {
+        if (lanes[i].next < graph->lanes[i].tasks.size()) return false;
+    }
+    return true;
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
+    std::shared_ptr<Graph> graph;
+    Lock lock(machine().mutex);
+    graph = find_graph(handle);
+    if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
+    auto stream = find_stream(stream_handle);
+    if (!stream) return no_such_stream(stream_handle);
+    if (graph->capturing) return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u is being captured", graph->id));
+    if (stream->capture) {
+        return invalidate(*stream->capture, ACL_ERROR_RT_STREAM_CAPTURED,
+                          format("graph %u cannot be replayed on stream %d, which is captured", graph->id, stream->id));
+    }
+    if (graph->device != stream->device) {
+        return fail(ACL_ERROR_RT_MODEL_CONTEXT, format("graph %u belongs to device %d, stream %d to device %d",
+                                                       graph->id, graph->device, stream->id, stream->device));
+    }
+    return submit(*stream, std::make_shared<GraphTask>(graph));
+}
+
+// Replays under way end first: they hold the graph themselves.
+aclError aclmdlRIDestroy(aclmdlRI handle) {
+    std::shared_ptr<Graph> graph;
+    Lock lock(machine().mutex);
+    graph = find_graph(handle);
+    if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
+    if (graph->capturing) return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u is being captured", graph->id));
+    forget(*graph);
+    lock.unlock();
+    return ACL_SUCCESS;
+}
+
+aclError aclmdlRIGetId(aclmdlRI handle, uint32_t* id) {
+    Lock lock(machine().mutex);
+    auto graph = find_graph(handle);
+    if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
+    *id = graph->id;
+    return ACL_SUCCESS;
+}
+
+aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char* path, uint32_t) {
+    Lock lock(machine().mutex);
+    auto graph = find_graph(handle);
+    if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
+    std::ofstream file(path);
+    file << "{\"graph\": " << graph->id << ", \"device\": " << graph->device << ", \"streams\": [";
+    for (size_t i = 0; i < graph->lanes.size(); ++i) {
+        file << (i ? ", [" : "[");
+        auto& tasks = graph->lanes[i].tasks;
+        for (size_t j = 0; j < tasks.size(); ++j) file << (j ? ", \"" : "\"") << tasks[j]->name() << '"';
+        file << ']';
+    }
+    file << "]}\n";
+    file.close();
+    return file ? ACL_SUCCESS : fail(ACL_ERROR_RT_FILE_WRITE, format("cannot write %s", path));
+}
+
+}  // extern "C"

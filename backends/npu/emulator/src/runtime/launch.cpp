@@ -1,0 +1,91 @@
+// Kernel launches.
+#include "runtime/launch.h"
+
+#include <chrono>
+
+#include "runtime/faults.h"
+#include "runtime/memory.h"
+#include "runtime/stream.h"
+#include "runtime/trace.h"
+
+namespace emulator {
+
+namespace {
+
+struct KernelTask : Task {
+    explicit KernelTask(Launch launch, TraceKind kind) : launch(std::move(launch)), kind(kind) {}
+    Launch launch;
+    TraceKind kind;
+
+    void run(const Context& context) override {
+        check_operands(context.stream.device);
+        Injection injection;
+        if (fault_at(Fault::delay, launch.kernel, &injection)) wait_out(injection);
+        if (fault_at(Fault::hang, launch.kernel, &injection)) {
+            injection.milliseconds = within_execution_limit(injection.milliseconds);
+            wait_out(injection);
+            throw DeviceError(ACL_ERROR_RT_AICORE_TIMEOUT, launch.kernel + " ran into its time limit");
+        }
+        if (fault_at(Fault::execution, launch.kernel, &injection)) {
+            throw DeviceError(injection.code, launch.kernel + ": a fault was asked for");
+        }
+        auto begin = std::chrono::steady_clock::now();
+        launch.run();
+        if (tracing()) {
+            std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
+            trace_launch(kind, launch, context.stream, context.replay ? "replay" : "eager", took.count());
+        }
+    }
+
+    void check_operands(int device) const {
+        for (auto& operand : launch.operands) {
+            auto reason = objection(operand.address, operand.bytes, device);
+            if (reason.empty()) continue;
+            const char* verb = operand.access == Access::read ? "reads" : "writes";
+            throw DeviceError(ACL_ERROR_RT_AICORE_EXCEPTION, format("%s %s %zu bytes at %p: ", launch.kernel.c_str(),
+                                                                    verb, operand.bytes, operand.address) +
+                                                                 reason);
+        }
+    }
+
+    std::string name() const override { return launch.kernel; }
+    bool is_kernel() const override { return kind == TraceKind::kernel; }
+};
+
+}  // namespace
+
+int launch_as(TraceKind kind, aclrtStream handle, Launch launch) {
+    Injection injection;
+    if (fault_at(Fault::launch, launch.kernel, &injection)) {
+        return fail(injection.code, "launching " + launch.kernel + ": a fault was asked for");
+    }
+    auto task = std::make_shared<KernelTask>(std::move(launch), kind);
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    if (!stream) return no_such_stream(handle);
+    int code = submit(*stream, task);
+    if (!code && stream->capture && tracing()) trace_launch(kind, task->launch, *stream, "capture", 0);
+    return code;
+}
+
+int launch(aclrtStream stream, Launch launch) { return launch_as(TraceKind::kernel, stream, std::move(launch)); }
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+// Moves data between memory and cache, which nothing here can see: only that it is asked for.
+aclError aclrtCmoAsync(void* address, size_t size, aclrtCmoType type, aclrtStream stream) {
+    static const char* const names[] = {"CmoPrefetch", "CmoWriteback", "CmoInvalid", "CmoFlush"};
+    if (type < ACL_RT_CMO_TYPE_PREFETCH || type > ACL_RT_CMO_TYPE_FLUSH) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%d is no cache operation", static_cast<int>(type)));
+    }
+    Launch launch{.kernel = names[type],
+                  .operands = {{address, size, Access::read, ACL_UINT8, {static_cast<int64_t>(size)}}}};
+    launch.run = [] {};
+    return launch_as(TraceKind::prefetch, stream, std::move(launch));
+}
+
+}  // extern "C"

@@ -1,0 +1,25 @@
+// The options that a process starts with, from HAL_NPU_EMULATOR_OPTIONS: a JSON object of numbers and text.
+#include <cstdlib>
+#include <regex>
+
+#include "runtime/control.h"
+
+namespace {
+
+// activation.py wrote the object and has checked it, so there is no need for a whole parser of JSON.
+[[gnu::constructor]] void read_options() {
+    const char* text = std::getenv("HAL_NPU_EMULATOR_OPTIONS");
+    if (!text) return;
+    std::string options = text;
+    const std::regex entry(R"re("(\w+)"\s*:\s*(?:"([^"]*)"|(-?\d+)))re");
+    for (std::sregex_iterator found(options.begin(), options.end(), entry), end; found != end; ++found) {
+        std::string name = (*found)[1], value = (*found)[2].matched ? (*found)[2] : (*found)[3];
+        if (name == "seed") {
+            hal_emulator_seed(1, std::strtoull(value.c_str(), nullptr, 10));
+        } else {
+            hal_emulator_set(name.c_str(), value.c_str());
+        }
+    }
+}
+
+}  // namespace

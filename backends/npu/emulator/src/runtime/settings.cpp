@@ -1,0 +1,170 @@
+// Settings that hardware has. Most change nothing that could be seen here, each with the reason; what was set is what
+// is read back, and what would change results is refused.
+#include <atomic>
+#include <cstring>
+
+#include "acl/acl_op_compiler.h"
+#include "runtime/faults.h"
+#include "runtime/stream.h"
+
+namespace emulator {
+
+namespace {
+
+std::atomic<uint64_t> execution_limit{0};        // microseconds; 0: none
+std::atomic<int64_t> parameters[3] = {0, 0, 0};  // by aclSysParamOpt
+
+}  // namespace
+
+int within_execution_limit(int milliseconds) {
+    uint64_t limit = execution_limit / 1000;
+    return limit && limit < static_cast<uint64_t>(milliseconds) ? static_cast<int>(limit) : milliseconds;
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+// A wait on the device that nobody answers is given up by the host that waits for it, after the option `stall`.
+aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
+
+// Kernels take as long as they take on a CPU; only those that a fault lets hang run into the limit.
+aclError aclrtSetOpExecuteTimeOut(uint32_t seconds) {
+    execution_limit = uint64_t{1000000} * seconds;
+    return ACL_SUCCESS;
+}
+aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t* actual) {
+    execution_limit = *actual = timeout;
+    return ACL_SUCCESS;
+}
+
+// Arithmetic is IEEE's.
+aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
+    if (mode == ACL_RT_OVERFLOW_MODE_INFNAN) return ACL_SUCCESS;
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
+                format("overflow mode %d is not emulated: only infinities and NaN are, without saturation",
+                       static_cast<int>(mode)));
+}
+
+// Overflow raises no error here, as it raises none on hardware with infinities and NaN.
+aclError aclrtSetStreamOverflowSwitch(aclrtStream handle, uint32_t flag) {
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    if (!stream) return no_such_stream(handle);
+    stream->overflow_switch = flag;
+    return ACL_SUCCESS;
+}
+aclError aclrtGetStreamOverflowSwitch(aclrtStream handle, uint32_t* flag) {
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    if (!stream) return no_such_stream(handle);
+    *flag = stream->overflow_switch;
+    return ACL_SUCCESS;
+}
+
+// Everything here is deterministic already.
+aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+    if (option > ACL_OPT_STRONG_CONSISTENCY)
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no system parameter %d", static_cast<int>(option)));
+    parameters[option] = value;
+    return ACL_SUCCESS;
+}
+aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
+    if (option > ACL_OPT_STRONG_CONSISTENCY)
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no system parameter %d", static_cast<int>(option)));
+    *value = parameters[option];
+    return ACL_SUCCESS;
+}
+// There is one context for each device; nothing reads a value back from there.
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+
+// There is no operator compiler. "disable" (for ACL_OP_JIT_COMPILE) makes torch_npu call aclnn rather than compile.
+aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
+size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof("disable"); }
+aclError aclGetCompileopt(aclCompileOpt, char* value, size_t length) {
+    std::strncpy(value, "disable", length);
+    return ACL_SUCCESS;
+}
+
+// Collectives are not emulated, so there is none whose determinism could be set; torch_npu sets it for every device.
+int HcclSetConfig(int, int32_t) { return 0; }
+
+// Logs of torch_npu for CANN's log files, which nobody keeps here.
+void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...) {}
+
+}  // extern "C"
+
+namespace {
+
+// Cores do not exist: what is set is only read back.
+constexpr uint32_t cube_cores = 24, vector_cores = 48;  // of an Ascend910B3
+
+struct CoreLimits {
+    uint32_t of[2] = {cube_cores, vector_cores};
+};
+std::map<void*, CoreLimits>& core_limits() {  // by stream, or by device number
+    static auto* all = new std::map<void*, CoreLimits>;
+    return *all;
+}
+void* key_of(int device) { return reinterpret_cast<void*>(static_cast<intptr_t>(device)); }
+thread_local void* stream_in_use = nullptr;
+
+int read_limit(void* key, aclrtDevResLimitType type, uint32_t* value) {
+    if (type > ACL_RT_DEV_RES_VECTOR_CORE)
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no resource %d", static_cast<int>(type)));
+    Lock lock(machine().mutex);
+    *value = core_limits()[key].of[type];
+    return ACL_SUCCESS;
+}
+
+int write_limit(void* key, aclrtDevResLimitType type, uint32_t value) {
+    if (type > ACL_RT_DEV_RES_VECTOR_CORE)
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no resource %d", static_cast<int>(type)));
+    uint32_t most = CoreLimits().of[type];
+    if (value < 1 || value > most) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%u cores were asked for, of %u", value, most));
+    }
+    Lock lock(machine().mutex);
+    core_limits()[key].of[type] = value;
+    return ACL_SUCCESS;
+}
+
+int drop_limits(void* key) {
+    Lock lock(machine().mutex);
+    core_limits().erase(key);
+    return ACL_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+aclError aclrtGetDeviceResLimit(int32_t device, aclrtDevResLimitType type, uint32_t* value) {
+    return read_limit(key_of(device), type, value);
+}
+aclError aclrtSetDeviceResLimit(int32_t device, aclrtDevResLimitType type, uint32_t value) {
+    return write_limit(key_of(device), type, value);
+}
+aclError aclrtResetDeviceResLimit(int32_t device) { return drop_limits(key_of(device)); }
+aclError aclrtGetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t* value) {
+    return read_limit(stream, type, value);
+}
+aclError aclrtSetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t value) {
+    return write_limit(stream, type, value);
+}
+aclError aclrtResetStreamResLimit(aclrtStream stream) { return drop_limits(stream); }
+aclError aclrtUseStreamResInCurrentThread(aclrtStream stream) {
+    stream_in_use = stream;
+    return ACL_SUCCESS;
+}
+aclError aclrtUnuseStreamResInCurrentThread(aclrtStream) {
+    stream_in_use = nullptr;
+    return ACL_SUCCESS;
+}
+aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t* value) {
+    return read_limit(stream_in_use ? stream_in_use : key_of(current_device()), type, value);
+}
+
+}  // extern "C"

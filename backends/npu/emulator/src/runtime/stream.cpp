@@ -1,0 +1,220 @@
+// Streams as the caller sees them.
+#include "runtime/stream.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "runtime/capture.h"
+#include "runtime/faults.h"
+#include "runtime/scheduler.h"
+
+namespace emulator {
+
+namespace {
+
+std::shared_ptr<Stream> create_stream(int device, uint32_t priority, uint32_t flags) {
+    static int ids = 0;
+    auto stream = std::make_shared<Stream>();
+    stream->id = ids++;
+    stream->device = device;
+    stream->priority = priority;
+    stream->flags = flags;
+    ++device_of(device).streams;
+    return stream;
+}
+
+int create(aclrtStream* handle, uint32_t priority, uint32_t flags) {
+    Lock lock(machine().mutex);
+    Device& device = device_of(current_device());
+    if (fault_at(Fault::stream) || device.streams >= machine().options.streams) {
+        return fail(
+            ACL_ERROR_RT_NO_STREAM_RESOURCE,
+            format("device %d has no stream left: %ld of %ld are in use, captured graphs included (option `streams`)",
+                   device.index, static_cast<long>(device.streams.load()),
+                   static_cast<long>(machine().options.streams)));
+    }
+    *handle = machine().streams.add(create_stream(device.index, priority, flags));
+    return ACL_SUCCESS;
+}
+
+int destroy(aclrtStream handle, bool force) {
+    Lock lock(machine().mutex);
+    auto stream = machine().streams.find(handle);
+    if (!stream) return no_such_stream(handle);
+    if (stream->capture) {
+        return invalidate(*stream->capture, ACL_ERROR_RT_STREAM_CAPTURED,
+                          format("stream %d is captured and cannot be destroyed", stream->id));
+    }
+    if (force) {
+        // What runs goes on to its end; the rest is dropped, but for the marks that others may wait for.
+        stream->failure = {ACL_ERROR_RT_STREAM_ABORT, "the stream was destroyed", std::make_shared<bool>(false)};
+        stream->stop_on_failure = true;
+        wake(*stream);
+    }
+    wait_until(lock, [&] { return stream->queue.empty(); });
+    stream->destroyed = true;
+    stream->wake.notify_all();
+    machine().streams.remove(handle);
+    --device_of(stream->device).streams;
+    lock.unlock();
+    return ACL_SUCCESS;
+}
+
+int with_stream(aclrtStream handle, const std::function<int(Stream&)>& act) {
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    return stream ? act(*stream) : no_such_stream(handle);
+}
+
+int synchronize(aclrtStream handle, int milliseconds) {
+    if (int code = refuse_after_task_queue()) return code;
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    return stream ? synchronize(lock, *stream, milliseconds) : no_such_stream(handle);
+}
+
+}  // namespace
+
+std::shared_ptr<Stream> find_stream(aclrtStream handle) {
+    if (handle) return machine().streams.find(handle);
+    Device& device = device_of(current_device());
+    if (!device.default_stream) {
+        auto stream = create_stream(device.index, 0, 0);
+        device.default_stream = stream.get();
+        machine().streams.add(stream);
+    }
+    return machine().streams.find(device.default_stream);
+}
+
+int no_such_stream(aclrtStream handle) {
+    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no stream, or one that was destroyed", handle));
+}
+
+int submit(Stream& stream, TaskPointer task) {
+    if (stream.updated_group) {
+        if (!task->is_kernel()) {
+            return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP,
+                        format("%s was issued on stream %d while it updates a task group; only kernels can be updated",
+                               task->name().c_str(), stream.id));
+        }
+        stream.update.push_back(std::move(task));
+        return ACL_SUCCESS;
+    }
+    if (stream.capture) return record(stream, std::move(task));
+    // The host was told, maybe by another stream that waited for this one: what it submits now is to run.
+    if (stream.failure && *stream.failure.reported) stream.failure = {};
+    stream.queue.push_back(std::move(task));
+    ++stream.submitted;
+    wake(stream);
+    return ACL_SUCCESS;
+}
+
+std::string what_holds(const Stream& stream) {
+    return format("stream %d of device %d has %zu tasks left, the next of which is ", stream.id, stream.device,
+                  stream.queue.size()) +
+           (stream.queue.empty() ? "none" : stream.queue.front()->name()) +
+           (stream.busy ? ", which runs" : ", which waits: was an event or a value recorded that it waits for?");
+}
+
+int synchronize(Lock& lock, Stream& stream, int milliseconds) {
+    if (int code = refuse_if_captured(stream, "synchronising the stream")) return code;
+    uint64_t target = stream.submitted;
+    if (!wait_until(lock, [&] { return stream.completed >= target || stream.destroyed; }, milliseconds)) {
+        return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+                    (milliseconds < 0 ? "the device stands still: " : format("after %d ms ", milliseconds)) +
+                        what_holds(stream));
+    }
+    return report(stream.failure);
+}
+
+int synchronize_device(int device, int milliseconds) {
+    Lock lock(machine().mutex);
+    std::vector<std::shared_ptr<Stream>> streams;
+    for (auto& [handle, stream] : machine().streams.live) {
+        if (stream->device == device) streams.push_back(stream);
+    }
+    int first = ACL_SUCCESS;
+    for (auto& stream : streams) {
+        if (stream->capture) {
+            return invalidate(
+                *stream->capture, ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
+                format("device %d cannot be synchronised while its stream %d is captured", device, stream->id));
+        }
+    }
+    for (auto& stream : streams) {
+        int code = synchronize(lock, *stream, milliseconds);
+        if (!first) first = code;
+    }
+    return first;
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+aclError aclrtCreateStream(aclrtStream* stream) { return create(stream, 0, 0); }
+aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t priority, uint32_t flags) {
+    return create(stream, priority, flags);
+}
+aclError aclrtDestroyStream(aclrtStream stream) { return destroy(stream, false); }
+aclError aclrtDestroyStreamForce(aclrtStream stream) { return destroy(stream, true); }
+aclError aclrtSynchronizeStream(aclrtStream stream) { return synchronize(stream, -1); }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t milliseconds) {
+    return synchronize(stream, milliseconds);
+}
+aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t milliseconds) {
+    if (int code = refuse_after_task_queue()) return code;
+    return synchronize_device(current_device(), milliseconds);
+}
+
+aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    if (!stream) return no_such_stream(handle);
+    if (int code = refuse_if_captured(*stream, "querying the stream")) return code;
+    if (int code = refuse_after_task_queue()) return code;
+    poll(lock);
+    *status = stream->queue.empty() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+    return stream->queue.empty() ? report(stream->failure) : ACL_SUCCESS;
+}
+
+aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
+    return with_stream(handle, [&](Stream& stream) {
+        *id = stream.id;
+        return ACL_SUCCESS;
+    });
+}
+
+aclError aclrtSetStreamFailureMode(aclrtStream handle, uint64_t mode) {
+    return with_stream(handle, [&](Stream& stream) {
+        stream.stop_on_failure = mode == ACL_STOP_ON_FAILURE;
+        return ACL_SUCCESS;
+    });
+}
+
+aclError aclrtSetStreamAttribute(aclrtStream handle, aclrtStreamAttr attribute, aclrtStreamAttrValue* value) {
+    return with_stream(handle, [&](Stream& stream) {
+        switch (attribute) {
+            case ACL_STREAM_ATTR_FAILURE_MODE:
+                stream.stop_on_failure = value->failureMode == ACL_STOP_ON_FAILURE;
+                return int{ACL_SUCCESS};
+            case ACL_STREAM_ATTR_PRIORITY:
+                stream.priority = value->streamPriority;
+                return int{ACL_SUCCESS};
+            case ACL_STREAM_ATTR_FLOAT_OVERFLOW_CHECK:
+                stream.overflow_switch = value->overflowSwitch;
+                return int{ACL_SUCCESS};
+            case ACL_STREAM_ATTR_USER_CUSTOM_TAG:  // for profilers, which are not emulated
+            case ACL_STREAM_ATTR_CACHE_OP_INFO:
+                return int{ACL_SUCCESS};
+            default:
+                return fail(ACL_ERROR_RT_PARAM_INVALID,
+                            format("streams have no attribute %d", static_cast<int>(attribute)));
+        }
+    });
+}
+
+}  // extern "C"

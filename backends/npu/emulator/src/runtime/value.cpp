@@ -1,0 +1,86 @@
+// aclrtValueWrite and aclrtValueWait: words of device memory as semaphores. torch_npu makes its external events of
+// them.
+#include <atomic>
+
+#include "runtime/memory.h"
+#include "runtime/stream.h"
+
+namespace emulator {
+
+namespace {
+
+std::atomic_ref<uint64_t> word(void* address) {
+    return std::atomic_ref<uint64_t>(*static_cast<uint64_t*>(backing(address)));
+}
+
+void check_word(void* address, int device, const char* name) {
+    auto reason = objection(address, sizeof(uint64_t), device);
+    if (!reason.empty()) throw DeviceError(ACL_ERROR_RT_SYS_DMA, format("%s: ", name) + reason);
+}
+
+struct WriteTask : Task {
+    WriteTask(void* address, uint64_t value) : address(address), value(value) {}
+    void* address;
+    uint64_t value;
+    void run(const Context& context) override {
+        check_word(address, context.stream.device, "ValueWrite");
+        word(address) = value;
+    }
+    std::string name() const override { return "ValueWrite"; }
+};
+
+struct WaitTask : Task {
+    WaitTask(void* address, uint64_t value, uint32_t condition)
+        : address(address), value(value), condition(condition) {}
+    void* address;
+    uint64_t value;
+    uint32_t condition;
+    bool ready(const Context& context) override {
+        // On memory that is gone it runs at once, and fails.
+        if (!objection(address, sizeof(uint64_t), context.stream.device).empty()) return true;
+        uint64_t found = word(address);
+        switch (condition) {
+            case ACL_STREAM_WAIT_VALUE_GEQ:
+                return static_cast<int64_t>(found - value) >= 0;
+            case ACL_STREAM_WAIT_VALUE_EQ:
+                return found == value;
+            case ACL_STREAM_WAIT_VALUE_AND:
+                return (found & value) != 0;
+            default:
+                return ~(found | value) != 0;
+        }
+    }
+    void run(const Context& context) override { check_word(address, context.stream.device, "ValueWait"); }
+    std::string name() const override { return "ValueWait"; }
+};
+
+int submit_to(aclrtStream handle, void* address, TaskPointer task) {
+    if (owner(address) < 0 || reinterpret_cast<uintptr_t>(address) % sizeof(uint64_t)) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("%p is not the address of a 64-bit word of device memory", address));
+    }
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    return stream ? submit(*stream, std::move(task)) : no_such_stream(handle);
+}
+
+}  // namespace
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream stream) {
+    return submit_to(stream, address, std::make_shared<WriteTask>(address, value));
+}
+
+aclError aclrtValueWait(void* address, uint64_t value, uint32_t condition, aclrtStream stream) {
+    if (condition > ACL_STREAM_WAIT_VALUE_NOR) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("aclrtValueWait knows no condition %u", condition));
+    }
+    return submit_to(stream, address, std::make_shared<WaitTask>(address, value, condition));
+}
+
+}  // extern "C"

@@ -1,0 +1,145 @@
+"""Which functions of CANN torch_npu calls, read from the installed wheel, and stubs for those that are not emulated.
+
+A stub refuses: it leaves a message with its own name and returns an error code. So what is missing shows as an error
+that says so, never as a wrong number.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+LINKED = re.compile(r"acl[A-Za-z]|rt[A-Z]|Msprof[A-Z]|Hccl[A-Z]|_ZNK?3atb")
+LOOKED_UP = re.compile(rb"\0((?:acl(?:nn|rt|mdl|op|prof|sys|dump|sk|[A-Z])|Hccl[A-Z])\w+)(?=\0)")
+PHASES = ("GetMaxWorkspaceSize", "GetWorkspaceSize", "")
+
+ABSENT = frozenset[str]()
+"""Names that torch_npu looks for and does without: no stub, so that it does. None so far."""
+
+SHT_SYMTAB, SHT_DYNSYM = 2, 11
+STB_WEAK = 2
+SHN_UNDEF = 0
+
+
+def linked(torch_npu: Path) -> set[str]:
+    """Functions of CANN that the wheel's libraries link against: without one of these they do not load."""
+    undefined, known = set[str](), set[str]()
+    for path in libraries(torch_npu):
+        for name, weak, is_defined in read_symbols(path):
+            if is_defined:
+                known.add(name)
+            elif not weak and LINKED.match(name):
+                undefined.add(name)
+    return undefined - known
+
+
+def looked_up(torch_npu: Path) -> set[str]:
+    """Functions of CANN that the wheel looks up by name, as far as their names stand in it as whole strings."""
+    names = set[str]()
+    for path in libraries(torch_npu):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            names.update(found[1].decode() for found in LOOKED_UP.finditer(data))
+    return names
+
+
+def defined(path: Path) -> set[str]:
+    """What an object or a library defines."""
+    return {name for name, _, is_defined in read_symbols(path) if is_defined}
+
+
+def libraries(torch_npu: Path) -> list[Path]:
+    """The wheel's libraries that call CANN. torchair's graph engine is not among them: it is not emulated."""
+    return sorted([*torch_npu.glob("lib/*.so"), *torch_npu.glob("_C*.so")])
+
+
+def read_symbols(path: Path) -> Iterator[tuple[str, bool, bool]]:
+    """The global symbols of a 64-bit little-endian ELF file: name, whether weak, whether defined."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[:6] != b"\x7fELF\x02\x01":
+            raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
+        (sections_at,) = struct.unpack_from("<Q", data, 40)
+        size, count = struct.unpack_from("<HH", data, 58)
+        sections = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * size) for i in range(count)]
+        wanted = SHT_SYMTAB if any(each[1] == SHT_SYMTAB for each in sections) else SHT_DYNSYM
+        for each in sections:
+            if each[1] != wanted:
+                continue
+            _, _, _, _, offset, length, link, _, _, _ = each
+            names_at = sections[link][4]
+            for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", data[offset : offset + length]):
+                if info >> 4:  # not local
+                    end = data.find(b"\0", names_at + name)
+                    yield data[names_at + name : end].decode(), info >> 4 == STB_WEAK, section != SHN_UNDEF
+
+
+def refusing_stubs(torch_npu: Path, emulated: set[str]) -> dict[str, str]:
+    """C++ text by library: a stub for each function that torch_npu calls and that is not ``emulated``."""
+    names = linked(torch_npu) | looked_up(torch_npu)
+    wanted = set[str]()
+    for name in names - ABSENT:
+        if name.startswith("aclnn"):
+            kernel = _kernel(name)
+            wanted |= {kernel, f"{kernel}GetWorkspaceSize", name}
+        else:
+            wanted.add(name)
+    by_library: dict[str, list[str]] = {"ascendcl": [], "opapi": [], "atb": []}
+    for name in sorted(wanted - emulated):
+        home = "opapi" if name.startswith("aclnn") else "atb" if name.startswith("_Z") else "ascendcl"
+        by_library[home].append(name)
+    pointers = returning_pointers(torch_npu)
+    return {library: _text(stubs, pointers) for library, stubs in by_library.items()}
+
+
+def returning_pointers(torch_npu: Path) -> set[str]:
+    """Functions that give a pointer, by CANN's headers: their stub gives null, not an error code."""
+    found = set[str]()
+    for path in (torch_npu / "include" / "third_party").rglob("*.h"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found.update(re.findall(r"^[^\n(]*\*\s*(acl\w+)\s*\(", text, re.MULTILINE))
+    return found
+
+
+def _kernel(name: str) -> str:
+    for phase in PHASES:
+        if name.endswith(phase):
+            return name.removesuffix(phase)
+    return name
+
+
+HEAD = """// Functions of CANN that are not emulated. Generated.
+#include <cxxabi.h>
+
+#include <cstdlib>
+#include <string>
+
+// Declared here, because the headers that declare it also declare the functions that follow, each by its own type.
+namespace emulator {
+int fail(int code, const std::string& reason);
+}
+
+// ACL_ERROR_API_NOT_SUPPORT, and what aclnn says when an operator's kernels are not installed.
+static long refuse(const char* name, int code) {
+    int status = 0;
+    char* plain = abi::__cxa_demangle(name, nullptr, nullptr, &status);
+    emulator::fail(code, std::string("the emulated CANN has no ") + (plain ? plain : name));
+    std::free(plain);
+    return code;
+}
+
+extern "C" {
+"""
+
+
+def _text(names: Iterable[str], pointers: set[str]) -> str:
+    lines = []
+    for name in names:
+        if name in pointers:
+            lines.append(f'void* {name}() {{ refuse("{name}", 200001); return nullptr; }}')
+        elif name.startswith("aclnn"):
+            lines.append(f'long {name}() {{ return refuse("{_kernel(name)}", 561112); }}')
+        else:
+            lines.append(f'long {name}() {{ return refuse("{name}", 200001); }}')
+    return HEAD + "\n".join(lines) + "\n}\n"

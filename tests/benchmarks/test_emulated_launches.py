@@ -1,0 +1,40 @@
+"""What the emulated CANN adds to the ATen call that does a kernel's work: the limit that it is built for is 30 us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from .test_overhead import report
+
+PROGRAM = Path(__file__).parent / "emulated_launches.py"
+
+
+@pytest.mark.parametrize("task_queue", ["0", "1"])
+def test_an_emulated_launch(benchmark: BenchmarkFixture, task_queue: str) -> None:
+    """An addition of 4,096 numbers, in one run: by ATen, through torch_npu, and replayed in a graph."""
+    command = [sys.executable, "-P", "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--"]
+    environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+    def measure() -> dict[str, float]:
+        result = subprocess.run(
+            [*command, sys.executable, str(PROGRAM)], env=environ, capture_output=True, text=True, check=True
+        )
+        return json.loads(result.stdout)
+
+    figures = benchmark.pedantic(measure, rounds=1)
+    aten = figures["aten_us"]
+    report(
+        benchmark,
+        **{name: round(value, 2) for name, value in figures.items()},
+        eager_added_us=round(figures["eager_us"] - aten, 2),
+        waited_added_us=round(figures["waited_us"] - aten, 2),
+        replayed_added_us=round(figures["replayed_us"] - aten, 2),
+        eager_over_aten=round(figures["eager_us"] / aten, 1),
+    )

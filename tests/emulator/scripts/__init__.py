@@ -1,0 +1,1 @@
+"""Programs as their users write them for torch_npu."""

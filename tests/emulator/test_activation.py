@@ -1,0 +1,373 @@
+"""Building the emulated CANN once, putting it under torch_npu, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch_npu
+from click.testing import CliRunner
+from hal.backends.npu import emulator
+from hal.backends.npu.emulator import activation, build, symbols
+from hal.backends.npu.emulator.command import command
+
+from hal.errors import ConfigError, DriverError, DriverUnavailable
+
+NPU = Path(torch_npu.__file__).parent
+SCRIPT = "import torch, torch_npu\nprint((torch.ones(3).npu() + 1).tolist(), torch.npu.device_count())\n"
+ACTIVATED = "from hal.backends.npu import emulator\nemulator.activate()\n"
+
+# A runtime and an operator library as small as they can be.
+TINY = {
+    "runtime/launch.h": "#include <string>\nnamespace emulator { int fail(int, const std::string&); }\n",
+    "runtime/tiny.cpp": '#include "launch.h"\nnamespace emulator { std::string why;\n'
+    "int fail(int code, const std::string& reason) { why = reason; return code; } }\n"
+    'extern "C" const char* aclGetRecentErrMsg() { return emulator::why.c_str(); }\n',
+    "runtime/other.cpp": '#include "other.h"\nextern "C" int tiny() { return other; }\n',
+    "runtime/other.h": "constexpr int other = 1;\n",
+    "ops/op.h": "#pragma once\n",
+    "ops/tiny.cpp": '#include "op.h"\nextern "C" int aclnnAdd() { return 7; }\n',
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small tree of sources, for two libraries without stubs, so that building them takes a second or two."""
+    monkeypatch.setattr(build, "LIBRARIES", build.LIBRARIES[:2])
+    monkeypatch.setattr(symbols, "refusing_stubs", lambda *_: {})
+    for name, text in TINY.items():
+        path = tmp_path / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "src"
+
+
+def python(program: str, environ: Mapping[str, str], *before: str) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-c", program]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+
+
+def hal(*arguments: str, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+
+
+# The cache
+
+
+def compiled(cache: Path) -> dict[str, int]:
+    """The objects of sources, by the source's name, and when each was written."""
+    objects = (cache / "objects").glob("*.o")
+    return {each.name: each.stat().st_mtime_ns for each in objects if "_stubs-" not in each.name}
+
+
+def test_nothing_is_compiled_twice(sources: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cache = tmp_path / "cache"
+    first = build.build(sources, cache)
+    before = compiled(cache)
+    assert len(before) == 3
+    assert build.build(sources, cache) == first
+    assert compiled(cache) == before
+
+    (sources / "runtime" / "other.h").write_text("constexpr int other = 2;\n")
+    second = build.build(sources, cache)
+    after = compiled(cache)
+    assert second != first
+    assert after.items() > before.items()
+    assert [name.partition("-")[0] for name in after.keys() - before.keys()] == ["other"]
+
+    libraries = [{each.name for each in (home / "lib64").iterdir()} for home in (first, second)]
+    assert libraries[0] == libraries[1]
+    assert not [each for each in (cache / "lib").iterdir() if each.name.startswith(".")]
+    assert capfd.readouterr().err == "", "so few sources take seconds, of which there is nothing to say"
+
+
+def test_the_first_build_says_so_once(sources: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        (sources / "ops" / f"more{number}.cpp").write_text(f'extern "C" int more{number}() {{ return 0; }}\n')
+    build.build(sources, tmp_path / "cache")
+    assert capfd.readouterr().err == "hal: building the emulated CANN, about a minute, once\n"
+    build.build(sources, tmp_path / "cache")
+    assert capfd.readouterr().err == ""
+
+
+def test_two_processes_that_build_at_once_build_once(sources: Path, tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from hal.backends.npu.emulator import build, symbols
+build.LIBRARIES = build.LIBRARIES[:2]
+symbols.refusing_stubs = lambda *_: {{}}
+ran = []
+run = build._Builder.run
+build._Builder.run = lambda self, folder: (ran.append(1), run(self, folder))
+print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache")!r})), len(ran))
+"""
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: python(program, os.environ), range(2)))
+    lines = [result.stdout.split() for result in results]
+    assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
+    assert sorted(line[2] for line in lines) == ["0", "1"], "one built, the other waited and took what it built"
+    assert lines[0][1] == lines[1][1]
+
+
+def test_a_source_that_does_not_compile_is_shown(sources: Path, tmp_path: Path) -> None:
+    (sources / "ops" / "tiny.cpp").write_text("int broken() { return nothing; }\n")
+    with pytest.raises(DriverError, match=r"tiny.cpp: g\+\+ exited with 1") as caught:
+        build.build(sources, tmp_path / "cache")
+    assert "'nothing' was not declared" in caught.value.problem.replace("‘", "'").replace("’", "'")  # noqa: RUF001
+    assert not list((tmp_path / "cache" / "lib").iterdir())
+    (sources / "ops" / "tiny.cpp").write_text("int mended() { return 0; }\n")
+    assert build.build(sources, tmp_path / "cache").is_dir()
+
+
+def test_what_nobody_used_for_long_is_swept(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    old = build.build(sources, cache)
+    long_ago = time.time() - build.KEPT_SECONDS - 10
+    for each in (old, *(cache / "objects").iterdir()):
+        os.utime(each, (long_ago, long_ago))
+    (sources / "runtime" / "other.h").write_text("constexpr int other = 3;\n")
+    new = build.build(sources, cache)
+    assert new.is_dir()
+    assert not old.exists()
+    assert build.build(sources, cache) == new
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"HAL_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, "/a/emulator"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/torch-hal/emulator"),
+        ({"HOME": "/c"}, "/c/.cache/torch-hal/emulator"),
+    ],
+)
+def test_where_the_cache_is(environ: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HAL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert build.cache_folder("emulator") == Path(folder)
+
+
+# What is missing
+
+
+def test_without_a_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DriverUnavailable, match=r"no g\+\+") as caught:
+        build.build(sources, tmp_path / "cache")
+    assert "apt install g++" in caught.value.remedy
+
+
+def test_what_is_built_needs_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build.build(sources, tmp_path / "cache")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.build(sources, tmp_path / "cache") == folder
+
+
+def test_without_torch_npu(clean: dict[str, str]) -> None:
+    result = python(f"import sys; sys.modules['torch_npu'] = None\n{ACTIVATED}", clean)
+    assert result.returncode == 1
+    assert "DriverUnavailable: the emulated CANN needs torch_npu, which is not installed" in result.stderr
+    assert "pip install torch-npu==2.13.0" in result.stderr
+
+
+def test_with_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "TORCH_NPU", "2.14.0")
+    with pytest.raises(DriverUnavailable, match=r"serves torch_npu 2.14.0; this is 2.13.0"):
+        build.Toolchain.find()
+
+
+def test_a_real_cann_is_not_hidden_unless_forced(clean: dict[str, str], tmp_path: Path) -> None:
+    library = tmp_path / "lib64" / "libascendcl.so"
+    library.parent.mkdir()
+    library.touch()
+    places = {"ASCEND_HOME_PATH": tmp_path, "ASCEND_TOOLKIT_HOME": tmp_path, "LD_LIBRARY_PATH": library.parent}
+    for name, value in places.items():
+        environ = {**clean, name: str(value)}
+        with pytest.raises(DriverUnavailable, match=f"a real CANN is installed here .{re.escape(str(library))}"):
+            activation.refuse_real_cann(environ)
+    refused = hal("emulate", "--", sys.executable, "-c", SCRIPT, environ=environ)
+    assert refused.returncode == 2
+    assert "a real CANN is installed here" in refused.stderr
+    assert "hal emulate --force" in refused.stderr
+    forced = hal("emulate", "--force", "--", sys.executable, "-c", SCRIPT, environ=environ)
+    assert forced.stdout == "[2.0, 2.0, 2.0] 1\n", forced.stderr
+
+
+# Activation
+
+
+def test_in_a_process(clean: dict[str, str]) -> None:
+    result = python(f"{ACTIVATED}{ACTIVATED}{SCRIPT}", clean)
+    assert result.stdout == "[2.0, 2.0, 2.0] 1\n", result.stderr
+
+
+def test_with_other_options_than_before() -> None:
+    emulator.activate(devices=2)
+    assert emulator.is_active()
+    with pytest.raises(DriverError, match=r"active with Options\(devices=2.*asked to be with Options\(devices=3"):
+        emulator.activate(devices=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": 2}, "unknown key.*device"),
+        ({"devices": 0}, "devices must be at least 1, not 0"),
+        ({"memory": "lots"}, "memory"),
+    ],
+    ids=["unknown", "out of range", "of the wrong kind"],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        emulator.activate(**options)
+    with pytest.raises(ConfigError, match=message):
+        activation.from_environment({activation.OPTIONS: json.dumps(options)})
+
+
+@pytest.mark.parametrize("attempt", ["import torch", "import hal, torch_npu"], ids=["by torch", "by itself"])
+def test_after_torch_npu_failed_to_import(clean: dict[str, str], attempt: str) -> None:
+    program = f"try:\n    {attempt}\nexcept Exception: print('failed')\n{ACTIVATED}"
+    result = python(program, clean)
+    assert result.stdout == "failed\n"
+    assert "DriverError: torch_npu has already been imported, or has failed to" in result.stderr
+    assert "hal emulate -- python" in result.stderr
+
+
+def test_a_child_process_has_the_same_machine(clean: dict[str, str]) -> None:
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SCRIPT!r}], check=True)"
+    result = python(f"from hal.backends.npu import emulator\nemulator.activate(devices=3)\n{child}", clean)
+    assert result.stdout == "[2.0, 2.0, 2.0] 3\n", result.stderr
+
+
+def test_a_spawned_process_has_the_same_machine(clean: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        "import torch.multiprocessing as processes\n"
+        "def work(rank):\n"
+        "    import torch, torch_npu\n"
+        "    torch.npu.set_device(rank)\n"
+        "    print(torch.full((2,), rank, device='npu').tolist(), flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    processes.spawn(work, nprocs=2)\n"
+    )
+    result = hal("emulate", "--devices", "2", "--", sys.executable, str(script), environ=clean)
+    assert sorted(result.stdout.splitlines()) == ["[0, 0]", "[1, 1]"], result.stderr
+
+
+def test_a_child_activates_again_for_nothing(clean: dict[str, str]) -> None:
+    again = "emulator.activate(devices=3)\nprint(emulator.is_active())\n"
+    program = f"import torch, torch_npu\nfrom hal.backends.npu import emulator\n{again}"
+    result = hal("emulate", "--devices", "3", "--", sys.executable, "-c", program, environ=clean)
+    assert result.stdout == "True\n", result.stderr
+
+
+# hal emulate
+
+
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_an_unmodified_script(clean: dict[str, str], tmp_path: Path, autoload: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT if autoload == "0" else SCRIPT.replace(", torch_npu", ""))
+    options = ("--devices", "2", "--memory", "1GiB", "--soc", "Ascend910_9391")
+    script.write_text(f"{script.read_text()}print(torch.npu.mem_get_info()[1], torch.npu.get_device_name())\n")
+    environ = {**clean, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    result = hal("emulate", *options, "--", sys.executable, str(script), environ=environ)
+    assert result.stdout == f"[2.0, 2.0, 2.0] 2\n{1 << 30} Ascend910_9391\n", result.stderr
+
+
+def test_how_long_a_wait_may_see_nothing_run(clean: dict[str, str]) -> None:
+    ask = "import ctypes; print(ctypes.CDLL('libascendcl.so').hal_emulator_get(b'stall'))"
+    assert hal("emulate", "--", sys.executable, "-c", ask, environ=clean).stdout == "30\n"
+    assert hal("emulate", "--stall", "7", "--", sys.executable, "-c", ask, environ=clean).stdout == "7\n"
+
+
+def test_the_exit_status_is_the_programs(clean: dict[str, str]) -> None:
+    assert hal("emulate", "--", sys.executable, "-c", "raise SystemExit(7)", environ=clean).returncode == 7
+    missing = hal("emulate", "--", "no-such-program", environ=clean)
+    assert missing.returncode == 2
+    assert "There is no program 'no-such-program' on the PATH" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "much"], "no number of bytes"),
+        (["--devices", "0"], "not in the range"),
+        (["--colour", "red"], "No such option"),
+        ([], "Missing argument"),
+    ],
+)
+def test_wrong_arguments(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(command, [*options, *(["--", "true"] if options else [])])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_by_the_environment_alone(clean: dict[str, str]) -> None:
+    """It works where torch meets hal's entry point before torch_npu's, which is for the file system to say."""
+    listing = (
+        "from importlib.metadata import entry_points as e; print(*(each.name for each in e(group='torch.backends')))"
+    )
+    order = python(listing, clean).stdout.split()
+    environ = {**clean, activation.SWITCH: "1", activation.OPTIONS: '{"devices": 4}'}
+    result = python(SCRIPT.replace(", torch_npu", ""), environ)
+    if order.index("hal_npu_emulator") < order.index("torch_npu"):
+        assert result.stdout == "[2.0, 2.0, 2.0] 4\n", result.stderr
+    else:
+        assert "Failed to load the backend extension: torch_npu" in result.stderr
+
+
+def test_without_the_variable_torch_is_left_alone(clean: dict[str, str]) -> None:
+    look = "import sys; print([name for name in sys.modules if name.startswith('hal.backends.npu.em')])"
+    program = f"from hal.backends.npu.autoload import autoload; autoload(); {look}"
+    environ = {**clean, activation.SWITCH: "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert python(program, environ).stdout == "[]\n"
+
+
+# What is not emulated
+
+
+@pytest.fixture(scope="module")
+def stubs() -> dict[str, str]:
+    return symbols.refusing_stubs(NPU, set())
+
+
+def test_every_function_that_torch_npu_links_has_a_stub(stubs: dict[str, str]) -> None:
+    defined = set(re.findall(r"^\S+ (\w+)\(\)", "".join(stubs.values()), re.MULTILINE))
+    linked = symbols.linked(NPU)
+    assert {"aclrtMalloc", "aclInit", "aclopCompileAndExecute", "rtKernelLaunch"} < linked
+    assert linked <= defined
+    assert {"aclnnAdd", "aclnnAddGetWorkspaceSize", "aclrtValueWait", "HcclAllReduce"} <= defined
+
+
+def test_what_is_not_emulated_fails_by_name() -> None:
+    scores = torch.ones(4, 8, dtype=torch.float16, device="npu")
+
+    def call() -> None:
+        torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=2)
+        torch.npu.synchronize()
+
+    with pytest.raises(RuntimeError, match="the emulated CANN has no aclnnMoeGatingTopKSoftmax"):
+        call()
+    assert scores.sum().item() == 32, "the next call works"
+
+
+def test_every_library_that_torch_npu_loads_is_there() -> None:
+    folder = activation.loaded()[0].parent
+    needed = set()
+    for library in symbols.libraries(NPU):
+        names = re.findall(rb"\0(lib(?:ascendcl|acl_\w+|hccl|ge_runner|graph|atb)\.so)(?=\0)", library.read_bytes())
+        needed |= {name.decode() for name in names}
+    assert {"libhccl.so", "libgraph.so", "libatb.so"} < needed
+    assert needed <= {each.name for each in folder.iterdir()}

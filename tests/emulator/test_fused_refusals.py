@@ -1,0 +1,326 @@
+"""What the hardware refuses of the fused operations, and what the emulated CANN has not: refused, with the reason.
+
+Each case changes a call that works in one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+
+HALF, BF16, FLOAT, INT8, INT32, INT64 = (
+    torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.int64
+)  # fmt: skip
+
+
+def t(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device="npu")
+
+
+def attend(**changes: Any) -> Any:
+    """Two sequences of one query each, paged."""
+    arguments: dict[str, Any] = {
+        "query": t(2, 1, 256), "key": t(8, 16, 128), "value": t(8, 16, 128), "num_heads": 4, "num_key_value_heads": 2,
+        "scale": 1.0, "input_layout": "BSH", "block_table": t(2, 4, dtype=INT32), "block_size": 16,
+        "actual_seq_lengths_kv": [3, 20],
+    }  # fmt: skip
+    return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
+
+
+def attend_prefill(**changes: Any) -> Any:
+    """Two sequences of four queries each, as BNSD, not paged."""
+    arguments: dict[str, Any] = {
+        "query": t(2, 4, 4, 64), "key": t(2, 2, 9, 64), "value": t(2, 2, 9, 64), "num_heads": 4,
+        "num_key_value_heads": 2,
+        "scale": 1.0, "input_layout": "BNSD",
+    }  # fmt: skip
+    return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
+
+
+def attend_packed(**changes: Any) -> Any:
+    """Sequences of two and three queries, as TND, not paged."""
+    arguments: dict[str, Any] = {
+        "query": t(5, 4, 64), "key": t(9, 2, 64), "value": t(9, 2, 64), "num_heads": 4, "num_key_value_heads": 2,
+        "scale": 1.0,
+        "input_layout": "TND", "actual_seq_lengths": [2, 5], "actual_seq_lengths_kv": [4, 9],
+    }  # fmt: skip
+    return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
+
+
+def mask(*shape: int) -> Tensor:
+    return t(*shape, dtype=torch.bool)
+
+
+def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
+    """A call, what is changed in it, and the reason. Made anew for each test, so that no tensor outlives it."""
+    return [
+        (attend, {"key": t(8, 16, 128, dtype=BF16), "value": t(8, 16, 128, dtype=BF16)}, "of the query's dtype"),
+        (attend, {"key": t(8, 16, 128, dtype=INT8), "value": t(8, 16, 128, dtype=INT8)}, "of the query's dtype"),
+        (attend, {"query": t(2, 1, 256, dtype=FLOAT)}, "query must be float16 or bfloat16"),
+        (attend, {"query": t(2, 1, 512)[..., :256]}, "query must be contiguous"),
+        (attend, {"key": t(8, 16, 256)[..., :128]}, "key and value must be contiguous"),
+        (attend, {"actual_seq_lengths_kv": None}, "needs the lengths of its sequences"),
+        (attend, {"actual_seq_lengths_kv": [3, 65]}, r"actual_seq_lengths_kv\[1\] is 65, but must be between 0 and 64"),
+        (attend, {"actual_seq_lengths_kv": [3, -1]}, "is -1"),
+        (attend, {"block_table": t(2, 4, dtype=INT64)}, "block_table must be int32"),
+        (attend, {"block_table": t(3, 4, dtype=INT32)}, "block_table must be contiguous and"),
+        (attend, {"block_table": t(2, 8, dtype=INT32)[:, ::2]}, "block_table must be contiguous and"),
+        (attend, {"block_size": 32}, "block_size is 32, but the blocks of the cache have 16 rows"),
+        (attend, {"key": t(8, 24, 128), "value": t(8, 24, 128), "block_size": 24}, "multiple of 16 up to 512"),
+        (attend, {"key": t(2, 528, 128), "value": t(2, 528, 128), "block_size": 528}, "multiple of 16 up to 512"),
+        (attend, {"query": t(2, 4, 256)}, "block_size must be 128, 256, 384 or 512"),
+        (attend, {"key": t(8, 2, 16, 64), "value": t(8, 2, 16, 64)}, "with a query in BSH a paged cache must be"),
+        (attend, {"key": t(8, 2, 8, 16, 8), "value": t(8, 2, 8, 16, 8)}, "in fractals ends with 16 elements"),
+        (attend, {"num_heads": 4, "num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        (attend, {"input_layout": "BSH_SBH"}, "layout"),
+        (attend_prefill, {"query": t(2, 4, 4, 40), "key": t(2, 2, 9, 40), "value": t(2, 2, 9, 40)},
+         "multiple of 16 and at most 512"),
+        (attend_prefill, {"query": t(2, 4, 4, 528), "key": t(2, 2, 9, 528), "value": t(2, 2, 9, 528)},
+         "multiple of 16 and at most 512"),
+        (attend_prefill, {"num_heads": 8}, "num_heads is 8, but the query has 4 heads"),
+        (attend_prefill, {"query": t(1, 130, 1, 16), "key": t(1, 2, 9, 16), "value": t(1, 2, 9, 16), "num_heads": 130},
+         "at most 64, but is 65"),
+        (attend_prefill, {"query": t(1, 257, 1, 16), "key": t(1, 257, 9, 16), "value": t(1, 257, 9, 16),
+         "num_heads": 257,
+         "num_key_value_heads": 257}, "between 1 and 256"),
+        (attend_prefill, {"actual_seq_lengths": [5, 4]}, r"actual_seq_lengths\[0\] is 5"),
+        (attend_prefill, {"actual_seq_lengths_kv": [1, 2, 10][::-1]}, "is 10"),
+        (attend_prefill, {"sparse_mode": 5}, "sparse_mode must be 0, 1, 2, 3 or 4"),
+        (attend_prefill, {"sparse_mode": 1}, "sparse_mode 1 needs atten_mask"),
+        (attend_prefill, {"sparse_mode": 3}, "sparse_mode 3 needs atten_mask"),
+        (attend_prefill, {"sparse_mode": 3, "atten_mask": mask(4, 9)}, "takes a mask of 2048x2048"),
+        (attend_prefill, {"sparse_mode": 2, "atten_mask": mask(2, 2048, 2048)}, "takes a mask of 2048x2048"),
+        (attend_prefill, {"atten_mask": mask(2, 1, 4, 8)}, "must cover 4 queries and 9 keys"),
+        (attend_prefill, {"atten_mask": mask(2, 1, 3, 9)}, "must cover 4 queries and 9 keys"),
+        (attend_prefill, {"atten_mask": mask(3, 4, 9)}, "must be 1 or the batch"),
+        (attend_prefill, {"atten_mask": mask(2, 4, 4, 9)}, "the same for all heads"),
+        (attend_prefill, {"atten_mask": t(4, 9)}, "must be bool, int8 or uint8"),
+        (attend_prefill, {"atten_mask": mask(4, 18)[:, ::2]}, "atten_mask must be contiguous"),
+        (attend_prefill, {"quant_scale2": t(1, dtype=FLOAT)}, "quantised output .* is not emulated"),
+        (attend_prefill, {"antiquant_scale": t(2)}, "quantised cache .* is not emulated"),
+        (attend_prefill, {"query_rope": t(2, 4, 4, 64), "key_rope": t(2, 2, 9, 64)},
+         "latent attention .* is not emulated"),
+        (attend_prefill, {"kv_padding_size": t(1, dtype=INT64)}, "left padding .* is not emulated"),
+        (attend_prefill, {"key_shared_prefix": t(1, 2, 9, 64), "value_shared_prefix": t(1, 2, 9, 64)},
+         "shared prefix .* is not emulated"),
+        (attend_packed, {"actual_seq_lengths": None}, "a TND layout needs actual_seq_lengths"),
+        (attend_packed, {"actual_seq_lengths_kv": None}, "a TND layout needs actual_seq_lengths_kv"),
+        (attend_packed, {"actual_seq_lengths": [3, 2]}, "are cumulative, but 2 comes after 3"),
+        (attend_packed, {"actual_seq_lengths": [2, 4]}, "must end with T = 5, but end with 4"),
+        (attend_packed, {"actual_seq_lengths": [5]}, "must have as many entries"),
+        (attend_packed, {"actual_seq_lengths": [0] * 4096 + [5]}, "4097 actual_seq_lengths are given"),
+        (attend_packed, {"atten_mask": mask(5, 9)}, "a TND layout takes a mask with sparse_mode 2, 3 or 4 only"),
+        (attend_packed, {"key": t(4, 24, 128), "value": t(4, 24, 128), "block_table": t(2, 1, dtype=INT32),
+         "block_size": 24, "actual_seq_lengths_kv": [4, 5]}, "multiple of 16 up to 1024"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(attention())), ids=[reason[:40] for _, _, reason in attention()])
+def test_attention(number: int) -> None:
+    call, changes, reason = attention()[number]
+    call()  # works without the change
+    with pytest.raises(RuntimeError, match=reason):
+        call(**changes)
+    torch.npu.synchronize()
+
+
+def quantised(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "x1": t(4, 64, dtype=INT8), "x2": t(64, 32, dtype=INT8), "scale": t(32, dtype=FLOAT), "pertoken_scale": t(4,
+        dtype=FLOAT),
+        "output_dtype": HALF,
+    }  # fmt: skip
+    arguments |= changes
+    return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
+
+
+def weighted(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {"x": t(4, 64), "weight": t(64, 32, dtype=INT8), "antiquant_scale": t(32)}
+    return torch_npu.npu_weight_quant_batchmatmul(**{**arguments, **changes})
+
+
+def scattered(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "key": t(4, 2, 64), "value": t(4, 2, 64), "key_cache": t(8, 16, 2, 64), "value_cache": t(8, 16, 2, 64),
+        "slot_mapping": torch.arange(4, dtype=INT32).npu(), "cache_mode": "Norm",
+    }  # fmt: skip
+    return torch_npu.npu_scatter_pa_kv_cache(**{**arguments, **changes})
+
+
+def fused_cache(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "qkv": t(4, 1024), "q_gamma": t(128), "k_gamma": t(128), "cos": t(4, 128), "sin": t(4, 128),
+        "index": torch.arange(4).npu(), "q_out": t(4, 512), "k_cache": t(8, 16, 16, 16), "v_cache": t(8, 16, 16, 16),
+        "qkv_size": [4, 1, 8, 128], "head_nums": [4, 2, 2],
+    }  # fmt: skip
+    return torch_npu.npu_qkv_rms_norm_rope_cache(**{**arguments, **changes})
+
+
+def call(function: str, *arguments: Any, **keywords: Any) -> Callable[[], Any]:
+    return lambda: getattr(torch_npu, function)(*arguments, **keywords)
+
+
+def changed(function: Callable[..., Any], **changes: Any) -> Callable[[], Any]:
+    return lambda: function(**changes)
+
+
+def others() -> Iterator[tuple[Callable[[], Any], str]]:
+    x, gamma = t(4, 64), t(64)
+    yield call("npu_rms_norm", x, t(32)), "gamma must have the shape of x's last dimensions"
+    yield call("npu_rms_norm", x, t(64, dtype=BF16)), "gamma must be of x's dtype"
+    yield call("npu_rms_norm", t(4, 64, dtype=INT32), t(64, dtype=INT32)), "float16, bfloat16 or float32"
+    yield call("npu_add_rms_norm", x, t(3, 64), gamma), "x1 and x2 must have one shape and one dtype"
+    yield call("npu_add_rms_norm", x, t(4, 64, dtype=BF16), gamma), "x1 and x2 must have one shape and one dtype"
+    yield call("npu_add_rms_norm", x, x, t(64, dtype=FLOAT)), "gamma must be of x1's dtype"
+    yield call("npu_add_rms_norm_cast", x.float(), x.float(), gamma.float()), "float16 or bfloat16"
+    yield call("npu_add_rms_norm_quant", x, x, gamma, t(64), None), "scales1 must be Float with Half input"
+    yield call("npu_add_rms_norm_quant", x, x, gamma, t(1, dtype=FLOAT), None), "scales1 must have gamma's shape"
+    yield (
+        call("npu_add_rms_norm_quant", x, x, gamma, t(64, dtype=FLOAT), t(64)),
+        "zero_points must be Int with Half input",
+    )
+    yield (
+        call("npu_add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=t(32)),
+        "smooth_scale1 must have gamma's shape",
+    )
+    yield call("npu_add_rms_norm_dynamic_quant", x, x, gamma, beta=t(64, dtype=FLOAT)), "beta must be of gamma's dtype"
+    yield (
+        call("npu_add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=gamma, output_mask=[False, True]),
+        "output_mask must be True where a smooth scale is given",
+    )
+    yield call("npu_rms_norm_quant", x, gamma, gamma, t(64), t(64, dtype=INT8)), r"scale must be \[1\]"
+    yield call("npu_rms_norm_quant", x, gamma, gamma, t(1), t(1, dtype=INT32)), r"offset must be \[1\], int8"
+    yield call("npu_quantize", x, t(63, dtype=FLOAT), None, torch.qint8, -1), "1 element or as many as x has"
+    yield call("npu_quantize", x, t(64, dtype=FLOAT), None, torch.qint8, -1, False), "scale must be of x's dtype"
+    yield call("npu_dynamic_quant", x.float()), "x must be float16 or bfloat16"
+    yield call("npu_dynamic_quant", x, smooth_scales=t(64, dtype=FLOAT)), "smooth_scales must be of x's dtype"
+    yield (
+        call("npu_dynamic_quant", x, smooth_scales=t(2, 64), group_index=t(2, dtype=INT64)),
+        "group_index must be int32",
+    )
+    yield call("npu_rotary_mul", t(2, 3, 4, 63), t(2, 3, 1, 63), t(2, 3, 1, 63)), "even and below 896"
+    yield call("npu_rotary_mul", t(2, 3, 4, 896), t(2, 3, 1, 896), t(2, 3, 1, 896)), "even and below 896"
+    yield call("npu_rotary_mul", t(2, 3, 4, 64), t(2, 2, 1, 64), t(2, 2, 1, 64)), "must be 1 or the input's, 3"
+    rotary = t(2, 3, 1, 64)
+    yield (
+        call("npu_apply_rotary_pos_emb", t(2, 3, 4, 32), t(2, 3, 4, 32), t(2, 3, 1, 32), t(2, 3, 1, 32)),
+        "must be 64 or 128",
+    )
+    yield (
+        call("npu_apply_rotary_pos_emb", t(2, 3, 4, 64), t(2, 3, 4, 64), rotary, rotary, "BNSD"),
+        "must be BSND or TND",
+    )
+    yield (
+        call("npu_apply_rotary_pos_emb", t(2, 3, 4, 64), t(2, 3, 4, 64), rotary, rotary, rotary_mode="quarter"),
+        "rotary_mode must be half",
+    )
+    yield call("npu_interleave_rope", t(2, 3, 4, 32), t(2, 1, 4, 32), t(2, 1, 4, 32)), "must be .B, N, S, 64."
+    positions = torch.arange(4).npu()
+    yield call("npu_mrope", positions, t(4, 96), t(4, 96), t(9, 48), 48), "multiples of 32"
+    yield (
+        call(
+            "npu_mrope", positions.expand(3, 4).contiguous(), t(4, 64), t(4, 64), t(9, 64), 64, mrope_section=[8, 8, 8]
+        ),
+        "must add up to rotary_dim / 2, 32",
+    )
+    yield call("npu_swiglu", t(4, 63)), "must be even"
+    yield call("npu_swiglu_quant", t(4, 64), quant_mode=0), "static quantisation needs smooth_scales and offsets"
+    yield (
+        call("npu_swiglu_quant", t(4, 64), quant_mode=1, dst_type=torch.quint4x2),
+        "int4 output of SwiGluQuantV2 is not emulated",
+    )
+    yield call("npu_dequant_swiglu_quant", t(4, 128, dtype=INT32), quant_mode=1), "int32 x needs weight_scale"
+    yield call("npu_dequant_swiglu_quant", t(4, 128), quant_mode=0), "static quantisation needs quant_scale"
+    yield (
+        call("npu_dequant_swiglu_quant", t(4, 100), quant_mode=1, group_index=t(1, dtype=INT64)),
+        "H must be a multiple of 64 and at most 10496, but is 50",
+    )
+    yield changed(quantised, x1=t(4, 65, dtype=INT8)), "x1 has 65 columns, but x2 64 rows"
+    yield changed(quantised, x1=t(4, 65536, dtype=INT8), x2=t(65536, 32, dtype=INT8)), "at most 65535, but are 65536"
+    yield changed(quantised, scale=t(31, dtype=FLOAT)), "scale must have 1 element or N = 32, not 31"
+    yield changed(quantised, pertoken_scale=t(5, dtype=FLOAT)), r"pertoken_scale must be float32 and \[M\]"
+    yield changed(quantised, scale=t(32, dtype=BF16)), "needs a float32 scale"
+    yield changed(quantised, scale=t(32, dtype=INT64), output_dtype=BF16), "needs a float32 or bfloat16 scale"
+    yield changed(quantised, pertoken_scale=None, bias=t(32)), "bias must be int32 with this output"
+    yield changed(quantised, offset=t(32, dtype=FLOAT)), "goes with an int8 output"
+    yield changed(weighted, weight=t(64, 32)), "weight must be int8, or int4 in int32"
+    yield changed(weighted, antiquant_scale=t(31)), "antiquant_scale must have 1 or 32 elements, but has 31"
+    yield changed(weighted, antiquant_scale=t(32, dtype=BF16)), "antiquant_scale must be of x's dtype"
+    batches = t(2, 4, 8), t(2, 8, 5)
+    yield (
+        call("npu_transpose_batchmatmul", *batches, perm_x1=[0, 1, 2], perm_x2=[0, 1, 2], perm_y=[0, 1, 2]),
+        "perm_y must be",
+    )
+    yield (
+        call("npu_transpose_batchmatmul", *batches, perm_x1=[0, 2, 1], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]),
+        "perm_x1 must be",
+    )
+    yield call("npu_scatter_nd_update_", t(4, 8), t(2, 1), t(2, 8)), "indices must be int32 or int64"
+    yield (
+        call("npu_scatter_nd_update_", t(4, 8), t(2, 1, dtype=INT32), t(2, 7)),
+        "must have the shape that indices select",
+    )
+    yield (
+        call("npu_scatter_nd_update_", t(4, 8), t(2, 3, dtype=INT32), t(2)),
+        "last dimension of indices must be between 1",
+    )
+    yield changed(scattered, cache_mode="ND"), "cache_mode must be Norm or PA_NZ"
+    yield changed(scattered, cache_mode="PA_NZ"), "with PA_NZ the cache of key must be"
+    yield changed(scattered, key_cache=t(8, 16, 2, 64, dtype=BF16)), "the cache of key must be of its dtype"
+    yield changed(scattered, slot_mapping=t(4)), "slots must be int32 or int64"
+    yield changed(scattered, slot_mapping=t(5, dtype=INT32)), "one slot for each of the 4 tokens"
+    yield changed(scattered, value=t(4, 2, 128)[..., :64]), "must be contiguous"
+    yield changed(scattered, seq_lens=t(4, dtype=INT32)), "compressed caches .* are not emulated"
+    yield changed(fused_cache, cache_mode="PA"), "cache_mode must be PA_NZ"
+    yield changed(fused_cache, head_nums=[5, 2, 2]), "qkv_size and head_nums must describe qkv"
+    yield changed(fused_cache, index=torch.arange(4, dtype=INT32).npu()), "index must be int64"
+    yield changed(fused_cache, k_cache=t(8, 8, 16, 32)), "the caches must be contiguous and"
+    yield changed(fused_cache, k_scale=t(2, 128, dtype=FLOAT)), "a quantised cache is not emulated"
+    yield call("npu_top_k_top_p", t(2, 9, dtype=FLOAT), t(2), t(2, dtype=INT32)), "of the logits' dtype"
+    yield call("npu_top_k_top_p", t(2, 9), t(2), t(2, dtype=INT64)), r"k must be \[batch\], int32"
+
+
+def test_the_calls_that_are_changed_work() -> None:
+    for function in (quantised, weighted, scattered, fused_cache):
+        function()
+    torch.npu.synchronize()
+
+
+@pytest.mark.parametrize("number", range(sum(1 for _ in others())))
+def test_operation(number: int) -> None:
+    function, reason = list(others())[number]
+    with pytest.raises(RuntimeError, match=reason):
+        function()
+    torch.npu.synchronize()
+
+
+def at_run_time() -> Iterator[tuple[Callable[[], Any], str]]:
+    """What only the contents of a tensor show."""
+    yield (
+        changed(scattered, slot_mapping=torch.tensor([0, 1, 2, 128], dtype=INT32).npu()),
+        "slot 128 is beyond the cache's 128",
+    )
+    yield (
+        changed(attend, block_table=t(2, 4, dtype=INT32) * 8),
+        "a block table names block 8, but the cache has 8 blocks",
+    )
+    yield (
+        changed(attend_prefill, sparse_mode=3, atten_mask=mask(2048, 2048)),
+        "must be True above the diagonal and False elsewhere",
+    )
+    yield call("npu_scatter_nd_update_", t(4, 8), t(2, 1, dtype=INT32) * 4, t(2, 8)), "an index is outside dimension 0"
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_contents(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    function, reason = list(at_run_time())[number]
+    function()
+    with pytest.raises(RuntimeError, match="507015") as error:
+        torch.npu.synchronize()
+    assert reason in str(error.value) + capfd.readouterr().err
+    (t(2) + 1).cpu()  # and the device works on

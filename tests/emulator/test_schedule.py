@@ -1,0 +1,236 @@
+"""A schedule seed reorders what may be reordered, and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch_npu
+from hal.backends.npu.emulator import control
+
+SEEDS = range(200)
+X = torch.arange(1.0, 5.0)
+
+
+@pytest.fixture(scope="module")
+def streams() -> list[torch.npu.Stream]:
+    return [torch.npu.Stream() for _ in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def _free_running_afterwards():
+    yield
+    control.seed(None)
+    torch.npu.synchronize()
+
+
+def two_streams(streams: list[torch.npu.Stream], leave_out: str = "") -> list[float]:
+    """(x * 2 on one stream) + 1 on another, and the sum back on the first."""
+    first, second = streams
+    x, y, z = X.npu(), torch.zeros(4).npu(), torch.zeros(4).npu()
+    torch.npu.synchronize()
+    with torch.npu.stream(first):
+        torch.mul(x, 2, out=y)
+        forked = first.record_event()
+    with torch.npu.stream(second):
+        if leave_out != "fork":
+            second.wait_event(forked)
+        torch.add(y, 1, out=z)
+        joined = second.record_event()
+    with torch.npu.stream(first):
+        if leave_out != "join":
+            first.wait_event(joined)
+        torch.add(y, z, out=y)
+    first.synchronize()
+    result = y.cpu().tolist()
+    torch.npu.synchronize()
+    return result
+
+
+RIGHT = (X * 2 + (X * 2 + 1)).tolist()
+
+
+def test_a_correct_program_is_right_under_every_seed(streams):
+    for seed in SEEDS:
+        control.seed(seed)
+        assert two_streams(streams) == RIGHT, f"seed {seed}"
+
+
+@pytest.mark.parametrize("leave_out", ["fork", "join"])
+def test_a_missing_wait_shows_under_some_seed(streams, leave_out):
+    wrong = 0
+    for seed in SEEDS:
+        control.seed(seed)
+        wrong += two_streams(streams, leave_out) != RIGHT
+    assert wrong >= 20, f"only {wrong} of {len(SEEDS)} seeds show that the wait is missing"
+
+
+def order(streams: list[torch.npu.Stream], launches: int = 12) -> list[tuple[str, tuple[int, ...]]]:
+    """The order in which two streams' launches ran, which no event orders."""
+    tensors = [torch.zeros(n + 1).npu() for n in range(launches)]
+    torch.npu.synchronize()
+    with control.trace() as trace:
+        for n, tensor in enumerate(tensors):
+            with torch.npu.stream(streams[n % 2]):
+                tensor.add_(1)
+    return [(each.name, each.operands[0].shape) for each in trace.ran()]
+
+
+def test_one_seed_gives_one_order_and_seeds_differ(streams):
+    found = []
+    for seed in range(40):
+        control.seed(seed)
+        once = order(streams)
+        control.seed(seed)
+        assert order(streams) == once, f"seed {seed}"
+        found.append(once)
+    assert len(set(map(tuple, found))) > 10
+    for each in found:  # each stream stays in order
+        sizes = [shape[0] for _, shape in each]
+        assert [n for n in sizes if n % 2] == sorted(n for n in sizes if n % 2)
+        assert [n for n in sizes if not n % 2] == sorted(n for n in sizes if not n % 2)
+
+
+def test_nothing_runs_before_the_host_waits(streams):
+    control.seed(0)
+    x = torch.zeros(4).npu()
+    torch.npu.synchronize()
+    with control.trace() as trace:
+        with torch.npu.stream(streams[0]):
+            x.add_(1)
+        torch.npu.current_stream()  # asks the device nothing
+        assert trace.ran() == []
+    assert len(trace.ran()) == 1
+
+
+def test_a_host_that_does_not_wait_gets_its_work_after_a_while(streams):
+    control.seed(0)
+    with control.trace() as trace:
+        with torch.npu.stream(streams[0]):
+            torch.zeros(4).npu().add_(1)
+        deadline = time.monotonic() + 30
+        while not trace.ran() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert trace.counts() == {"InplaceAdds": 1}
+
+
+def test_polling_lets_work_go_on(streams):
+    for seed in range(10):
+        control.seed(seed)
+        with torch.npu.stream(streams[0]):
+            x = torch.zeros(4).npu().add_(1)
+            done = streams[0].record_event()
+        deadline = time.monotonic() + 30
+        while not done.query():
+            assert time.monotonic() < deadline, f"seed {seed}: the event is never reached"
+        assert x.cpu().tolist() == [1] * 4
+
+
+class Update:
+    """A captured product whose factor can be updated, guarded by an external event as torch_npu guards attention."""
+
+    def __init__(self, guarded: bool = True) -> None:
+        self.x, self.y, self.z = X.npu(), torch.zeros(4).npu(), torch.zeros(4).npu()
+        self.event, self.stream = torch.npu.ExternalEvent(), torch.npu.Stream()
+        self.graph = torch.npu.NPUGraph()
+        with torch.npu.graph(self.graph):
+            stream = torch.npu.current_stream()
+            if guarded:
+                self.event.wait(stream)
+                self.event.reset(stream)
+            torch.npu.graph_task_group_begin(stream)
+            torch.mul(self.x, 1.0, out=self.y)
+            self.group = torch.npu.graph_task_group_end(stream)
+            torch.add(self.y, 1, out=self.z)
+
+    def update(self, factor: float) -> None:
+        with torch.npu.stream(self.stream):
+            torch.npu.graph_task_update_begin(self.stream, self.group)
+            torch.mul(self.x, factor, out=self.y)
+            torch.npu.graph_task_update_end(self.stream)
+            self.event.record(self.stream)
+
+
+def test_update_and_replay_in_either_order():
+    for seed in SEEDS:
+        if seed % 50 == 0:
+            control.seed(None)
+            torch.npu.synchronize()
+            updated = Update()
+        control.seed(seed)
+        for step in range(1, 4):
+            factor = float(seed + step)
+            if (seed + step) % 2:
+                updated.graph.replay()
+                updated.update(factor)
+            else:
+                updated.update(factor)
+                updated.graph.replay()
+            torch.npu.synchronize()
+            assert updated.z.cpu().tolist() == (X * factor + 1).tolist(), f"seed {seed}, step {step}"
+
+
+def test_torch_npus_own_update_under_seeds():
+    query = torch.ones(2, 1, 64).half().npu()
+    rows = torch.arange(32.0).half().reshape(2, 16, 1).expand(2, 16, 64).contiguous().npu() / 32
+
+    def attend(lengths: list[int]) -> torch.Tensor:
+        return torch_npu.npu_fused_infer_attention_score(
+            query, rows, rows, num_heads=1, input_layout="BSH", scale=0.1, actual_seq_lengths_kv=lengths
+        )[0]
+
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph, auto_dispatch_capture=True):
+        attended = attend([1, 1])
+    lengths = [[1 + n % 16, 16 - n % 16] for n in range(20)]
+    expected = [attend(each).cpu() for each in lengths]
+    assert not torch.equal(expected[0], expected[1])
+    for seed in range(20):
+        control.seed(seed)
+        for n in range(seed, seed + 3):
+            update = [{"actual_seq_lengths_kv": lengths[n % 20]}]
+            if n % 2:
+                graph.update(cpu_update_input=update)
+                graph.replay()
+            else:
+                graph.replay()
+                graph.update(cpu_update_input=update)
+            assert torch.equal(attended.cpu(), expected[n % 20]), f"seed {seed}, lengths {lengths[n % 20]}"
+
+
+def test_an_update_that_the_graph_does_not_wait_for_shows():
+    wrong = 0
+    updated = Update(guarded=False)
+    for seed in SEEDS:
+        control.seed(seed)
+        updated.graph.replay()
+        updated.update(float(seed + 2))
+        torch.npu.synchronize()
+        wrong += updated.z.cpu().tolist() != (X * float(seed + 2) + 1).tolist()
+    assert 20 <= wrong < len(SEEDS), f"{wrong} of {len(SEEDS)} seeds replay the old kernel"
+
+
+def test_branches_of_a_graph_are_reordered_and_joined():
+    x = torch.arange(8.0).npu()
+    parts = [torch.zeros(8).npu() for _ in range(4)]
+    side = [torch.npu.Stream() for _ in parts]
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        main = torch.npu.current_stream()
+        forked = main.record_event()
+        for n, (part, stream) in enumerate(zip(parts, side, strict=True)):
+            with torch.npu.stream(stream):
+                stream.wait_event(forked)
+                torch.mul(x[: n + 1], n + 1, out=part[: n + 1])
+            main.wait_event(stream.record_event())
+        total = parts[0] + parts[1] + parts[2] + parts[3]
+    expected = sum(torch.cat([torch.arange(8.0)[: n + 1] * (n + 1), torch.zeros(7 - n)]) for n in range(4))
+    orders = set()
+    for seed in range(50):
+        control.seed(seed)
+        with control.trace() as trace:
+            graph.replay()
+        orders.add(tuple(each.operands[0].shape for each in trace.ran() if each.name == "Muls"))
+        torch.testing.assert_close(total.cpu(), expected)
+    assert len(orders) > 10
