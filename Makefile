@@ -14,8 +14,11 @@ demo: $(VENV)/.base
 	$(BIN)/hal generate $(CHECKPOINT) --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
 	  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'def main():'
 
+# torch imports torch_npu wherever it is installed. The tests of the emulated CANN want that, in a process of their own.
+test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q tests/emulator
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import hal
 
-sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py
+sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py and emulated.py
 
 project = "torch-hal"
 author = "The torch-hal authors"
 project_copyright = author
 version = release = hal.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "declarations"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "declarations", "emulated"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -39,7 +39,7 @@ nitpick_ignore = [
 ]
 nitpick_ignore_regex = [
     # The same, for names written in full.
-    (r"py:.*", r"(torch|collections|os|pathlib|types|typing|tokenizers|inspect)\..*"),
+    (r"py:.*", r"(torch|collections|contextlib|os|pathlib|types|typing|tokenizers|inspect)\..*"),
     # Type variables, which stand for any type and have no page.
     (r"py:class", r"(hal\..*\.)?[PRT]"),
 ]

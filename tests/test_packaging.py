@@ -47,6 +47,9 @@ def test_every_module_is_in_it(wheel: Path, repository: Path) -> None:
     for folder, home in homes.items():
         for file in (repository / folder).rglob("*.py"):
             assert f"{home}/{file.relative_to(repository / folder).as_posix()}" in names
+    for file in (repository / "backends").rglob("*"):
+        if file.suffix in (".cpp", ".h"):  # compiled where they are used
+            assert f"hal/backends/{file.relative_to(repository / 'backends').as_posix()}" in names
     assert "hal/py.typed" in names
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hal"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
