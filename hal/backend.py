@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -14,7 +17,16 @@ from torch import Tensor
 from hal import ops
 from hal.config import Config
 from hal.device import Device
-from hal.errors import ConfigError, DriverIncompatible, MissingKernel, OperationError, nearest
+from hal.errors import (
+    ConfigError,
+    DeviceError,
+    DeviceOutOfMemory,
+    DriverIncompatible,
+    HalError,
+    MissingKernel,
+    OperationError,
+    nearest,
+)
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops.declaration import Kernel, Operation
@@ -34,12 +46,16 @@ class Limits:
         block_sizes: of the KV cache, the preferred first; empty if any will do.
         head_dims: that attention takes; empty if any will do.
         max_streams: streams that graphs may take together; None if there is no limit.
+        streams_per_graph: streams that a graph takes, which forks none.
+        capture_sizes: the decode batch sizes that are captured where the config names none, ascending.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     block_sizes: tuple[int, ...] = ()
     head_dims: tuple[int, ...] = ()
     max_streams: int | None = None
+    streams_per_graph: int = 1
+    capture_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
 
 class Backend:
@@ -100,6 +116,7 @@ class Backend:
         self.cache_layout = cache_layout
         self.config = Config(backend=name)
         self.ops = BackendOps(self)
+        self.graphs: WeakSet[Graph] = WeakSet()
         self._said: set[str] = set()
 
     def __repr__(self) -> str:
@@ -109,6 +126,11 @@ class Backend:
     def active(self) -> bool:
         """Whether ``hal.ops`` goes to this backend."""
         return _active is self
+
+    @property
+    def streams_in_graphs(self) -> int:
+        """Streams that the captured graphs of this backend's runners hold."""
+        return len(self.graphs) * self.limits.streams_per_graph
 
     @property
     def block_size(self) -> int:
@@ -181,6 +203,44 @@ class Backend:
     def kv_cache(self, spec: KVCacheSpec) -> KVCache:
         """Memory for ``spec``, in a layout of the backend's choosing; by default the canonical one."""
         return canonical_kv_cache(spec, self.device.torch)
+
+    def explain(self, error: BaseException) -> HalError | None:
+        """The typed error for an exception that PyTorch or the vendor's package raised, or None if it is not known.
+
+        Runners ask here, so that callers meet :class:`~hal.errors.DeviceError`, whatever the vendor raises. By default
+        it knows torch's own exceptions for devices.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return DeviceOutOfMemory(f"the device has no memory left: {error}", DeviceOutOfMemory.REMEDY)
+        if isinstance(error, torch.AcceleratorError):
+            return DeviceError(f"the device failed: {error}", "run the step again; restart the process if it repeats")
+        return None
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Inside the block, exceptions that :meth:`explain` knows are raised as what it says.
+
+        Put reads of a step's results into it: what fails on the device is reported where the host waits.
+        """
+        try:
+            yield
+        except HalError:
+            raise
+        except Exception as error:
+            known = self.explain(error)
+            if known is None:
+                raise
+            raise known from error
+
+    def counting_launches(self) -> AbstractContextManager[Counter[str]]:
+        """A context whose counter has, behind the block, how often each kernel was launched on the device in it.
+
+        Raises:
+            ConfigError: the backend cannot tell.
+        """
+        raise ConfigError(
+            f"the backend {self.name} does not count launches", "use one that does, such as an emulated device"
+        )
 
     def _stand_in(self, operation: Operation, body: Kernel) -> Kernel:
         """``body`` in place of a missing kernel: says so at the first call, or raises if the config is strict."""

@@ -41,12 +41,14 @@ class CompilationConfig:
         capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
         on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
+        debug: before each replay, check that the weights, caches and inputs lie where they lay at the capture.
     """
 
     compiler: str = "eager"
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)
     on_capture_error: Literal["raise", "eager"] = "raise"
+    debug: bool = False
 
 
 @attrs.frozen

@@ -49,6 +49,11 @@ class Device:
             total=total,
         )
 
+    def reset_peak(self) -> bool:
+        """Make the peak of :meth:`memory_stats` count from now on; False if this device cannot."""
+        torch.accelerator.reset_peak_memory_stats(self.torch)
+        return True
+
     def empty_cache(self) -> None:
         """Give memory that the allocator holds but no tensor uses back to the device."""
         torch.accelerator.empty_cache()

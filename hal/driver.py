@@ -10,8 +10,12 @@ import attrs
 
 from hal.backend import Backend
 
-API_VERSION = (1, 0)
-"""The driver API of this release. A driver of the same major version and no higher minor version loads."""
+API_VERSION = (1, 1)
+"""The driver API of this release. A driver of the same major version and no higher minor version loads.
+
+1.1 added ``Driver.probe_for``, ``Backend.explain``, ``Backend.counting_launches``, ``Device.reset_peak``, and to
+``Limits`` capture sizes and streams. All have defaults, so a driver for 1.0 loads as it is.
+"""
 
 
 @attrs.frozen
@@ -52,6 +56,13 @@ class Driver(ABC):
 
         Must not import the vendor's packages (``importlib.util.find_spec`` is enough) nor initialise hardware.
         """
+
+    def probe_for(self, options: Mapping[str, Any]) -> Probe:
+        """Say whether :meth:`open` can be expected to succeed with ``options``, under the same rules as :meth:`probe`.
+
+        Override it where an option makes the driver run elsewhere than :meth:`probe` thinks, as on an emulator.
+        """
+        return self.probe()
 
     @abstractmethod
     def open(self, options: Mapping[str, Any]) -> Backend:

@@ -67,6 +67,18 @@ class HostValueError(GraphError):
     """A replay was given host values of a wrong name, number, shape or dtype. Nothing was launched."""
 
 
+class DeviceError(HalError):
+    """The device failed at work that it had been given; it is reported where the host next waits."""
+
+
+class DeviceOutOfMemory(DeviceError):
+    """The device has no memory left for what was asked."""
+
+    REMEDY = (
+        "lower cache.num_tokens, max_prefill_tokens or compilation.max_capture_size, or give the device fewer sequences"
+    )
+
+
 class CompileError(HalError):
     """A model cannot be traced, or a compiler failed on it."""
 

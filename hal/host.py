@@ -99,6 +99,10 @@ class HostDevice(Device):
             total=machine.total,
         )
 
+    def reset_peak(self) -> bool:
+        """False: the system keeps the peak of a process's whole life."""
+        return False
+
     def empty_cache(self) -> None:
         """Return at once: host memory goes back by itself."""
 

@@ -15,7 +15,7 @@ from stevedore.exception import NoMatches
 from hal.backend import Backend
 from hal.config import Source, environment_options, load
 from hal.driver import API_VERSION, Driver, Probe
-from hal.errors import DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, nearest
+from hal.errors import DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, HalError, nearest
 
 GROUP = "hal.drivers"
 
@@ -38,13 +38,6 @@ class Candidate:
 def driver_names() -> list[str]:
     """The names of all installed drivers; imports none of them."""
     return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
-
-
-def variable_owners() -> list[str]:
-    """Names whose ``HAL_<NAME>_*`` variables are not the configuration's: drivers', and those of the group
-    ``hal.environment``, by which a package claims variables that its driver does not read as options."""
-    claimed = {entry.name for entry in importlib.metadata.entry_points(group="hal.environment")}
-    return sorted({*driver_names(), *claimed})
 
 
 def load_driver(name: str) -> Driver:
@@ -84,21 +77,17 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
         DriverIncompatible: the driver does not fit this release.
         DriverUnavailable: the driver cannot run here, with its reason and hint.
     """
-    settings = load(config, driver_names=variable_owners() if config is None else ())
-    driver = _choose() if settings.backend == "auto" else _available(settings.backend)
-    backend = _open(driver, {**environment_options(driver.name), **settings.options})
+    settings = load(config, driver_names=driver_names() if config is None else ())
+    driver = _choose() if settings.backend == "auto" else load_driver(settings.backend)
+    options = {**environment_options(driver.name), **settings.options}
+    probe = _probe(driver, options)
+    if not probe.available:
+        raise DriverUnavailable(f"the driver {driver.name} cannot run here: {probe.reason}", probe.hint)
+    backend = _open(driver, options)
     backend.configure(settings)
     if activate:
         backend.activate()
     return backend
-
-
-def _available(name: str) -> Driver:
-    driver = load_driver(name)
-    probe = _probe(driver)
-    if not probe.available:
-        raise DriverUnavailable(f"the driver {name} cannot run here: {probe.reason}", probe.hint)
-    return driver
 
 
 def _choose() -> Driver:
@@ -125,9 +114,11 @@ def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
     return backend
 
 
-def _probe(driver: Driver) -> Probe:
+def _probe(driver: Driver, options: Mapping[str, Any]) -> Probe:
     try:
-        probe: Any = driver.probe()
+        probe: Any = driver.probe_for(options)
+    except HalError:
+        raise  # an option is wrong
     except Exception as error:
         raise DriverError(
             f"the probe of the driver {driver.name} raised {error!r}", "report it to the driver's vendor"
@@ -144,8 +135,8 @@ def _candidate(name: str) -> Candidate:
     # The one place that catches everything: a vendor's broken package must not take the others down.
     try:
         driver = load_driver(name)
-        return Candidate(name, driver, _probe(driver))
-    except DriverError as error:
+        return Candidate(name, driver, _probe(driver, environment_options(name)))
+    except HalError as error:
         return Candidate(name, None, Probe(False, error.problem, error.remedy))
     except (Exception, SystemExit) as error:
         return Candidate(name, None, Probe(False, f"it raised {error!r}", "report it to the driver's vendor"))

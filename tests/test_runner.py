@@ -51,7 +51,7 @@ def decode_batch(runner: hal.Runner, size: int) -> Batch:
 
 def test_capture_sizes_follow_the_config() -> None:
     def sizes(**config: Any) -> list[int]:
-        return capture_sizes(hal.CompilationConfig(**config))
+        return capture_sizes(hal.CompilationConfig(**config), (1, 2, 4, 8, 16, 32))
 
     assert sizes() == [1, 2, 4, 8, 16, 32]
     assert sizes(max_capture_size=5) == [1, 2, 4]

@@ -1,5 +1,10 @@
-"""The Ascend NPU: what hal knows of torch_npu and CANN.
+"""The Ascend NPU, through torch_npu: driver, kernels and graphs; and an emulated CANN to run them on any machine.
 
-emulator/ is an emulated CANN, under which the unmodified torch_npu runs on a CPU; autoload.py lets a variable put it
-there. The driver is planned, and not here yet.
+driver.py opens the backend, probe.py says whether it can, soc.py knows what each generation takes. kernels.py and
+attention.py map operations to torch_npu's, fractal.py is the cache in FRACTAL_NZ, graph.py captures and replays,
+failures.py reads CANN's error codes. emulator/ is the emulated CANN; autoload.py lets a variable bring it in.
 """
+
+from .driver import NpuDriver, NpuOptions
+
+__all__ = ["NpuDriver", "NpuOptions"]

@@ -81,7 +81,6 @@ def command(
     _check(texts)
     settings = _settings(backend, dtype, compiler, compilation_config)
     config = read(hal.Config, settings, "configuration")
-    config = attrs.evolve(config, compilation=_fit_graphs(config.compilation, len(texts)))
     opened = Checkpoint.open(checkpoint)
     first_seed = secrets.randbelow(2**32) if seed is None else seed
     params = hal.SamplingParams(**sampling, seed=first_seed, stop_token_ids=opened.stop_token_ids)
@@ -90,6 +89,8 @@ def command(
     tokens = [tokenizer.encode(text).ids for text in texts]
 
     on = hal.open(config)
+    config = attrs.evolve(config, compilation=_fit_graphs(config.compilation, on.limits.capture_sizes, len(texts)))
+    on.configure(config)
     with _progress_bar("loading") as progress:
         model = hal.load_model(opened, on, progress=progress)
     if "num_tokens" not in settings.get("cache", {}):
@@ -140,9 +141,9 @@ def _settings(
 ) -> dict[str, Any]:
     """The environment's configuration, and over it what the options say."""
     from hal.config import CompilationConfig, Config, environment_mapping, read
-    from hal.registry import variable_owners
+    from hal.registry import driver_names
 
-    settings = environment_mapping(driver_names=variable_owners())
+    settings = environment_mapping(driver_names=driver_names())
     read(Config, settings, "environment")  # so that an error in it is not blamed on an option
     options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
     compilation = {} if compilation_config is None else dict(_compilation(compilation_config))
@@ -167,13 +168,13 @@ def _compilation(source: str) -> Mapping[str, Any]:
     )
 
 
-def _fit_graphs(config: CompilationConfig, num_prompts: int) -> CompilationConfig:
+def _fit_graphs(config: CompilationConfig, sizes: Sequence[int], num_prompts: int) -> CompilationConfig:
     """Unless the config says which sizes to capture, leave out those that so few prompts cannot fill."""
-    from hal.runtime.buckets import DEFAULT_SIZES, bucket_for
+    from hal.runtime.buckets import bucket_for
 
     if config.capture_sizes is not None or config.max_capture_size is not None:
         return config
-    return attrs.evolve(config, max_capture_size=bucket_for(num_prompts, list(DEFAULT_SIZES)))
+    return attrs.evolve(config, max_capture_size=bucket_for(num_prompts, list(sizes)))
 
 
 def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
+import attrs
 import torch
 
 from hal.batch import Batch
@@ -11,16 +15,22 @@ from hal.config import CompilationConfig
 from hal.errors import BatchError, ConfigError
 from hal.kv_cache import DUMMY_BLOCK
 
-DEFAULT_SIZES = (1, 2, 4, 8, 16, 32)
 
-
-def capture_sizes(config: CompilationConfig) -> list[int]:
+def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int | None = None) -> list[int]:
     """The decode batch sizes to capture, ascending.
+
+    Args:
+        config: what it names is captured.
+        defaults: the backend's, for a config that names none.
+        most: sequences that the cache can hold; larger ones of the defaults, but for the next larger, are left out.
 
     Raises:
         ConfigError: none is left, so that the graphs that the config asks for would never run.
     """
-    asked = DEFAULT_SIZES if config.capture_sizes is None else config.capture_sizes
+    asked: Sequence[int] = defaults if config.capture_sizes is None else config.capture_sizes
+    if config.capture_sizes is None and most is not None:
+        reached = bucket_for(most, sorted(defaults))
+        asked = [size for size in defaults if reached is None or size <= reached]
     sizes = [size for size in sorted(set(asked)) if size <= (config.max_capture_size or size)]
     if not sizes:
         raise ConfigError(
@@ -63,6 +73,15 @@ class PaddedBatch:
             query_start_loc_host=starts,
             kv_lens_host=torch.zeros(size, dtype=torch.int32),
         )
+
+    def first(self, size: int) -> Self:
+        """A smaller one, on the memory of this one's first rows."""
+        rows = {name: tensor[:size] for name, tensor in attrs.asdict(self.batch, recurse=False).items()}
+        starts = {name: getattr(self.batch, name)[: size + 1] for name in ("query_start_loc", "query_start_loc_host")}
+        smaller = copy(self)
+        smaller._dummies = self._dummies[:size]
+        smaller.batch = Batch(**(rows | starts))
+        return smaller
 
     def host_values(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The host values of this size that stand for ``batch``, by the names that attention takes them by."""

@@ -36,7 +36,7 @@ class CompiledDecoder:
         self._model = model
         self._cache = cache
         config = backend.config.compilation
-        sizes = capture_sizes(config)
+        sizes = capture_sizes(config, backend.limits.capture_sizes)
         longest = min(model.max_length, cache.spec.num_tokens)
         max_blocks = math.ceil(longest / cache.spec.block_size)
         self._pair = PaddedBatch(2, max_blocks, cache.spec.block_size, backend.device.torch)

@@ -7,15 +7,18 @@ import math
 from functools import partial
 
 import attrs
+import torch
 from torch import Tensor
 
 from hal.backend import Backend
 from hal.batch import Batch
-from hal.errors import CaptureError
+from hal.errors import CaptureError, DeviceOutOfMemory
 from hal.graph import Graph
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
+from hal.runtime.addresses import Addresses
 from hal.runtime.buckets import PaddedBatch, bucket_for, capture_sizes
+from hal.runtime.budget import CaptureBudget
 
 log = logging.getLogger("hal.runtime")
 
@@ -29,33 +32,66 @@ class _Bucket:
 class GraphDecoder:
     """Captures the model's decode step for each bucket, largest first, and replays the one that fits.
 
+    All buckets read their inputs from the memory of the largest's, and share one pool for all else.
+
     Raises:
-        CaptureError: a bucket could not be captured, and ``on_capture_error`` is ``raise``.
+        CaptureError: the buckets do not fit the device, or one could not be captured, and ``on_capture_error`` is
+            ``raise``.
     """
 
     def __init__(self, model: CausalLM, backend: Backend, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
+        self._backend = backend
         self._said = False
         self._buckets: dict[int, _Bucket] = {}
         config = backend.config.compilation
+        sizes = capture_sizes(config, backend.limits.capture_sizes, cache.spec.num_blocks - 1)
         longest = min(model.max_length, cache.spec.num_tokens)
         max_blocks = math.ceil(longest / cache.spec.block_size)
-        pool = None
-        for size in reversed(capture_sizes(config)):
-            padded = PaddedBatch(size, max_blocks, cache.spec.block_size, backend.device.torch)
+        largest = PaddedBatch(sizes[-1], max_blocks, cache.spec.block_size, backend.device.torch)
+        try:
+            self._capture(largest, sizes, eagerly_after=config.on_capture_error == "eager")
+        except CaptureError as error:  # of the budget; one of a size was dealt with
+            if config.on_capture_error == "raise":
+                raise
+            log.warning("decode batches run eagerly: %s", error)
+        self._sizes = sorted(self._buckets)
+        self._addresses = Addresses(model, cache, largest.batch) if config.debug else None
+        log.info("captured decode graphs for batch sizes %s", self._sizes)
+
+    def _capture(self, largest: PaddedBatch, sizes: list[int], *, eagerly_after: bool) -> None:
+        backend, pool = self._backend, None
+        try:
+            with backend.explaining(), torch.inference_mode():
+                budget = CaptureBudget.measure(
+                    backend, sizes, partial(self._model, largest.batch, self._cache.layers)
+                )  # fmt: skip
+        except DeviceOutOfMemory as error:
+            raise CaptureError(f"one decode step of {sizes[-1]} is too much: {error.problem}", error.remedy) from error
+        log.info("%s", budget)
+        budget.check()
+        for size in reversed(sizes):
+            padded = largest.first(size)
             graph = backend.graph()
             try:
-                graph.capture(partial(model, padded.batch, cache.layers), pool=pool)
+                graph.capture(partial(self._model, padded.batch, self._cache.layers), pool=pool)
             except CaptureError as error:
-                if config.on_capture_error == "raise":
+                if not eagerly_after:
+                    self._drop()
                     raise
-                log.warning("decode batches of %d run eagerly: %s", size, error)
+                larger = bucket_for(size, sorted(self._buckets))
+                instead = "run eagerly" if larger is None else f"are padded to {larger}"
+                log.warning("decode batches of %d %s: %s", size, instead, error)
                 continue
             pool = graph.pool
+            backend.graphs.add(graph)
             self._buckets[size] = _Bucket(padded, graph)
-        self._sizes = sorted(self._buckets)
-        log.info("captured decode graphs for batch sizes %s", self._sizes)
+
+    def _drop(self) -> None:
+        for bucket in self._buckets.values():
+            bucket.graph.reset()
+        self._buckets.clear()
 
     @property
     def sizes(self) -> list[int]:
@@ -75,6 +111,8 @@ class GraphDecoder:
                 )
             logits: Tensor = self._model(batch, self._cache.layers)
             return logits
+        if self._addresses is not None:
+            self._addresses.check()
         bucket = self._buckets[size]
         bucket.padded.fill(batch)
         values = bucket.padded.host_values(batch)

@@ -168,7 +168,7 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                 )
                 logits = runner.prefill(batch)
                 _remember(runner, admitted)
-                yield from _take(admitted, logits)
+                yield from _take(runner, admitted, logits)
             elif not running:
                 raise BatchError(
                     f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks",
@@ -179,7 +179,7 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                 cached = [len(each.tokens) - 1 for each in running]
                 last = [each.tokens[-1:] for each in running]
                 batch = runner.batch(last, [each.blocks for each in running], cached=cached)
-                yield from _take(running, runner.decode(batch))
+                yield from _take(runner, running, runner.decode(batch))
                 running = _without_finished(running, runner)
     finally:
         for sequence in running:  # of a caller that stops early
@@ -219,9 +219,9 @@ def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
     return admitted
 
 
-def _take(sequences: list[_Sequence], logits: Tensor) -> Iterator[Token]:
+def _take(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> Iterator[Token]:
     """Choose each sequence's next token and append it."""
-    with torch.inference_mode():
+    with runner.backend.explaining(), torch.inference_mode():
         _refuse_nan(sequences, logits)
         chosen = _choose(sequences, logits).tolist()
     for sequence, token in zip(sequences, chosen, strict=True):

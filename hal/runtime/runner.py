@@ -67,10 +67,16 @@ class Runner:
                 f"a cache of {self.spec.num_tokens} tokens takes {self.spec.nbytes >> 20} MiB of {free >> 20} MiB free",
                 "lower cache.num_tokens",
             )
-        self.cache = backend.kv_cache(self.spec)
+        with backend.explaining():
+            self.cache = backend.kv_cache(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
         self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if config.cache.reuse_prefixes else None
         self._decode: Callable[[Batch], Tensor] = self._eager
+        with backend.explaining():
+            self._make_decoder()
+
+    def _make_decoder(self) -> None:
+        model, backend, config = self.model, self.backend, self.backend.config
         if config.compilation.compiler == "graph":
             self._decode = GraphDecoder(model, backend, self.cache)
         elif config.compilation.compiler == "inductor":
@@ -135,7 +141,7 @@ class Runner:
                 "logits_indices are negative or do not ascend, and the batch takes several steps",
                 "sort them and count from 0, or prefill at most max_prefill_tokens at once",
             )
-        with torch.inference_mode():
+        with self.backend.explaining(), torch.inference_mode():
             if len(steps) == 1:
                 return self._eager(batch)
             return torch.cat([self._eager(step) for step in steps])
@@ -162,7 +168,7 @@ class Runner:
                 f"decode was asked for {batch.logits_indices.shape[0]} rows of logits for {size} sequences",
                 "ask for one a sequence, or call prefill",
             )
-        with torch.inference_mode():
+        with self.backend.explaining(), torch.inference_mode():
             return self._decode(batch)
 
     def _eager(self, batch: Batch) -> Tensor:

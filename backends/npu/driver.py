@@ -1,0 +1,208 @@
+"""The NPU driver: what it needs is probed without torch_npu, and torch_npu is imported when it is opened."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from hal.backend import Backend
+from hal.config import read
+from hal.driver import Driver, Probe
+from hal.errors import ConfigError, DriverUnavailable, HalError
+
+from .failures import explain
+from .probe import probe, probe_emulated
+from .soc import Generation, generation_of
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from torch import Tensor
+
+    from hal.graph import Graph
+    from hal.kv_cache import KVCache, KVCacheSpec
+
+log = logging.getLogger("hal.npu")
+
+
+def _at_least_0(instance: Any, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and value < 0:
+        raise ValueError(f"{attribute.name} must be at least 0, not {value}")
+
+
+@attrs.frozen
+class NpuOptions:
+    """Options of the NPU driver.
+
+    Attributes:
+        device: the NPU's index, among those that the process sees.
+        emulator: ``on`` (or true, or 1) runs on an emulated NPU; ``force`` does so even where a real CANN is installed.
+        emulator_options: of the emulated machine: the fields of :class:`hal.backends.npu.emulator.Options`.
+        attention: what decodes: ``fused`` is npu_fused_infer_attention_score, ``atb`` is ATB's paged attention. Prefill
+            and sliding windows take the former always.
+        nz_weights: hold the weights of projections in FRACTAL_NZ, which matrix products read without reordering.
+        nz_cache: hold the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache``, which writes only
+            such. Off, because nobody has run it on hardware yet.
+        max_streams: streams that graphs may take together; None takes what the generation has.
+    """
+
+    device: int = attrs.field(default=0, validator=_at_least_0)
+    emulator: Literal["off", "on", "force"] = "off"
+    emulator_options: dict[str, Any] = attrs.field(factory=dict)
+    attention: Literal["fused", "atb"] = "fused"
+    nz_weights: bool = False
+    nz_cache: bool = False
+    max_streams: int | None = attrs.field(default=None, validator=_at_least_0)
+
+
+class NpuBackend(Backend):
+    """An opened NPU. Made by :class:`NpuDriver`, when torch_npu has been imported."""
+
+    def __init__(self, options: NpuOptions, soc: str, generation: Generation) -> None:
+        import torch
+        import torch_npu
+
+        from . import fractal
+        from .device import NpuDevice
+        from .kernels import kernels
+
+        if options.attention == "atb" and not generation.atb:
+            raise ConfigError(f"{soc} has no ATB, which the option attention asks for", 'leave it at "fused"')
+        if options.attention == "atb" and options.nz_cache:
+            raise ConfigError("the options attention=atb and nz_cache do not go together", "leave one of them out")
+        device = NpuDevice(torch.device("npu", options.device), f"{soc} ({generation.name})")
+        table = kernels(device.torch, attention=options.attention)
+        if options.nz_cache:
+            table |= fractal.kernels(device.torch)
+        super().__init__(
+            "npu",
+            device,
+            kernels=table,
+            compilers=("graph",) if generation.graphs else (),
+            limits=generation.limits(options.max_streams),
+            cache_layout="fractal_nz" if options.nz_cache else "canonical",
+        )
+        self.options = options
+        self.capture_stream = torch_npu.npu.Stream(options.device)
+        self.failures = 0
+
+    def graph(self) -> Graph:
+        """A new, empty NPUGraph."""
+        from .graph import NpuGraph
+
+        return NpuGraph(self)
+
+    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+        """In FRACTAL_NZ, if the option ``nz_weights`` says so."""
+        if not self.options.nz_weights:
+            return weight
+        from .kernels import in_fractal_nz
+
+        return in_fractal_nz(weight)
+
+    def kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        """Canonical, or in FRACTAL_NZ with the option ``nz_cache``."""
+        if not self.options.nz_cache:
+            return super().kv_cache(spec)
+        from .fractal import fractal_kv_cache
+
+        return fractal_kv_cache(spec, self.device.torch)
+
+    def explain(self, error: BaseException) -> HalError | None:
+        """What CANN's error code, or torch's exception, means."""
+        found = explain(error)
+        if found is not None:
+            self.failures += 1  # graphs that were under way may hold flags that nobody has taken
+        return found
+
+    @contextmanager
+    def counting_launches(self) -> Iterator[Counter[str]]:
+        """By the emulated CANN's trace; on hardware nothing counts them."""
+        from collections import Counter
+
+        from .emulator import is_active, trace
+
+        if not is_active():
+            raise ConfigError("launches are counted by the emulated CANN only", "run with the option emulator")
+        found: Counter[str] = Counter()
+        with trace() as tracing:
+            yield found
+        for record in tracing.records:
+            if record.phase != "capture" and record.kind != "update":
+                found[record.name if record.kind == "kernel" else record.kind] += record.kind != "graph"
+        found += Counter()
+
+
+class NpuDriver(Driver):
+    """The Ascend NPU; first in ``auto``'s order where it is available."""
+
+    name = "npu"
+    api_version = (1, 1)
+    priority = 20
+
+    def probe(self) -> Probe:
+        """Look for torch_npu, CANN, an NPU and the permission to use it, importing none of them."""
+        return probe()
+
+    def probe_for(self, options: Mapping[str, Any]) -> Probe:
+        """As :meth:`probe`; where the option ``emulator`` is set, whether that can be."""
+        return self.probe() if self._read(options).emulator == "off" else probe_emulated()
+
+    def open(self, options: Mapping[str, Any]) -> NpuBackend:
+        """Import torch_npu, on an emulated CANN if the options say so, and take the device.
+
+        Raises:
+            ConfigError: an option is wrong, or asks for a device or ability that is not there.
+            DriverUnavailable: torch_npu cannot be imported, or does not find its CANN or an NPU.
+        """
+        chosen = self._read(options)
+        if chosen.emulator != "off":
+            from . import emulator
+
+            if chosen.emulator_options or not emulator.is_active():  # else one that was activated before will do
+                emulator.activate(force=chosen.emulator == "force", **chosen.emulator_options)
+        elif chosen.emulator_options:
+            raise ConfigError(
+                f"emulator_options are {chosen.emulator_options}, but the option emulator is not set",
+                "set it, or leave them out",
+            )
+        torch = _import_torch_npu()
+        count = torch.npu.device_count()
+        if chosen.device >= count:
+            raise ConfigError(
+                f"the device {chosen.device} was asked for, and there are {count} NPUs",
+                f"give one of 0 to {count - 1}" if count else "look whether ASCEND_RT_VISIBLE_DEVICES hides them",
+            )
+        torch.npu.set_device(chosen.device)
+        soc = torch.npu.get_device_name(chosen.device)
+        generation = generation_of(soc)
+        if chosen.nz_weights:
+            torch.npu.config.allow_internal_format = True  # torch_npu would silently leave weights as they are
+        log.info("opened %s, generation %s, on torch_npu %s", soc, generation.name, version("torch_npu"))
+        return NpuBackend(chosen, soc, generation)
+
+    def _read(self, options: Mapping[str, Any]) -> NpuOptions:
+        # HAL_NPU_EMULATOR=1, and {"emulator": true} in a config.
+        given = {**options}
+        if given.get("emulator") in (True, False, ""):
+            given["emulator"] = "on" if given["emulator"] else "off"
+        return read(NpuOptions, given, "options of the npu driver")
+
+
+def _import_torch_npu() -> Any:
+    import torch
+
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise DriverUnavailable(
+            f"torch_npu cannot be imported: {error}",
+            "source CANN's set_env.sh before Python starts, and look that torch, torch_npu and CANN fit each other; or "
+            "set the option emulator",
+        ) from error
+    return torch

@@ -1,0 +1,92 @@
+"""A KV cache in FRACTAL_NZ, which npu_qkv_rms_norm_rope_cache writes and attention reads as it is.
+
+A block's tokens lie in tiles of 16 elements: ``[num_blocks, num_kv_heads * head_dim / 16, block_size, 16]``. Only these
+kernels see that: to others a cache has the canonical shape, over memory that is laid out otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from hal.kv_cache import KVCache, KVCacheSpec
+from hal.ops.declaration import Kernel
+
+from .attention import FusedAttention
+
+TILE = 16
+"""Elements of 16 bits in a tile's row of 32 bytes."""
+
+
+def fractal_kv_cache(spec: KVCacheSpec, device: torch.device) -> KVCache:
+    """A zeroed cache; each tensor is ``[num_blocks, block_size, num_kv_heads, head_dim]`` in name only."""
+    shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    with torch.inference_mode():
+        layers = tuple(
+            (torch.zeros(shape, dtype=spec.dtype, device=device), torch.zeros(shape, dtype=spec.dtype, device=device))
+            for _ in range(spec.num_layers)
+        )
+    return KVCache(spec, layers)
+
+
+def tiles(cache: Tensor) -> Tensor:
+    """The memory of a cache as it is laid out: ``[num_blocks, num_kv_heads * head_dim / 16, block_size, 16]``."""
+    blocks, block_size, heads, head_dim = cache.shape
+    return cache.view(blocks, heads * head_dim // TILE, block_size, TILE)
+
+
+def tiles_by_head(cache: Tensor) -> Tensor:
+    """As attention takes it: ``[num_blocks, num_kv_heads, head_dim / 16, block_size, 16]``."""
+    blocks, block_size, heads, head_dim = cache.shape
+    return cache.view(blocks, heads, head_dim // TILE, block_size, TILE)
+
+
+def kernels(device: torch.device) -> dict[str, Kernel]:
+    """The kernels that touch such a cache, by operation."""
+    return {
+        "paged_attention": FusedAttention(device, tiles_by_head),
+        "split_qkv_rmsnorm_rope_cache": split_qkv_rmsnorm_rope_cache,
+        "store_kv_cache": store_kv_cache,
+    }
+
+
+def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :func:`hal.ops.store_kv_cache`."""
+    torch_npu.npu_scatter_pa_kv_cache(
+        key.contiguous(), value.contiguous(), tiles(key_cache), tiles(value_cache), slot_mapping, cache_mode="PA_NZ"
+    )
+
+
+def split_qkv_rmsnorm_rope_cache(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. One kernel; it rounds once, after the rotation."""
+    tokens, head_dim = qkv.shape[0], q_weight.shape[0]
+    query = qkv.new_empty(tokens, num_heads * head_dim)
+    torch_npu.npu_qkv_rms_norm_rope_cache(
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        slot_mapping.long(),
+        query,
+        tiles(key_cache),
+        tiles(value_cache),
+        [tokens, 1, num_heads + 2 * num_kv_heads, head_dim],
+        [num_heads, num_kv_heads, num_kv_heads],
+        epsilon=eps,
+        cache_mode="PA_NZ",
+    )
+    return query.view(tokens, num_heads, head_dim)

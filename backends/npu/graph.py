@@ -1,0 +1,239 @@
+"""NPUGraph, with the host values of attention.
+
+torch_npu puts an event and a task group around each attention that it sees in a capture. A replay stops at each until
+its task has been updated, so replay and update overlap: the replay is started first, and the update goes on beside it.
+What torch_npu leaves to the caller is done here: names and counts are checked before anything is launched, an update
+waits, on the device, until the replay before it has read its own, and a failure frees the device again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+import torch_npu
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hal import ops
+from hal.errors import CaptureError, DeviceOutOfMemory, GraphError, HalError, HostValueError
+from hal.graph import Graph
+from hal.ops.declaration import Kernel, Operation
+from hal.stream import Stream
+
+from .attention import UPDATES, Update
+from .failures import CAPTURE_BROKEN, CAPTURE_REMEDIES, codes_of, first_line
+
+if TYPE_CHECKING:
+    from .driver import NpuBackend
+
+
+@attrs.frozen
+class HostCall:
+    """An operation that reads host values, as the capture met it.
+
+    Attributes:
+        operation: its name.
+        recorded: how many updatable launches torch_npu recorded for it: one, if it was seen.
+    """
+
+    operation: str
+    recorded: int
+
+
+class NpuGraph(Graph):
+    """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too."""
+
+    def __init__(self, backend: NpuBackend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._graph: Any = None
+        self._updates: list[dict[str, Update]] = []
+        self._fixed: dict[str, Tensor] = {}
+        self._replayed: Any = None
+        self._made: Any = None
+        self._failures = 0
+
+    def dump(self, path: Path) -> None:
+        """Write CANN's listing of the captured tasks, in JSON."""
+        self._require_capture("dump")
+        self._graph.debug_dump(str(path))
+
+    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+        if pool is not None and not (isinstance(pool, tuple) and all(isinstance(each, int) for each in pool)):
+            raise GraphError(
+                f"{pool!r} is not the pool of an NPUGraph", "pass the pool of another graph of this backend"
+            )
+        graph = self._graph = torch_npu.npu.NPUGraph()
+        graph.auto_dispatch_capture = True
+        mode = graph.graph_dispatch_mode
+        calls: list[HostCall] = []
+        self._backend.device.synchronize()
+        torch_npu.npu.empty_cache()
+        try:
+            with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(self._watch(mode, calls)):
+                self._record(graph, mode, fn, () if pool is None else (pool,))
+        except HalError:
+            raise
+        except Exception as error:
+            raise capture_error(error) from error
+        self._check_counts(calls, mode.graph_dispatch_records)
+        self._updates = [self._update_of(record) for record in mode.graph_dispatch_records]
+        if any("actual_seq_lengths" not in each for each in self._updates):
+            # One query a sequence: that is part of what was captured, and no replay can change it.
+            self._fixed = {
+                name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
+            }
+        self._replayed = torch_npu.npu.Event()
+        self._failures = self._backend.failures
+        outputs, self._made = self._made, None
+        return tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, outputs), graph.pool()
+
+    def _record(self, graph: Any, mode: Any, fn: Callable[[], Any], pool: tuple[Any, ...]) -> None:
+        # Not torch_npu.npu.graph: if the end of a capture fails, that leaves its dispatch mode and its stream behind.
+        with mode:
+            # Other threads may copy and allocate meanwhile.
+            graph.capture_begin(*pool, capture_error_mode="thread_local")
+            try:
+                self._made = fn()
+            except BaseException as error:
+                try:
+                    graph.capture_end()
+                except RuntimeError as end:
+                    error.add_note(f"the capture's end: {first_line(end)}")
+                raise
+            graph.capture_end()
+
+    def _stream(self, stream: Stream | None) -> Any:
+        if stream is None:
+            return self._backend.capture_stream
+        given = stream.torch
+        return torch_npu.npu.Stream(
+            stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
+        )
+
+    def _watch(self, mode: Any, calls: list[HostCall]) -> Callable[[Operation, Kernel], Kernel]:
+        """The interception that notes every call with host values, and whether torch_npu recorded a launch of it."""
+        thread = threading.get_ident()
+
+        def wrap(operation: Operation, kernel: Kernel) -> Kernel:
+            if not operation.host:
+                return kernel
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != thread:
+                    return kernel(*args, **kwargs)
+                arguments, before = operation.arguments(args, kwargs), len(mode.graph_dispatch_records)
+                for name in operation.host:
+                    self.host_values.record(name, arguments[name], operation.name)
+                result = kernel(*args, **kwargs)
+                calls.append(HostCall(operation.name, len(mode.graph_dispatch_records) - before))
+                return result
+
+            return noted
+
+        return wrap
+
+    def _check_counts(self, calls: list[HostCall], records: list[Any]) -> None:
+        unseen = [call.operation for call in calls if call.recorded == 0]
+        if unseen:
+            raise CaptureError(
+                f"{len(unseen)} of {len(calls)} calls with host values ({', '.join(sorted(set(unseen)))}) were not "
+                "recorded for updates: their lengths would stay those of the capture",
+                "call hal.ops in the captured function, not torch.ops.hal: torch_npu does not see inside a dispatched "
+                "operation",
+            )
+        seen = sum(call.recorded for call in calls)
+        if len(records) != seen:
+            raise CaptureError(
+                f"torch_npu recorded {len(records)} launches to update, and hal's operations made {seen} of them",
+                "reach attention through hal.ops.paged_attention, so that replays know its lengths by name",
+            )
+
+    def _update_of(self, record: Any) -> dict[str, Update]:
+        """What an update gives one record: those keys of its operation that it was captured with."""
+        name = record.op_cache_entry.__name__
+        known = UPDATES.get(name)
+        if known is None:
+            raise CaptureError(
+                f"the launch {name} takes host values, and the driver knows none of its names",
+                "report it to the driver's maintainers",
+            )
+        if not name.endswith(".out"):
+            return known
+        return {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
+
+    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+        for name, fixed in self._fixed.items():
+            if not torch.equal(host_values[name], fixed):
+                raise HostValueError(
+                    f"the graph was captured with {name} {fixed.tolist()}, which no replay can change",
+                    "replay it for one query a sequence, or capture another graph",
+                )
+        if self._failures != self._backend.failures:
+            self._recover()
+        made = {update: update(host_values) for keys in self._updates for update in keys.values()}
+        updates = [{key: made[update] for key, update in keys.items()} for keys in self._updates]
+        self._graph.replay()
+        if updates:
+            mode = self._graph.graph_dispatch_mode
+            # The replay before this one may still be on its way to an attention, and must not meet these values.
+            mode.update_stream.wait_event(self._replayed)
+            try:
+                self._graph.update(cpu_update_input=updates)
+            except BaseException as error:
+                self._recover()
+                if not isinstance(error, Exception):
+                    raise
+                raise GraphError(
+                    f"the host values of a replay could not be set, and its results are void: {first_line(error)}",
+                    "replay again; if it repeats, run the phase with the compiler eager, and report it",
+                ) from error
+            self._replayed.record()
+
+    def _recover(self) -> None:
+        """After a failure: let go on what still waits, and leave no flag up for the next replay to take for its own."""
+        records = self._graph.graph_dispatch_mode.graph_dispatch_records
+        stream = self._graph.graph_dispatch_mode.update_stream
+        for record in records:
+            record.event.record(stream)
+        with suppress(HalError):  # the failure that brought us here, once more
+            self._backend.device.synchronize()
+        for record in records:
+            record.event.reset(stream)
+        self._backend.device.synchronize()
+        self._failures = self._backend.failures
+
+    def _release(self) -> None:
+        graph, self._graph = self._graph, None
+        self._made = None
+        self._updates, self._fixed, self._replayed = [], {}, None
+        if graph is not None:
+            graph.reset()
+
+
+def capture_error(error: Exception) -> CaptureError:
+    """What broke a capture, in words."""
+    notes = " ".join(getattr(error, "__notes__", ()))
+    if isinstance(error, torch.OutOfMemoryError):
+        return CaptureError(
+            f"the NPU has no memory left for the capture: {first_line(error)}",
+            f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}",
+        )
+    codes = codes_of(error) + codes_of(RuntimeError(notes))
+    # The end of a capture that broke earlier says so, and then why.
+    for code in sorted(codes, key=lambda each: each == CAPTURE_BROKEN):
+        if code in CAPTURE_REMEDIES:
+            cause, remedy = CAPTURE_REMEDIES[code]
+            return CaptureError(
+                f"the captured function cannot be captured: {cause} ({code}; {first_line(error)})", remedy
+            )
+    return CaptureError(
+        f"the captured function failed: {type(error).__name__}: {first_line(error)}",
+        "run it eagerly to see whether the capture is at fault",
+    )

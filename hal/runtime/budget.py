@@ -1,0 +1,76 @@
+"""What capturing will take of a device, worked out before the first capture, so that it fails early and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from hal.backend import Backend
+from hal.errors import CaptureError
+
+MARGIN = 1.15
+"""Graphs that share a pool, captured largest first, take little more than the largest step; this much at most."""
+
+
+@attrs.frozen
+class CaptureBudget:
+    """What graphs of some sizes take, beside what there is.
+
+    Attributes:
+        sizes: the decode batch sizes to capture.
+        streams: that their graphs take.
+        streams_left: of the device's, for graphs; None if there is no limit.
+        bytes: that their graphs take together, estimated from one eager step of the largest; None if the device cannot
+            tell what a step takes.
+        bytes_left: of the device's memory.
+    """
+
+    sizes: tuple[int, ...]
+    streams: int
+    streams_left: int | None
+    bytes: int | None
+    bytes_left: int
+
+    @classmethod
+    def measure(cls, backend: Backend, sizes: Sequence[int], largest_step: Callable[[], Any]) -> CaptureBudget:
+        """Run ``largest_step`` once, eagerly, which also warms the device up, and take stock."""
+        device, limits = backend.device, backend.limits
+        device.synchronize()
+        measured, before = device.reset_peak(), device.memory_stats()
+        largest_step()
+        device.synchronize()
+        after = device.memory_stats()
+        return cls(
+            sizes=tuple(sizes),
+            streams=len(sizes) * limits.streams_per_graph,
+            streams_left=None if limits.max_streams is None else limits.max_streams - backend.streams_in_graphs,
+            bytes=round((after.peak - before.allocated) * MARGIN) if measured else None,
+            bytes_left=after.free + max(after.reserved - after.allocated, 0),
+        )
+
+    def __str__(self) -> str:
+        streams = "" if self.streams_left is None else f" {self.streams} of {self.streams_left} streams,"
+        memory = "" if self.bytes is None else f" about {_mib(self.bytes)} of {_mib(self.bytes_left)} MiB,"
+        return f"capturing the decode batch sizes {', '.join(map(str, self.sizes))}:{streams}{memory}".rstrip(",:")
+
+    def check(self) -> None:
+        """Raise CaptureError if it does not fit."""
+        remedy = "capture fewer sizes: lower compilation.max_capture_size, or shorten compilation.capture_sizes"
+        if self.streams_left is not None and self.streams > self.streams_left:
+            raise CaptureError(
+                f"graphs of {len(self.sizes)} sizes take {self.streams} streams, and {max(self.streams_left, 0)} are "
+                "left for graphs",
+                remedy,
+            )
+        if self.bytes is not None and self.bytes > self.bytes_left:
+            raise CaptureError(
+                f"graphs up to a batch of {max(self.sizes)} take about {_mib(self.bytes)} MiB, and "
+                f"{_mib(self.bytes_left)} are free",
+                f"{remedy}; or lower cache.num_tokens",
+            )
+
+
+def _mib(number: int) -> str:
+    return f"{number / (1 << 20):.1f}"
