@@ -19,6 +19,7 @@ test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q
 	$(BIN)/python -m pytest -q tests/emulator
+	$(BIN)/python -m pytest -q tests/npu
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds

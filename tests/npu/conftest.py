@@ -1,0 +1,30 @@
+"""The emulated CANN, under the real torch_npu, for every test of this folder, which runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hal.backends.npu import emulator
+
+import hal
+
+if sys.modules.get("torch_npu", ...) is None:  # hidden by the conftest.py above this one
+    del sys.modules["torch_npu"]
+# One that is refused must not stop torch_npu's queue for the tests after it.
+os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
+emulator.activate(devices=2)
+
+
+@pytest.fixture
+def npu() -> Iterator[Callable[..., hal.Backend]]:
+    """Opens the npu backend, active: keywords are keys of the configuration, ``options`` among them."""
+
+    def opened(**config: Any) -> hal.Backend:
+        return hal.open({"backend": "npu", **config})
+
+    yield opened
+    hal.open("cpu")
