@@ -15,7 +15,6 @@ from hal.config import read
 from hal.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable, HalError
 
-from .failures import explain
 from .probe import probe, probe_emulated
 from .soc import Generation, generation_of
 
@@ -89,7 +88,7 @@ class NpuBackend(Backend):
         )
         self.options = options
         self.capture_stream = torch_npu.npu.Stream(options.device)
-        self.failures = 0
+        self.npu = device
 
     def graph(self) -> Graph:
         """A new, empty NPUGraph."""
@@ -115,10 +114,7 @@ class NpuBackend(Backend):
 
     def explain(self, error: BaseException) -> HalError | None:
         """What CANN's error code, or torch's exception, means."""
-        found = explain(error)
-        if found is not None:
-            self.failures += 1  # graphs that were under way may hold flags that nobody has taken
-        return found
+        return self.npu.explain(error)
 
     @contextmanager
     def counting_launches(self) -> Iterator[Counter[str]]:
@@ -130,6 +126,7 @@ class NpuBackend(Backend):
         if not is_active():
             raise ConfigError("launches are counted by the emulated CANN only", "run with the option emulator")
         found: Counter[str] = Counter()
+        self.device.synchronize()  # what was launched before is not to be counted
         with trace() as tracing:
             yield found
         for record in tracing.records:

@@ -13,7 +13,7 @@ OUT_OF_STREAMS = 207008
 CAPTURE_BROKEN = 507903
 """The capture failed earlier; the text has the first code."""
 
-_CODE = re.compile(r"error code is (\d{6})")
+_CODE = re.compile(r"error code(?: is |:\s*)(\d{6})")
 _INNER = re.compile(r"\b(10[0-9]{4}|20[0-9]{4}|50[0-9]{4})\b")
 
 # Of captures.

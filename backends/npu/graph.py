@@ -90,7 +90,7 @@ class NpuGraph(Graph):
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
             }
         self._replayed = torch_npu.npu.Event()
-        self._failures = self._backend.failures
+        self._failures = self._backend.npu.failures
         outputs, self._made = self._made, None
         return tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, outputs), graph.pool()
 
@@ -175,7 +175,7 @@ class NpuGraph(Graph):
                     f"the graph was captured with {name} {fixed.tolist()}, which no replay can change",
                     "replay it for one query a sequence, or capture another graph",
                 )
-        if self._failures != self._backend.failures:
+        if self._failures != self._backend.npu.failures:
             self._recover()
         made = {update: update(host_values) for keys in self._updates for update in keys.values()}
         updates = [{key: made[update] for key, update in keys.items()} for keys in self._updates]
@@ -198,16 +198,20 @@ class NpuGraph(Graph):
 
     def _recover(self) -> None:
         """After a failure: let go on what still waits, and leave no flag up for the next replay to take for its own."""
-        records = self._graph.graph_dispatch_mode.graph_dispatch_records
-        stream = self._graph.graph_dispatch_mode.update_stream
+        mode = self._graph.graph_dispatch_mode
+        records, stream = mode.graph_dispatch_records, self._backend.capture_stream
+        with suppress(RuntimeError):  # an update that broke off left its task group open
+            torch_npu.npu.graph_task_update_end(mode.update_stream)
         for record in records:
             record.event.record(stream)
         with suppress(HalError):  # the failure that brought us here, once more
             self._backend.device.synchronize()
         for record in records:
-            record.event.reset(stream)
+            record.event.record(stream)
+            record.event.wait(stream)  # which lowers the flag; torch_npu's reset() does so in a capture only
         self._backend.device.synchronize()
-        self._failures = self._backend.failures
+        self._replayed = torch_npu.npu.Event()  # the other may hand the failure on to whoever waits for it
+        self._failures = self._backend.npu.failures
 
     def _release(self) -> None:
         graph, self._graph = self._graph, None

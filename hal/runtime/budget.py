@@ -41,13 +41,14 @@ class CaptureBudget:
         measured, before = device.reset_peak(), device.memory_stats()
         largest_step()
         device.synchronize()
-        after = device.memory_stats()
+        peak = device.memory_stats().peak
+        device.empty_cache()  # graphs have a pool of their own, which cannot use what is left over in others
         return cls(
             sizes=tuple(sizes),
             streams=len(sizes) * limits.streams_per_graph,
             streams_left=None if limits.max_streams is None else limits.max_streams - backend.streams_in_graphs,
-            bytes=round((after.peak - before.allocated) * MARGIN) if measured else None,
-            bytes_left=after.free + max(after.reserved - after.allocated, 0),
+            bytes=round((peak - before.allocated) * MARGIN) if measured else None,
+            bytes_left=device.memory_stats().free,
         )
 
     def __str__(self) -> str:

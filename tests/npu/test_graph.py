@@ -1,0 +1,341 @@
+"""NPUGraph behind hal's Graph: host values that are never stale, captures that fail in words, shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.errors import CaptureError, DeviceError, GraphError, HostValueError
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS_EACH, ROWS = 4, 2, 32, 128, 3, 5
+SCALE = HEAD_DIM**-0.5
+LENGTHS = [
+    [1, 1, 1, 1, 1],
+    [5, 130, 384, 2, 77],
+    [6, 131, 129, 3, 78],
+    [384, 2, 77, 5, 130],
+    [9, 0, 300, 0, 0],
+    [0] * 5,
+]
+"""Growing, shrinking, permuted, padded; each differs from those around it."""
+
+Opened = Callable[..., hal.Backend]
+
+
+class Attend:
+    """Two attentions over a drawn cache, and what a graph of them needs."""
+
+    def __init__(self, backend: hal.Backend, window: int | None = None) -> None:
+        self.backend, self.window = backend, window
+        self.lens = torch.ones(ROWS, dtype=torch.int32)
+        device, generator = self.backend.device.torch, torch.Generator().manual_seed(7)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).half().to(device)
+
+        self.query = normal(ROWS, HEADS, HEAD_DIM)
+        self.caches = (
+            normal(ROWS * BLOCKS_EACH, BLOCK, KV_HEADS, HEAD_DIM),
+            normal(ROWS * BLOCKS_EACH, BLOCK, KV_HEADS, HEAD_DIM),
+        )
+        table = torch.randperm(ROWS * BLOCKS_EACH, generator=generator).to(torch.int32)
+        self.table = table.view(ROWS, BLOCKS_EACH).to(device)
+        self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
+        self.device_starts, self.device_lens = self.starts.to(device), self.lens.to(device)
+
+    def call(self, query: Tensor, lens: Tensor, attention: Any = ops.paged_attention) -> Tensor:
+        attended: Tensor = attention(
+            query, *self.caches, self.table, self.device_starts, self.device_lens, self.starts, lens, SCALE, True,
+            self.window,
+        )  # fmt: skip
+        return attended
+
+    def twice_first(self) -> Tensor:
+        return self.call(self.query, self.lens)
+
+    def twice(self, lens: Tensor | None = None, attention: Any = ops.paged_attention) -> Tensor:
+        """The second reads what the first gives, and a norm lies between them."""
+        lens = self.lens if lens is None else lens
+        first = self.call(self.query, lens, attention)
+        return self.call(first * 4 + self.query, lens, attention)
+
+    def host_values(self, lens: Sequence[int]) -> dict[str, Any]:
+        return {"kv_lens_host": torch.tensor(lens, dtype=torch.int32), "query_start_loc_host": self.starts}
+
+
+@pytest.fixture(params=["fused", "atb"])
+def attend(request: pytest.FixtureRequest, npu: Opened) -> Attend:
+    return Attend(npu(options={"attention": request.param}))
+
+
+class TestHostValues:
+    def check(self, attend: Attend, graph: hal.Graph, output: Tensor) -> None:
+        for lens in LENGTHS:
+            expected = attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()
+            graph.replay(**attend.host_values(lens))
+            torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=0)
+
+    def test_every_replay_reads_its_own_lengths(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
+        attend = Attend(npu())
+        graph = attend.backend.graph()
+        with emulator.schedule(seed):
+            self.check(attend, graph, graph.capture(attend.twice))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_without_a_wait_between_replays(self, npu: Opened, seed: int) -> None:
+        """A replay whose lengths are set while the one before it still runs must not hand them to that one."""
+        attend = Attend(npu())
+        graph, results = attend.backend.graph(), []
+        output = graph.capture(attend.twice)
+        with emulator.schedule(seed):
+            for lens in LENGTHS:
+                graph.replay(**attend.host_values(lens))
+                results.append(output.clone())
+            found = [each.cpu() for each in results]
+        for lens, each in zip(LENGTHS, found, strict=True):
+            expected = attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()
+            torch.testing.assert_close(each, expected, rtol=0, atol=0)
+
+    def test_a_stale_length_would_show(self, attend: Attend) -> None:
+        results = [attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu() for lens in LENGTHS]
+        for before, after in pairwise(results):
+            assert not torch.equal(before, after)
+
+    def test_the_caller_may_change_them_at_once(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        values = attend.host_values(LENGTHS[1])
+        expected = attend.twice(values["kv_lens_host"].clone()).cpu()
+        with emulator.faults.delay("", 0.02, count=None):
+            graph.replay(**values)
+            values["kv_lens_host"].fill_(3)
+        torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=0)
+
+    def test_a_window_takes_both_lengths(self, npu: Opened) -> None:
+        attend = Attend(npu(), window=70)
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice))
+
+    def test_the_number_of_queries_is_part_of_a_decode_capture(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        graph.capture(attend.twice)
+        values = attend.host_values(LENGTHS[0])
+        with emulator.trace() as trace, pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"):
+            graph.replay(**values | {"query_start_loc_host": torch.tensor([0, 2, 2, 3, 4, 5], dtype=torch.int32)})
+        assert not trace.records
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"kv_lens": [1] * ROWS}, "no host value 'kv_lens'.*did you mean 'kv_lens_host'"),
+            ({"kv_lens_host": None}, "lacks the host values kv_lens_host"),
+            ({"kv_lens_host": [1] * (ROWS - 1)}, r"must be int32\[5\] on cpu, found int32\[4\]"),
+            ({"kv_lens_host": torch.ones(ROWS)}, r"found float32\[5\]"),
+            ({"kv_lens_host": [[1]]}, "pass a CPU tensor, or a list of integers"),
+        ],
+    )
+    def test_a_wrong_one_raises_before_anything_is_launched(
+        self, npu: Opened, change: dict[str, Any], message: str
+    ) -> None:
+        attend = Attend(npu())
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        values = {name: value for name, value in (attend.host_values(LENGTHS[1]) | change).items() if value is not None}
+        with emulator.trace() as trace, pytest.raises(HostValueError, match=message):
+            graph.replay(**values)
+        assert not trace.records
+        self.check(attend, graph, output)
+
+
+class TestCounts:
+    def test_attention_behind_the_dispatcher_is_refused(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        with pytest.raises(CaptureError, match=r"2 of 2 calls with host values \(paged_attention\) were not recorded"):
+            graph.capture(lambda: attend.twice(attention=torch.ops.hal.paged_attention))
+        with pytest.raises(CaptureError, match="1 of 2 calls"):
+            graph.capture(lambda: attend.call(attend.twice_first(), attend.lens, torch.ops.hal.paged_attention))
+        with pytest.raises(GraphError, match="holds no capture"):
+            graph.replay(**attend.host_values(LENGTHS[0]))
+        TestHostValues().check(attend, graph, graph.capture(attend.twice))
+
+    def test_attention_beside_hal_is_refused(self, npu: Opened) -> None:
+        import torch_npu
+
+        attend = Attend(npu())
+
+        def function() -> Tensor:
+            attended: Tensor = torch_npu.npu_fused_infer_attention_score(
+                attend.query.view(ROWS, 1, -1), attend.caches[0].flatten(2), attend.caches[1].flatten(2),
+                actual_seq_lengths_kv=[1] * ROWS, block_table=attend.table, num_heads=HEADS,
+                num_key_value_heads=KV_HEADS, scale=SCALE, input_layout="BSH", block_size=BLOCK,
+            )[0]  # fmt: skip
+            return attended
+
+        with pytest.raises(CaptureError, match="recorded 1 launches to update, and hal's operations made 0"):
+            attend.backend.graph().capture(function)
+
+
+class TestCapture:
+    def test_outputs_and_inputs_keep_their_places(self, npu: Opened) -> None:
+        backend = npu()
+        x = torch.arange(8.0, device="npu").half()
+        graph = backend.graph()
+        output = graph.capture(lambda: x + x)
+        for start in (0.0, 5.0):
+            x.copy_(torch.arange(8.0) + start)
+            graph.replay()
+            torch.testing.assert_close(output.cpu(), 2 * (torch.arange(8.0) + start).half())
+        assert graph.outputs is output
+
+    def test_on_a_given_stream_and_dumped(self, npu: Opened, tmp_path: Path) -> None:
+        backend = npu()
+        x = torch.ones(8, device="npu", dtype=torch.float16)
+        before = torch.npu.current_stream()
+        graph = backend.graph()
+        output = graph.capture(lambda: x * 3, stream=backend.device.stream())
+        assert torch.npu.current_stream() == before
+        graph.replay()
+        assert output.cpu().tolist() == [3.0] * 8
+        graph.dump(tmp_path / "graph.json")
+        assert (tmp_path / "graph.json").stat().st_size > 0
+
+    @pytest.mark.parametrize(
+        ("breaks", "message"),
+        [
+            (lambda x: x.sum().item(), "synchronis|reading a value back"),
+            (lambda x: x.cpu(), "synchronis|reading a value back"),
+            (lambda x: torch.ones(8).to(x.device), "reading a value back or copying from unpinned memory"),
+            (lambda x: torch.npu.synchronize(), "synchronis|does not allow"),
+            (lambda x: torch.npu.Stream().wait_stream(torch.npu.current_stream()), None),
+            (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),
+        ],
+        ids=["item", "cpu", "unpinned", "synchronize", "unjoined", "exception"],
+    )
+    def test_what_cannot_be_captured_is_said_and_the_process_goes_on(
+        self, npu: Opened, breaks: Callable[[Tensor], Any], message: str | None
+    ) -> None:
+        backend = npu()
+        x = torch.ones(8, device="npu", dtype=torch.float16)
+        graph, stream, handles = backend.graph(), torch.npu.current_stream(), emulator.live_handles()["graph"]
+
+        def function() -> Tensor:
+            y = x + 1
+            breaks(y)
+            return y * 2
+
+        if message is not None:
+            with pytest.raises(CaptureError, match=message) as caught:
+                graph.capture(function)
+            assert caught.value.remedy
+            assert caught.value.__cause__ is not None
+        assert torch.npu.current_stream() == stream
+        assert not torch.npu.is_current_stream_capturing()
+        output = graph.capture(lambda: x + 2)
+        graph.replay()
+        assert output.cpu().tolist() == [3.0] * 8
+        del output
+        graph.reset()
+        assert emulator.live_handles()["graph"] == handles
+
+    def test_pools_are_shared_and_checked(self, npu: Opened) -> None:
+        backend = npu()
+        x = torch.ones(1 << 20, device="npu", dtype=torch.float16)
+        first, second = backend.graph(), backend.graph()
+        first.capture(lambda: (x + 1) * 2)
+        before = torch.npu.memory_reserved()
+        second.capture(lambda: (x + 3) * 2, pool=first.pool)
+        assert torch.npu.memory_reserved() == before
+        second.replay()
+        assert second.outputs[0].item() == 8.0
+        first.replay()
+        assert first.outputs[0].item() == 4.0
+        with pytest.raises(GraphError, match="is not the pool of an NPUGraph"):
+            backend.graph().capture(lambda: x + 1, pool="elsewhere")
+
+
+def test_an_update_that_fails_is_an_error_and_the_next_replay_is_right(npu: Opened) -> None:
+    attend = Attend(npu())
+    graph = attend.backend.graph()
+    output = graph.capture(attend.twice)
+    graph.replay(**attend.host_values(LENGTHS[1]))
+    with pytest.raises(GraphError, match="host values of a replay could not be set"):
+        graph.replay(**attend.host_values([1, 1, 100_000, 1, 1]))  # more than its blocks hold
+    TestHostValues().check(attend, graph, output)
+
+
+def test_a_replay_that_failed_half_way_leaves_nothing_behind(npu: Opened) -> None:
+    attend = Attend(npu())
+    graph = attend.backend.graph()
+    output = graph.capture(attend.twice)
+
+    def step() -> None:
+        graph.replay(**attend.host_values(LENGTHS[1]))
+        with attend.backend.explaining():
+            output.cpu()
+
+    with emulator.faults.execution("Add"), pytest.raises(DeviceError, match="507015"):
+        step()
+    TestHostValues().check(attend, graph, output)
+
+
+def test_update_and_replay_overlap(npu: Opened) -> None:
+    """The replay runs up to its first attention while the lengths are being set, and later ones wait for theirs."""
+    attend = Attend(npu())
+    x = torch.ones(64, 64, device="npu", dtype=torch.float16)
+
+    def function() -> Tensor:
+        y = x
+        for _ in range(4):
+            y = torch.tanh(y @ x)
+        return attend.twice() + y.sum()
+
+    graph = attend.backend.graph()
+    graph.capture(function)
+    for _ in range(3):
+        with emulator.trace() as trace:
+            graph.replay(**attend.host_values(LENGTHS[1]))
+        kinds = [(record.kind, record.name) for record in trace.records]
+        first_update = next(index for index, (kind, _) in enumerate(kinds) if kind == "update")
+        if any(kind == "kernel" for kind, _ in kinds[:first_update]):
+            return
+    pytest.fail(f"no kernel of the replay ran before the first update: {kinds}")
+
+
+QUEUED = """
+import sys
+sys.path.insert(0, {folder!r})
+from hal.backends.npu import emulator
+emulator.activate(devices=2)
+import hal, test_graph
+for options in ({{}}, {{"attention": "atb"}}):
+    attend = test_graph.Attend(hal.open({{"backend": "npu", "options": options}}))
+    graph = attend.backend.graph()
+    test_graph.TestHostValues().check(attend, graph, graph.capture(attend.twice))
+    graph.reset()
+    test_graph.TestHostValues().test_the_caller_may_change_them_at_once(attend)
+print("right")
+"""
+
+
+def test_with_the_task_queue() -> None:
+    program = QUEUED.format(folder=str(Path(__file__).parent))
+    environ = {**os.environ, "TASK_QUEUE_ENABLE": "1"}
+    result = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=200)
+    assert result.stdout == "right\n", result.stderr
