@@ -8,19 +8,34 @@ Source: the documents of torch_npu for ``npu_fused_infer_attention_score`` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor
+from torch.nn import functional
+
+from hal import ops
+from hal.errors import CaptureError
+from hal.ops.declaration import Kernel
+
+from .soc import BLOCK_SIZES
 
 CAUSAL, BAND = 3, 4
 """Of ``sparse_mode``: a query sees what comes before it, or only some of that, counted from the sequence's end."""
 TEMPLATE = 2048
 """Rows and columns of the mask that both modes take, whatever the lengths."""
 EVERYTHING = 2**31 - 1
+PACKED_HEAD_DIMS = (128, 192)
+"""That the layout TND takes, whose sequences lie one after another."""
 MOST_PACKED = 4096
-"""Sequences that one call takes with their tokens packed."""
+"""Sequences that one call takes so."""
+LONGEST_DECODED = 262144
+"""Keys that one query can meet."""
+ATB_HEAD_DIM, ATB_BLOCK = 256, 128 * 128
+"""The widest head that ATB takes, and the most that a block may hold of one head."""
 
 HostValues = Mapping[str, Tensor]
 Update = Callable[[HostValues], Any]
@@ -36,24 +51,34 @@ UPDATES: dict[str, dict[str, Update]] = {
 """By the operation that torch_npu records in a capture: the keys of its update, each with how it is made."""
 
 
-def one_query_each(query: Tensor, block_table: Tensor, query_start_loc_host: Tensor) -> bool:
-    """Whether every sequence has one query, so that lengths of queries are not needed."""
-    sequences = block_table.shape[0]
-    return query.shape[0] == sequences and query_start_loc_host.tolist() == list(range(sequences + 1))
+def one_query_each(tokens: int, starts: list[int]) -> bool:
+    """Whether every sequence has one query, and no token is left over."""
+    return starts == list(range(tokens + 1))
 
 
 class FusedAttention:
     """``paged_attention`` by npu_fused_infer_attention_score.
 
+    A decode is one call, in the layout BSH. So is a prefill, in TND, if the head dimension is one that TND takes; else
+    it is a call in BSH for each run of sequences with as many queries.
+
     Args:
         device: the NPU.
         view: brings a cache into the form that the operation takes: by default ``[blocks, block_size, heads * dim]``.
+        otherwise: computes a prefill over blocks of a size that BSH does not take: by default the reference.
     """
 
-    def __init__(self, device: torch.device, view: Callable[[Tensor], Tensor] = lambda cache: cache.flatten(2)) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        view: Callable[[Tensor], Tensor] = lambda cache: cache.flatten(2),
+        otherwise: Kernel | None = None,
+    ) -> None:
         # Made now: copied to the device, and a capture would not stand that.
         self._mask = torch.ones(TEMPLATE, TEMPLATE, dtype=torch.bool).triu_(1).to(device)
+        self._slots = torch.arange(LONGEST_DECODED, dtype=torch.int32).to(device)
         self._view = view
+        self._otherwise = otherwise or ops.operation("paged_attention").reference
 
     def __call__(
         self,
@@ -72,35 +97,92 @@ class FusedAttention:
         """See :func:`hal.ops.paged_attention`."""
         tokens, heads, head_dim = query.shape
         block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
-        shared: dict[str, Any] = {
-            "block_table": block_table,
-            "actual_seq_lengths_kv": kv_lens_host.tolist(),
-            "num_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "block_size": block_size,
-            "scale": scale,
-        }
-        keys, values = self._view(key_cache), self._view(value_cache)
-        if sliding_window is None and one_query_each(query, block_table, query_start_loc_host):
-            attended = torch_npu.npu_fused_infer_attention_score(
-                query.reshape(tokens, 1, heads * head_dim), keys, values, input_layout="BSH", **shared
+        starts, lens = query_start_loc_host.tolist(), kv_lens_host.tolist()
+        if starts[-1] == 0:
+            return torch.zeros_like(query, memory_format=torch.contiguous_format)
+        attend = partial(
+            torch_npu.npu_fused_infer_attention_score,
+            num_heads=heads,
+            num_key_value_heads=kv_heads,
+            block_size=block_size,
+            scale=scale,
+        )
+        caches = self._view(key_cache), self._view(value_cache)
+        query, block_table = query.contiguous(), block_table.contiguous()
+        packs = head_dim in PACKED_HEAD_DIMS and len(lens) <= MOST_PACKED
+        decodes = one_query_each(tokens, starts)
+        if packs and not (decodes and sliding_window is None):
+            attended = attend(
+                query[: starts[-1]],
+                *caches,
+                input_layout="TND",
+                block_table=block_table,
+                actual_seq_lengths=starts[1:],
+                actual_seq_lengths_kv=lens,
+                **self._hiding(causal, sliding_window),
             )[0]
-            return attended.view(tokens, heads, head_dim)  # type: ignore[no-any-return]
-        if causal:
-            shared |= {"atten_mask": self._mask, "sparse_mode": CAUSAL if sliding_window is None else BAND}
-            if sliding_window is not None:
-                shared |= {"pre_tokens": sliding_window - 1, "next_tokens": 0}
-        elif sliding_window is not None:
-            shared |= {"atten_mask": self._mask, "sparse_mode": BAND, "pre_tokens": sliding_window - 1,
-                       "next_tokens": EVERYTHING}  # fmt: skip
-        return torch_npu.npu_fused_infer_attention_score(  # type: ignore[no-any-return]
-            query.contiguous(),
-            keys,
-            values,
-            input_layout="TND",
-            actual_seq_lengths=query_start_loc_host[1:].tolist(),
-            **shared,
-        )[0]
+            # It must be given all the queries, and no more.
+            return _with_zeros(attended, tokens)
+
+        # Runs of sequences with as many queries each: a decode is one.
+        lengths = [after - before for before, after in pairwise(starts)]
+        runs = [(1, tokens)] if decodes else [(length, len(list(run))) for length, run in groupby(lengths)]
+        if block_size not in BLOCK_SIZES and max(lengths) > 1:
+            return self._otherwise(  # type: ignore[no-any-return]
+                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
+                kv_lens_host, scale, causal, sliding_window,
+            )  # fmt: skip
+        if len(runs) > 1:
+            _refuse_in_capture(head_dim)
+        parts, row, start = [], 0, 0
+        for length, count in runs:
+            rows, end = slice(row, row + count), start + count * length
+            if length:
+                hiding = self._hiding(causal, sliding_window)
+                if length == 1:
+                    hiding = self._hiding_slots(block_table[rows], block_size, kv_lens[rows], sliding_window)
+                attended = attend(
+                    query[start:end].view(count, length, heads * head_dim),
+                    *caches,
+                    input_layout="BSH",
+                    block_table=block_table[rows],
+                    actual_seq_lengths_kv=lens[rows],
+                    **hiding,
+                )[0]
+                parts.append(attended.view(end - start, heads, head_dim))
+            row, start = rows.stop, end
+        return _with_zeros(parts[0] if len(parts) == 1 else torch.cat(parts), tokens)
+
+    def _hiding(self, causal: bool, window: int | None) -> dict[str, Any]:
+        """What hides keys from queries, where a sequence has more than one."""
+        if window is not None:
+            after = 0 if causal else EVERYTHING
+            return {"atten_mask": self._mask, "sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": after}
+        return {"atten_mask": self._mask, "sparse_mode": CAUSAL} if causal else {}
+
+    def _hiding_slots(
+        self, block_table: Tensor, block_size: int, kv_lens: Tensor, window: int | None
+    ) -> dict[str, Any]:
+        """The same for one query a sequence, where only a mask of all slots counts: modes and windows are ignored."""
+        if window is None:
+            return {}
+        slots = self._slots[: block_table.shape[1] * block_size]
+        return {"atten_mask": slots < (kv_lens - window)[:, None]}
+
+
+def _with_zeros(attended: Tensor, tokens: int) -> Tensor:
+    """With rows of 0 for the tokens that no sequence owns."""
+    left = tokens - attended.shape[0]
+    return functional.pad(attended, (0, 0, 0, 0, 0, left)) if left else attended
+
+
+def _refuse_in_capture(head_dim: int) -> None:
+    if torch_npu.npu.is_current_stream_capturing():
+        raise CaptureError(
+            f"sequences with different numbers of queries, of head dimension {head_dim}, take several launches of "
+            "attention, whose lengths no replay can set apart",
+            f"capture decode steps only, or a model with a head dimension of {' or '.join(map(str, PACKED_HEAD_DIMS))}",
+        )
 
 
 class AtbAttention(FusedAttention):
@@ -121,12 +203,19 @@ class AtbAttention(FusedAttention):
         sliding_window: int | None,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
-        if sliding_window is not None or not one_query_each(query, block_table, query_start_loc_host):
+        tokens, heads, head_dim = query.shape
+        block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
+        fits = head_dim <= ATB_HEAD_DIM and head_dim * block_size <= ATB_BLOCK
+        if (
+            not tokens
+            or not fits
+            or sliding_window is not None
+            or not one_query_each(tokens, query_start_loc_host.tolist())
+        ):
             return super().__call__(
                 query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
                 kv_lens_host, scale, causal, sliding_window,
             )  # fmt: skip
-        heads, kv_heads = query.shape[1], key_cache.shape[2]
         query = query.contiguous()
         attended = torch.empty_like(query)
         torch_npu._npu_paged_attention(

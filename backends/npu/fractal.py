@@ -6,14 +6,18 @@ kernels see that: to others a cache has the canonical shape, over memory that is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch_npu
 from torch import Tensor
 
+from hal.errors import OperationError
 from hal.kv_cache import KVCache, KVCacheSpec
 from hal.ops.declaration import Kernel
 
 from .attention import FusedAttention
+from .soc import BLOCK_SIZES
 
 TILE = 16
 """Elements of 16 bits in a tile's row of 32 bytes."""
@@ -45,10 +49,17 @@ def tiles_by_head(cache: Tensor) -> Tensor:
 def kernels(device: torch.device) -> dict[str, Kernel]:
     """The kernels that touch such a cache, by operation."""
     return {
-        "paged_attention": FusedAttention(device, tiles_by_head),
+        "paged_attention": FusedAttention(device, tiles_by_head, _refuse_blocks),
         "split_qkv_rmsnorm_rope_cache": split_qkv_rmsnorm_rope_cache,
         "store_kv_cache": store_kv_cache,
     }
+
+
+def _refuse_blocks(query: Tensor, key_cache: Tensor, *rest: Any) -> Tensor:
+    raise OperationError(
+        f"prefill over a cache in FRACTAL_NZ with blocks of {key_cache.shape[1]} tokens",
+        f"make the cache with blocks of {', '.join(map(str, BLOCK_SIZES))}",
+    )
 
 
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -74,6 +85,8 @@ def split_qkv_rmsnorm_rope_cache(
     """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. One kernel; it rounds once, after the rotation."""
     tokens, head_dim = qkv.shape[0], q_weight.shape[0]
     query = qkv.new_empty(tokens, num_heads * head_dim)
+    if not tokens:
+        return query.view(tokens, num_heads, head_dim)
     torch_npu.npu_qkv_rms_norm_rope_cache(
         qkv,
         q_weight,

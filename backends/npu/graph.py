@@ -53,7 +53,8 @@ class NpuGraph(Graph):
         super().__init__()
         self._backend = backend
         self._graph: Any = None
-        self._updates: list[dict[str, Update]] = []
+        self._distinct: list[dict[str, Update]] = []
+        self._updates: list[int] = []
         self._fixed: dict[str, Tensor] = {}
         self._replayed: Any = None
         self._made: Any = None
@@ -83,8 +84,10 @@ class NpuGraph(Graph):
         except Exception as error:
             raise capture_error(error) from error
         self._check_counts(calls, mode.graph_dispatch_records)
-        self._updates = [self._update_of(record) for record in mode.graph_dispatch_records]
-        if any("actual_seq_lengths" not in each for each in self._updates):
+        keys = [self._update_of(record) for record in mode.graph_dispatch_records]
+        self._distinct = [each for index, each in enumerate(keys) if each not in keys[:index]]
+        self._updates = [self._distinct.index(each) for each in keys]
+        if any("actual_seq_lengths" not in each for each in self._distinct):
             # One query a sequence: that is part of what was captured, and no replay can change it.
             self._fixed = {
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
@@ -177,8 +180,9 @@ class NpuGraph(Graph):
                 )
         if self._failures != self._backend.npu.failures:
             self._recover()
-        made = {update: update(host_values) for keys in self._updates for update in keys.values()}
-        updates = [{key: made[update] for key, update in keys.items()} for keys in self._updates]
+        # Made once each: records of the same operation have the same keys, and may share what torch_npu only reads.
+        made = [{key: update(host_values) for key, update in keys.items()} for keys in self._distinct]
+        updates = [made[index] for index in self._updates]
         self._graph.replay()
         if updates:
             mode = self._graph.graph_dispatch_mode
@@ -216,7 +220,7 @@ class NpuGraph(Graph):
     def _release(self) -> None:
         graph, self._graph = self._graph, None
         self._made = None
-        self._updates, self._fixed, self._replayed = [], {}, None
+        self._distinct, self._updates, self._fixed, self._replayed = [], [], {}, None
         if graph is not None:
             graph.reset()
 
