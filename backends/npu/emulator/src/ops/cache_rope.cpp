@@ -56,10 +56,10 @@ void QkvRmsNormRopeCache(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slot
     auto cosine = cos.tensor().unsqueeze(1), sine = sin.tensor().unsqueeze(1);
     auto turned = [&](const at::Tensor& part, const In& gamma) {
         return rotate(rms_normalise(part, gamma, epsilon).values, cosine, sine, false)
-            .view({tokens, -1})
+            .view({tokens, part.size(1) * dim})
             .to(qkv.dtype());
     };
-    auto query = turned(parts[0], q_gamma), key = turned(parts[1], k_gamma), value = parts[2].reshape({tokens, -1});
+    auto query = turned(parts[0], q_gamma), key = turned(parts[1], k_gamma), value = parts[2].reshape({tokens, heads[2] * dim});
     q_out.set(query);
     write_slots(rows_of_fractal_blocks(k_cache.raw().view(k_cache.sizes())), key, slots);
     write_slots(rows_of_fractal_blocks(v_cache.raw().view(v_cache.sizes())), value, slots);
