@@ -10,9 +10,22 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test bench lint types layers docs checkpoint clean
 
+# The same prompts on the CPU and on an emulated NPU, which must give the same text. The NPU computes in 16 bits only.
+DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
+  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'def main():'
+
 demo: $(VENV)/.base
-	$(BIN)/hal generate $(CHECKPOINT) --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
-	  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'def main():'
+	$(BIN)/hal $(DEMO) --backend cpu > $(VENV)/demo-cpu.txt
+	@cat $(VENV)/demo-cpu.txt
+ifeq ($(shell uname -s),Linux)
+	@$(MAKE) --no-print-directory $(VENV)/.npu
+	$(BIN)/hal $(DEMO) --backend npu --emulate > $(VENV)/demo-npu.txt
+	@cat $(VENV)/demo-npu.txt
+	@diff $(VENV)/demo-cpu.txt $(VENV)/demo-npu.txt || { echo '== CPU and emulated NPU: the texts differ'; exit 1; }
+	@echo '== CPU and emulated NPU: the same text'
+else
+	@echo '== the emulated NPU needs Linux, so that half is left out'
+endif
 
 # torch imports torch_npu wherever it is installed. The tests of the emulated CANN want that, in a process of their own.
 test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
@@ -47,6 +60,10 @@ $(VENV)/.base: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.npu: $(VENV)/.base
+	$(PIP) --editable '.[npu]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base

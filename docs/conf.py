@@ -7,14 +7,14 @@ from pathlib import Path
 
 import hal
 
-sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py and emulated.py
+sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py, emulated.py and generations.py
 
 project = "torch-hal"
 author = "The torch-hal authors"
 project_copyright = author
 version = release = hal.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "declarations", "emulated"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "declarations", "emulated", "generations"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"

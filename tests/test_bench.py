@@ -8,7 +8,9 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch import Tensor
 
 import hal
 from checkpoints import random_checkpoint
-from hal.bench import agreement, floor, measure, memory, plan, report, theirs, timing, weights
+from hal import ops
+from hal.bench import agreement, floor, launches, measure, memory, plan, report, theirs, timing, weights
 from hal.bench.errors import BenchmarkError
 from hal.bench.ours import Ours
 from hal.bench.shapes import SHAPES
@@ -88,8 +91,12 @@ class TestDecode:
         figures = ran[1]
         assert figures["format"] == report.FORMAT
         assert set(figures) == {
-            "format", "plan", "dtype", "weight_bytes", "environment", "agreements", "measurements", "floors", "notes"
+            "format", "plan", "dtype", "weight_bytes", "environment", "agreements", "measurements", "floors",
+            "launches", "launches_per_layer_of_peers", "notes",
         }  # fmt: skip
+        assert figures["launches"] == []
+        assert figures["launches_per_layer_of_peers"] == {}
+        assert figures["environment"]["emulated"] is False
         assert figures["plan"] | {"workload": "decode", "shapes": "tiny", "length": 20} == figures["plan"]
         assert {"cpu", "cores", "threads", "device", "versions"} <= set(figures["environment"])
         assert set(figures["environment"]["versions"]) == {"python", "torch-hal", "torch", "transformers"}
@@ -342,6 +349,7 @@ class TestRefusals:
             (["--shapes", "tiny", "--dtype", "int8"], "unknown value 'int8'"),
             (["--shapes", "tiny", "--backend", "abacus"], "no driver 'abacus' is installed"),
             (["--shapes", "tiny", "--context", "256"], "sequences of 257 tokens; the model takes 256"),
+            (["--shapes", "tiny", "--backend", "cpu", "--trace"], "the backend cpu does not count launches"),
             (["--shapes", "tiny", "--json", "no/such/folder/x"], "there is no folder for"),
         ],
     )
@@ -427,7 +435,15 @@ class TestReport:
     def result(**seconds: list[float]) -> measure.Result:
         measurements = [measure.Measurement(f"hal {name}", 1, times, 0.5, None) for name, times in seconds.items()]
         floors = [measure.Floor(1, floor.Work({"weights": 100}, "bytes"), "sum", 100, [1.0, 1.0, 1.0])]
-        where = {"backend": "cpu", "device": "d", "cpu": "c", "cores": 1, "threads": 1, "versions": {}}
+        where = {
+            "backend": "cpu",
+            "device": "d",
+            "cpu": "c",
+            "cores": 1,
+            "threads": 1,
+            "versions": {},
+            "emulated": False,
+        }
         return measure.Result(tiny(), "float32", 100, where, {}, measurements, floors)
 
     def test_noise_is_marked(self) -> None:
@@ -460,3 +476,89 @@ def test_errors_are_of_the_family(build: Callable[[], plan.Plan]) -> None:
     with pytest.raises(ConfigError):
         build()
     assert issubclass(BenchmarkError, HalError)
+
+
+class TestLaunches:
+    """On the CPU, with a backend that counts the calls of its kernels."""
+
+    class Counting(hal.Backend):
+        def __init__(self) -> None:
+            self.calls: Counter[str] = Counter()
+            super().__init__(
+                "counting",
+                hal.HostDevice(),
+                kernels={name: self.counted(name) for name in ("linear", "rms_norm", "paged_attention", "embedding")},
+            )
+
+        def counted(self, name: str) -> Callable[..., Any]:
+            def kernel(*args: Any) -> Any:
+                self.calls[name] += 1
+                return ops.operation(name).body(*args)
+
+            return kernel
+
+        @contextmanager
+        def counting_launches(self) -> Iterator[Counter[str]]:
+            found: Counter[str] = Counter()
+            before = self.calls.copy()
+            yield found
+            found.update(self.calls - before)
+
+    @pytest.fixture
+    def setting(self) -> Iterator[plan.Setting]:
+        settled = plan.settle(tiny(backend="cpu", batch_sizes=(1, 3)))
+        counting = self.Counting()
+        counting.configure(settled.backend.config)
+        counting.activate()
+        yield attrs.evolve(settled, backend=counting, modes=("eager",))
+        hal.open("cpu")
+
+    def test_a_layers_are_what_a_second_layer_adds(self, setting: plan.Setting) -> None:
+        found = launches.count(setting, lambda text: None)
+        assert [(each.contender, each.batch_size) for each in found] == [("hal eager", 1), ("hal eager", 3)]
+        for each in found:
+            assert each.layer == {"linear": 4, "rms_norm": 4, "paged_attention": 1}
+            assert each.outside == {"embedding": 1, "linear": 1, "rms_norm": 1}
+            assert each.per_layer == 9
+
+    def test_kinds_of_layers_are_cut_too(self, setting: plan.Setting) -> None:
+        kinds = ["full_attention", "full_attention"]
+        config = {**TINY, "layer_types": kinds, "num_hidden_layers": 2}
+        checkpoint = weights.RandomCheckpoint.of("kinds", config)
+        found = launches.count(attrs.evolve(setting, checkpoint=checkpoint), lambda text: None)
+        assert found[0].per_layer == 9
+
+    def test_a_config_that_says_its_layers_elsewhere_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        setting = plan.settle(tiny(backend="cpu"))
+        meta = weights.meta_model(TINY)
+        monkeypatch.setattr(launches, "meta_model", lambda config: meta)
+        with pytest.raises(BenchmarkError, match="asked for a model of 1 layers, and num_hidden_layers gives one of 2"):
+            launches.count(setting, lambda text: None)
+
+    def test_the_table_and_what_stands_beneath(self) -> None:
+        counted = [
+            launches.Launches(name, size, Counter({"linear": 4, "copy": size - 1}), Counter({"copy": copies}))
+            for size in (1, 2) for name, copies in (("hal eager", 0), ("hal graph", 6))
+        ]  # fmt: skip
+        result = attrs.evolve(TestReport.result(eager=[1.0, 1.0, 1.0]), launches=counted)
+        columns, rows = report.launches_table(result)
+        assert columns == ["batch", "kernel"] + [
+            f"hal {mode}, {where}" for mode in ("eager", "graph") for where in ("a layer", "outside")
+        ]
+        assert rows == [
+            ["1", "linear", "4", "0", "4", "0"], ["1", "copy", "0", "0", "0", "6"], ["1", "all", "4", "0", "4", "6"],
+            ["2", "linear", "4", "0", "4", "0"], ["2", "copy", "1", "0", "1", "6"], ["2", "all", "5", "0", "5", "6"],
+        ]  # fmt: skip
+        assert list(report.launches_notes(result))[1:] == ["others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"]
+        figures = report.as_json(result)
+        assert figures["launches"][2] == {
+            "contender": "hal eager", "batch_size": 2, "layer": {"linear": 4, "copy": 1}, "outside": {"copy": 0},
+            "per_layer": 5,
+        }  # fmt: skip
+        assert figures["launches_per_layer_of_peers"] == {"SGLang 0.5.23, Qwen3, graph mode": 10}
+
+    def test_a_kernel_of_the_first_layer_alone_is_outside(self) -> None:
+        one, two = Counter(rms_norm=1, add_rms_norm=1), Counter(rms_norm=1, add_rms_norm=3, cast=0)
+        layer = launches._difference(two, one)
+        assert layer == {"add_rms_norm": 2}
+        assert launches._difference(one, layer) == {"rms_norm": 1, "add_rms_norm": -1}

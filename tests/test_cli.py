@@ -66,6 +66,16 @@ class RaisesInOpen(Good):
     def open(self, options):
         raise RuntimeError("the firmware is on fire")
 """
+EMULATING = """
+import hal
+
+class Emulating(hal.Driver):
+    name, api_version = "emulating", (1, 1)
+    def probe(self):
+        return hal.Probe(True)
+    def open(self, options):
+        raise hal.errors.ConfigError(f"options: {dict(sorted(options.items()))}", "none")
+"""
 UNLOADABLE = ("misspelt = acme_cli_drivers:Misspelt", "unimportable = no_such_module:Driver")
 
 
@@ -101,6 +111,19 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site" / "acme_cli_drivers.py").write_text(textwrap.dedent(DRIVERS))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "acme_cli_drivers", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.fixture
+def emulating_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that says which options it was opened with."""
+    info = tmp_path / "site" / "emulating-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: emulating\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hal.drivers]\nemulating = emulating_driver:Emulating\n")
+    (tmp_path / "site" / "emulating_driver.py").write_text(EMULATING)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, "emulating_driver", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
 
@@ -305,8 +328,59 @@ class TestLists:
         assert "good is unavailable: opening it failed: unknown key 'block_sizes' (did you mean" in result.stdout
         assert result.exit_code == 0
 
-    def test_the_only_driver_is_the_cpu(self) -> None:
-        assert run("backends").stdout.splitlines()[1].startswith("cpu *")
+    @pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="an NPU is here")
+    def test_the_drivers_that_come_with_hal(self) -> None:
+        """In a process that torch_npu is hidden from, the NPU says that it is missing, and auto takes the CPU."""
+        _, npu, cpu, *_ = run("backends").stdout.splitlines()
+        assert npu.split()[:4] == ["npu", "no", "20", "1.1"]
+        assert "torch_npu is not installed  pip install torch-npu" in npu
+        assert cpu.split()[:5] == ["cpu", "*", "yes", "0", "1.0"]
+
+
+class TestEmulate:
+    def test_it_wants_a_driver(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for variables in ({}, {"HAL_BACKEND": "auto"}):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            for command in (("generate", checkpoint, "--prompt", "a"), ("bench", "decode", "--shapes", "tiny")):
+                result = run(*command, "--emulate")
+                assert result.exit_code == 2
+                assert result.stderr.startswith("error: --emulate was given, and no driver to emulate a device for\n")
+                assert "remedy: name one, by --backend NAME or HAL_BACKEND" in result.stderr
+
+    @pytest.mark.parametrize("variable", [False, True])
+    def test_a_driver_without_an_emulator_is_named(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, variable: bool
+    ) -> None:
+        backend = () if variable else ("--backend", "cpu")
+        if variable:
+            monkeypatch.setenv("HAL_BACKEND", "cpu")
+        for command in (("generate", checkpoint, "--prompt", "a"), ("bench", "decode", "--shapes", "tiny")):
+            result = run(*command, "--emulate", *backend)
+            assert result.exit_code == 2
+            assert result.stderr.startswith("error: --emulate was given, and the driver cpu has no emulated device: ")
+            assert "remedy: leave --emulate out, or choose another backend" in result.stderr
+            assert result.stdout == ""
+
+    @pytest.mark.usefixtures("emulating_driver")
+    @pytest.mark.parametrize(("variable", "expected"), [(None, True), ("force", "force"), ("false", True)])
+    def test_it_is_the_drivers_option(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: object
+    ) -> None:
+        monkeypatch.setenv("HAL_EMULATING_LANES", "3")
+        if variable is not None:
+            monkeypatch.setenv("HAL_EMULATING_EMULATOR", variable)
+        result = run("generate", checkpoint, "--prompt", "a", "--emulate", "--backend", "emulating")
+        assert f"error: options: {{'emulator': {expected!r}, 'lanes': 3}}" in result.stderr, result.exception
+
+    @pytest.mark.usefixtures("emulating_driver")
+    def test_other_errors_of_the_configuration_stay_as_they_are(self, checkpoint: Path) -> None:
+        arguments = ("--emulate", "--backend", "emulating", "--compiler", "grahp")
+        result = run("generate", checkpoint, "--prompt", "a", *arguments)
+        assert result.stderr.startswith("error: options: ")
+        result = run("generate", checkpoint, "--prompt", "a", "--dtype", "float12", *arguments)
+        assert "unknown value 'float12'" in result.stderr
+        assert "--emulate" not in result.stderr
 
 
 class TestProcess:

@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 # Pages whose Python another suite runs, and why.
-ELSEWHERE = {"emulator.md": "tests/emulator runs it: it needs torch_npu, and a process of its own"}
+ELSEWHERE = {
+    "emulator.md": "tests/emulator runs it: it needs torch_npu, and a process of its own",
+    "npu.md": "tests/npu runs it, for the same reason",
+}
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+\.py)\n")
 

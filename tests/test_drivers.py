@@ -53,7 +53,7 @@ class Raising(Acme):
         raise OSError("bus error")
 
 class NextMinor(Acme):
-    api_version = (1, 2)
+    api_version = (1, 3)
 
 class NextMajor(Acme):
     api_version = (2, 0)
@@ -138,7 +138,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("acme_driver:NextMinor", DriverIncompatible, r"needs driver API 1\.2; .* has 1\.0 and lacks what 1\.1, 1\.2"),
+        ("acme_driver:NextMinor", DriverIncompatible, r"needs driver API 1\.3; .* has 1\.1 and lacks what 1\.2, 1\.3"),
         ("acme_driver:NextMajor", DriverIncompatible, r"written for driver API 2\.x"),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),

@@ -68,13 +68,15 @@ class NpuBackend(Backend):
 
         from . import fractal
         from .device import NpuDevice
+        from .emulator import is_active
         from .kernels import kernels
 
         if options.attention == "atb" and not generation.atb:
             raise ConfigError(f"{soc} has no ATB, which the option attention asks for", 'leave it at "fused"')
         if options.attention == "atb" and options.nz_cache:
             raise ConfigError("the options attention=atb and nz_cache do not go together", "leave one of them out")
-        device = NpuDevice(torch.device("npu", options.device), f"{soc} ({generation.name})")
+        kind = f"{generation.name}, emulated" if is_active() else generation.name
+        device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
@@ -131,8 +133,7 @@ class NpuBackend(Backend):
             yield found
         for record in tracing.records:
             if record.phase != "capture" and record.kind != "update":
-                found[record.name if record.kind == "kernel" else record.kind] += record.kind != "graph"
-        found += Counter()
+                found[record.name if record.kind == "kernel" else record.kind] += 1
 
 
 class NpuDriver(Driver):

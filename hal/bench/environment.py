@@ -13,6 +13,7 @@ import torch
 
 import hal
 from hal.bench.plan import Setting
+from hal.config import environment_options
 
 
 def environment(setting: Setting) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def environment(setting: Setting) -> dict[str, Any]:
     return {
         "device": setting.backend.device.name,
         "backend": setting.backend.name,
+        "emulated": _emulated(setting),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -30,6 +32,12 @@ def environment(setting: Setting) -> dict[str, Any]:
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HAL_")},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in libraries}},
     }
+
+
+def _emulated(setting: Setting) -> bool:
+    """Whether the driver's option ``emulator`` is set, if it has one."""
+    options = {**environment_options(setting.backend.name), **setting.backend.config.options}
+    return options.get("emulator") not in (None, False, 0, "", "off")
 
 
 def _version(library: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from hal.bench import agreement, floor, memory
+from hal.bench import agreement, floor, launches, memory
 from hal.bench.environment import environment
 from hal.bench.ours import Ours
 from hal.bench.plan import Plan, Setting, settle
@@ -77,7 +77,11 @@ class Floor:
 
 @attrs.frozen
 class Result:
-    """Everything that a run found. ``agreements`` are per batch size, against that batch size's first contender."""
+    """Everything that a run found.
+
+    ``agreements`` are per batch size, against that batch size's first contender; ``launches`` is empty unless the plan
+    says ``trace``.
+    """
 
     plan: Plan
     dtype: str
@@ -86,6 +90,7 @@ class Result:
     agreements: dict[int, list[agreement.Agreement]]
     measurements: list[Measurement]
     floors: list[Floor]
+    launches: list[launches.Launches] = attrs.field(factory=list)
 
 
 def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Result:
@@ -101,14 +106,14 @@ def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Result:
     with _threads(plan.threads):
         setting = settle(plan)
         where = environment(setting)
+        counted = launches.count(setting, say) if plan.trace else []
         say(f"loading {plan.name}")
         sides = {name: SIDES[name](setting) for name in ("hal", *plan.against)}
         device = setting.backend.device
         decode = plan.workload == "decode"
         probe = floor.read_probe(device) if decode else floor.matmul_probe(device, setting.dtype)
-        result = Result(
-            plan, str(setting.dtype).removeprefix("torch."), setting.weight_bytes, where, {}, [], []
-        )  # fmt: skip
+        dtype = str(setting.dtype).removeprefix("torch.")
+        result = Result(plan, dtype, setting.weight_bytes, where, {}, [], [], counted)
         for size in dict.fromkeys(plan.batch_sizes):
             _measure(setting, sides, probe, size, result, say)
     return result

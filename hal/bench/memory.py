@@ -32,7 +32,8 @@ def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
         BenchmarkError: the process failed.
     """
     side, _, mode = contender.partition(" ")
-    keys = attrs.asdict(attrs.evolve(plan, batch_sizes=(batch_size,), compilers=(mode,) if side == "hal" else ()))
+    compilers = (mode,) if side == "hal" else ()
+    keys = attrs.asdict(attrs.evolve(plan, batch_sizes=(batch_size,), compilers=compilers, trace=False))
     order = json.dumps({"plan": keys, "side": side, "mode": mode})
     command = [sys.executable, "-m", "hal.bench.memory"]
     result = subprocess.run(command, input=order, capture_output=True, text=True, check=False)

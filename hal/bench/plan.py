@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -39,7 +39,9 @@ class Plan:
         against: who else is measured, of :data:`RIVALS`.
         repeats: timed steps of each contender.
         threads: that torch computes with; None leaves it as it is.
+        trace: also count the kernels that a step launches.
         memory: also run each contender in a process of its own, for its peak memory.
+        options: of the driver, over what the environment says.
     """
 
     workload: Workload
@@ -53,7 +55,9 @@ class Plan:
     against: tuple[str, ...] = ()
     repeats: int = FEWEST_REPEATS
     threads: int | None = None
+    trace: bool = False
     memory: bool = False
+    options: dict[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         if (self.checkpoint is None) == (self.shapes is None):
@@ -120,12 +124,16 @@ def settle(plan: Plan) -> Setting:
     settings = environment_mapping(driver_names=driver_names())
     options = {"backend": plan.backend, "dtype": plan.dtype}
     settings |= {key: value for key, value in options.items() if value is not None}
+    settings["options"] = {**settings.get("options", {}), **plan.options}
     settings.pop("compilation", None)  # it is what is measured
     backend = hal.open(read(hal.Config, settings, "configuration"))
     modes = plan.compilers or (backend.compilers if plan.workload == "decode" else ("eager",))
     for mode in modes:
         if mode not in backend.compilers:
             raise ConfigError(f"the backend {backend.name} has no compiler {mode!r}", nearest(mode, backend.compilers))
+    if plan.trace:
+        with backend.counting_launches():
+            pass  # which a backend that cannot tell refuses
     for rival in plan.against:
         need(rival, f"--against {rival}")
     if plan.shapes is not None:

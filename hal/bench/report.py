@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from hal.bench.launches import PEERS
 from hal.bench.measure import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
 from hal.bench.timing import noisy
@@ -63,6 +64,27 @@ def table(result: Result) -> tuple[list[str], list[list[str]]]:
     return columns, rows
 
 
+def launches_table(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: a batch size's kernels, those of layers first, and their sums."""
+    contenders = list(dict.fromkeys(each.contender for each in result.launches))
+    columns = ["batch", "kernel", *(f"{name}, {where}" for name in contenders for where in ("a layer", "outside"))]
+    rows = []
+    for size in dict.fromkeys(each.batch_size for each in result.launches):
+        counts = [part for each in result.launches if each.batch_size == size for part in (each.layer, each.outside)]
+        kernels = {name for part in counts for name in part}
+        for name in sorted(kernels, key=lambda name: (-max(part[name] for part in counts[::2]), name)):
+            rows.append([str(size), name, *(str(part[name]) for part in counts)])
+        rows.append([str(size), "all", *(str(part.total()) for part in counts)])
+    return columns, rows
+
+
+def launches_notes(result: Result) -> Iterator[str]:
+    """What the table of launches does not say by itself."""
+    yield "a layer: what a second layer adds to a model of one; outside: the rest, copies of inputs included"
+    if result.plan.workload == "decode":
+        yield from (f"others, per layer: {number} by {peer}" for peer, number in PEERS.items())
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
 
@@ -106,6 +128,8 @@ def notes(result: Result) -> Iterator[str]:
         )
     if result.plan.workload == "prefill" and "transformers" in result.plan.against:
         yield "transformers compiles decode steps only, so its prefill is eager"
+    if result.environment["emulated"]:
+        yield "the device is emulated: how long a step takes there says nothing about hardware"
     if result.plan.repeats < FEWEST_REPEATS:
         yield f"{result.plan.repeats} repeats are a try-out: take at least {FEWEST_REPEATS} before quoting a figure"
 
@@ -180,5 +204,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "agreements": agreements,
         "measurements": measurements,
         "floors": floors,
+        "launches": [{**attrs.asdict(each), "per_layer": each.per_layer} for each in result.launches],
+        "launches_per_layer_of_peers": dict(PEERS) if result.launches and result.plan.workload == "decode" else {},
         "notes": list(notes(result)),
     }

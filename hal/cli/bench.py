@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from hal.cli.console import print_table
+from hal.cli.emulation import EMULATE, emulated
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ HELP = {
     "against": "transformers: eager and, for decode, compiled over a static cache. Repeatable.",
     "repeats": "Timed steps of each contender.",
     "threads": "Threads that torch computes with on the CPU.",
+    "trace": "Also count the kernels that a step launches, per layer; on devices that count them.",
     "memory": "Also run each contender in a process of its own, for its peak memory.",
     "json_file": "Write all figures there.",
     "plot_file": "Draw them there; needs matplotlib.",
@@ -34,12 +37,14 @@ OPTIONS = (
     click.argument("checkpoint", required=False, metavar="[CHECKPOINT]"),
     click.option("--shapes", metavar="NAME", help=HELP["shapes"]),
     click.option("--backend", metavar="NAME", help=HELP["backend"]),
+    click.option("--emulate", is_flag=True, help=EMULATE),
     click.option("--dtype", metavar="NAME", help=HELP["dtype"]),
     click.option("--batch-size", "batch_sizes", type=int, multiple=True, default=(1,), help=HELP["batch_sizes"]),
     click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=HELP["compilers"]),
     click.option("--against", multiple=True, metavar="NAME", help=HELP["against"]),
     click.option("--repeats", type=int, default=15, show_default=True, help=HELP["repeats"]),
     click.option("--threads", type=int, help=HELP["threads"]),
+    click.option("--trace", is_flag=True, help=HELP["trace"]),
     click.option("--memory", is_flag=True, help=HELP["memory"]),
     click.option("--json", "json_file", type=FILE, metavar="FILE", help=HELP["json_file"]),
     click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help=HELP["plot_file"]),
@@ -80,16 +85,23 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     from hal.bench.measure import run
     from hal.bench.plan import Plan
 
+    emulate = options.pop("emulate")
     plan = Plan(workload=workload, **options)
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder for {file}", "make it first")
     if plot_file is not None:
         plot.require()
-    result = run(plan, say=lambda text: click.echo(text, err=True))
+    with emulated(emulate, plan.backend) as driver_options:
+        plan = attrs.evolve(plan, options=driver_options)
+        result = run(plan, say=lambda text: click.echo(text, err=True))
     click.echo(report.heading(result) + "\n")
     print_table(*report.table(result))
     click.echo("\n" + "\n".join(f"- {note}" for note in report.notes(result)))
+    if result.launches:
+        click.echo("\nkernels that a step launches\n")
+        print_table(*report.launches_table(result))
+        click.echo("\n" + "\n".join(f"- {note}" for note in report.launches_notes(result)))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
     if plot_file is not None:

@@ -15,6 +15,7 @@ import attrs
 import click
 from click.core import ParameterSource
 
+from hal.cli.emulation import EMULATE, emulated
 from hal.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--seed", type=int, help=SAMPLING["seed"])
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
+@click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help="eager, graph, or one that the driver brings.")
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 def command(
@@ -62,6 +64,7 @@ def command(
     seed: int | None,
     dtype: str | None,
     backend: str | None,
+    emulate: bool,
     compiler: str | None,
     compilation_config: str | None,
     **sampling: Any,
@@ -80,7 +83,7 @@ def command(
     texts = [*prompts, *(_lines(prompts_file) if prompts_file else ())]
     _check(texts)
     settings = _settings(backend, dtype, compiler, compilation_config)
-    config = read(hal.Config, settings, "configuration")
+    read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     first_seed = secrets.randbelow(2**32) if seed is None else seed
     params = hal.SamplingParams(**sampling, seed=first_seed, stop_token_ids=opened.stop_token_ids)
@@ -88,7 +91,10 @@ def command(
     tokenizer = opened.tokenizer()
     tokens = [tokenizer.encode(text).ids for text in texts]
 
-    on = hal.open(config)
+    with emulated(emulate, backend) as options:
+        settings["options"] = {**settings.get("options", {}), **options}
+        config = read(hal.Config, settings, "configuration")
+        on = hal.open(config)
     config = attrs.evolve(config, compilation=_fit_graphs(config.compilation, on.limits.capture_sizes, len(texts)))
     on.configure(config)
     with _progress_bar("loading") as progress:
