@@ -65,8 +65,8 @@ class HostValues:
                 raise HostValueError(
                     f"the graph has no host value {name!r}; {nearest(name, self._tensors)}", "pass the names it has"
                 )
-        missing = sorted(set(self._tensors) - set(values))
-        if missing:
+        if len(values) < len(self._tensors):
+            missing = sorted(set(self._tensors) - set(values))
             raise HostValueError(
                 f"the replay lacks the host values {', '.join(missing)}", "pass every host value at every replay"
             )
@@ -86,7 +86,7 @@ class HostValues:
                 value = torch.tensor(value, dtype=expected.dtype)
             except RuntimeError as error:
                 raise HostValueError(f"host value {name}: {error}", "pass numbers that its dtype holds") from None
-        if value.device.type != "cpu" or value.dtype != expected.dtype or value.shape != expected.shape:
+        if not value.is_cpu or value.dtype != expected.dtype or value.shape != expected.shape:
             raise HostValueError(
                 f"host value {name} must be {_describe(expected)}, found {_describe(value)}",
                 "host values keep the shape and dtype of the capture; pad to the bucket's size",

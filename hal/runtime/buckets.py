@@ -9,6 +9,7 @@ from typing import Self
 
 import attrs
 import torch
+from torch.nn.functional import pad
 
 from hal.batch import Batch
 from hal.config import CompilationConfig
@@ -85,8 +86,9 @@ class PaddedBatch:
 
     def host_values(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The host values of this size that stand for ``batch``, by the names that attention takes them by."""
-        lens = torch.zeros(self.batch.num_sequences, dtype=torch.int32)
-        lens[: batch.num_sequences] = batch.kv_lens_host
+        lens, padding = batch.kv_lens_host, self.batch.num_sequences - batch.num_sequences
+        if padding:
+            lens = pad(lens, (0, padding))
         return {"query_start_loc_host": self.batch.query_start_loc_host, "kv_lens_host": lens}
 
     def fill(self, batch: Batch) -> None:

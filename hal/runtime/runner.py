@@ -17,6 +17,8 @@ from hal.runtime.blocks import BlockAllocator
 from hal.runtime.decode import GraphDecoder
 from hal.runtime.prefixes import PrefixCache
 
+_ROWS = ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host", "positions", "slot_mapping")
+
 
 class Runner:
     """Runs prefill and decode steps of one model on one backend, as the backend's config says.
@@ -158,7 +160,8 @@ class Runner:
         self._require_active()
         self._check_rows(batch)
         size = batch.num_sequences
-        if not torch.equal(batch.query_start_loc_host, torch.arange(size + 1)) or batch.num_tokens != size:
+        # Lists, as one operation of torch would cost more than these few numbers.
+        if batch.query_start_loc_host.tolist() != list(range(size + 1)) or batch.num_tokens != size:
             raise BatchError(
                 f"decode was given {batch.num_tokens} tokens for {size} sequences, not one for each",
                 "give one token a sequence, or call prefill",
@@ -185,18 +188,14 @@ class Runner:
     def _check_rows(self, batch: Batch) -> None:
         """An engine's own tensors: kernels would read past the end of one that is too short."""
         size, tokens = batch.num_sequences, batch.num_tokens
-        rows = {
-            "block_table": (batch.block_table.shape[0], size),
-            "kv_lens_host": (batch.kv_lens_host.shape[0], size),
-            "query_start_loc": (batch.query_start_loc.shape[0], size + 1),
-            "query_start_loc_host": (batch.query_start_loc_host.shape[0], size + 1),
-            "positions": (batch.positions.shape[0], tokens),
-            "slot_mapping": (batch.slot_mapping.shape[0], tokens),
-        }
-        for name, (found, wanted) in rows.items():
-            if found != wanted:
+        wanted = (size, size, size + 1, size + 1, tokens, tokens)
+        found = tuple(getattr(batch, name).size(0) for name in _ROWS)
+        if found == wanted:
+            return
+        for name, rows, right in zip(_ROWS, found, wanted, strict=True):
+            if rows != right:
                 raise BatchError(
-                    f"the batch's {name} has {found} rows, not {wanted}, for {size} sequences of {tokens} tokens",
+                    f"the batch's {name} has {rows} rows, not {right}, for {size} sequences of {tokens} tokens",
                     "give each tensor the shape that hal.Batch documents",
                 )
 

@@ -1,10 +1,12 @@
 """What a graph decode step costs the host on the emulated NPU. Run in a process of its own; prints a JSON object.
 
-A model of 28 narrow layers, one capture, medians of interleaved rounds, with the device idle before each. ``step_us``
-is the whole of ``Runner.decode``; ``calls_us`` the calls into torch and torch_npu that it makes, in a straight line:
-the copies of inputs, the replay, two events and the update; ``own_us`` the median of the differences, hal's own Python.
-``update_us`` is NPUGraph.update alone. ``overlapped_us`` and ``one_after_another_us`` are from the start of a step to
-its end on the device, with the update beside the replay, as hal has it, and finished before the replay starts.
+A model of 28 narrow layers, one capture, medians of rounds. A round is four steps, one behind the other, begun with the
+device idle. ``calls_us`` is what a step spent in calls of torch and torch_npu (the copies of inputs, the replay, the
+update, the events) and ``own_us`` the rest, hal's own Python: stamped in the same step, in the three behind the first.
+``own_cold_us`` is that of the first, after the host waited for the device; ``plain_us`` and ``plain_cold_us`` are a few
+lines of other Python, run again and again, and after as long a wait: how much of it is the machine. ``update_us`` is
+NPUGraph.update. ``overlapped_us`` and ``one_after_another_us`` are from the start of a step to its end on the device,
+with the update beside the replay, as hal has it, and finished before the replay starts.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,13 +28,45 @@ from random_checkpoint import write
 
 import hal
 
-LAYERS, ROUNDS, ROWS = 28, 200, 4
+LAYERS, ROUNDS, ROWS = 28, 60, 4
 
 
 def elapsed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e6
+
+
+def plain() -> list[int]:
+    """About as much Python as a step has of hal's."""
+    ones = torch.zeros(4, dtype=torch.int32)
+    torch.equal(ones, ones)
+    names = {number: str(number) for number in range(20)}
+    return [len(name) for name in names.values()] + ones.tolist()
+
+
+def stamped(name: str, call: Callable[..., Any], calls: list[tuple[str, float]]) -> Callable[..., Any]:
+    """``call``, noting each time that it takes."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*args, **kwargs)
+        calls.append((name, (time.perf_counter() - start) * 1e6))
+        return result
+
+    return run
+
+
+class Stamped:
+    """An object of torch_npu's whose named methods note the time that they take."""
+
+    def __init__(self, native: Any, methods: tuple[str, ...], calls: list[tuple[str, float]]) -> None:
+        self._native = native
+        for name in methods:
+            setattr(self, name, stamped(name, getattr(native, name), calls))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
 
 
 def opened_runner() -> hal.Runner:
@@ -48,81 +84,48 @@ def opened_runner() -> hal.Runner:
 def main() -> None:
     torch.set_num_threads(1)
     runner = opened_runner()
-    import torch_npu
-
     blocks = [[1 + row] for row in range(ROWS)]
     runner.prefill(runner.batch([[5] * 20] * ROWS, blocks))
     batch = runner.batch([[7]] * ROWS, blocks, cached=[20] * ROWS)
     runner.decode(batch)
     torch.npu.synchronize()
     (bucket,) = runner._decode._buckets.values()  # type: ignore[attr-defined]
-    fixed, graph = bucket.padded.batch, bucket.graph._graph
-    update_stream, replayed = graph.graph_dispatch_mode.update_stream, torch_npu.npu.Event()
-    replayed.record()
+    graph: Any = bucket.graph
+    native = graph._graph
+    update_stream = native.graph_dispatch_mode.update_stream
     updates = [{"actual_seq_lengths_kv": [21] * ROWS}] * LAYERS
-    columns = batch.block_table.shape[1]
-
-    def copies() -> None:
-        fixed.token_ids[:ROWS] = batch.token_ids
-        fixed.positions[:ROWS] = batch.positions
-        fixed.slot_mapping[:ROWS] = batch.slot_mapping
-        fixed.block_table[:ROWS, :columns] = batch.block_table
-        fixed.kv_lens[:ROWS] = batch.kv_lens
-        fixed.logits_indices[:ROWS] = batch.logits_indices
-
-    def calls() -> None:
-        copies()
-        graph.replay()
-        update_stream.wait_event(replayed)
-        graph.update(cpu_update_input=updates)
-        replayed.record()
-        bucket.graph.outputs[:ROWS]
 
     def update_then_wait_then_replay() -> None:
-        copies()
-        graph.update(cpu_update_input=updates)
+        bucket.padded.fill(batch)
+        native.update(cpu_update_input=updates)
         update_stream.synchronize()
-        graph.replay()
+        native.replay()
         torch.npu.synchronize()
 
-    def update_only() -> float:
-        copies()
-        graph.replay()
-        taken = elapsed(lambda: graph.update(cpu_update_input=updates))
-        torch.npu.synchronize()
-        return taken
-
-    def waited(run: Callable[[], object]) -> float:
-        taken = elapsed(run)
-        torch.npu.synchronize()
-        return taken
-
-    def whole() -> None:
+    def step_and_wait() -> None:
         runner.decode(batch)
         torch.npu.synchronize()
 
-    contenders: list[Callable[[], float]] = [
-        lambda: waited(lambda: runner.decode(batch)),
-        lambda: waited(calls),
-        update_only,
-        lambda: elapsed(whole),
-        lambda: elapsed(update_then_wait_then_replay),
-    ]
-    rounds = []
-    for index in range(ROUNDS):
-        order = range(5) if index % 2 else range(4, -1, -1)
-        times = {place: contenders[place]() for place in order}
-        rounds.append([times[place] for place in range(5)])
-    step, alone, update, overlapped, sequential = (statistics.median(each) for each in zip(*rounds, strict=True))
-    figures = {
-        "step_us": step,
-        "calls_us": alone,
-        "own_us": statistics.median(one - two for one, two, *_ in rounds),
-        "update_us": update,
-        "overlapped_us": overlapped,
-        "one_after_another_us": sequential,
-    }
-    sys.stdout.write(json.dumps(figures))
+    calls: list[tuple[str, float]] = []
+    graph._graph = Stamped(native, ("replay", "update"), calls)
+    graph._replayed = Stamped(graph._replayed, ("record",), calls)
+    bucket.padded.fill = stamped("fill", bucket.padded.fill, calls)
+    figures: dict[str, list[float]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        for place in range(4):
+            calls.clear()
+            step = elapsed(lambda: runner.decode(batch))
+            spent = sum(taken for _, taken in calls)
+            figures["own_us" if place else "own_cold_us"].append(step - spent)
+            if place:
+                figures["calls_us"].append(spent)
+                figures["update_us"].append(next(taken for name, taken in calls if name == "update"))
+        torch.npu.synchronize()
+        figures["plain_cold_us"].append(elapsed(plain))
+        figures["plain_us"].append(elapsed(plain))
+        figures["one_after_another_us"].append(elapsed(update_then_wait_then_replay))
+        figures["overlapped_us"].append(elapsed(step_and_wait))
+    sys.stdout.write(json.dumps({name: statistics.median(values) for name, values in figures.items()}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -262,6 +263,8 @@ class TestCapture:
         x = torch.ones(1 << 20, device="npu", dtype=torch.float16)
         first, second = backend.graph(), backend.graph()
         first.capture(lambda: (x + 1) * 2)
+        gc.collect()  # graphs of other tests would be collected in between
+        torch.npu.empty_cache()
         before = torch.npu.memory_reserved()
         second.capture(lambda: (x + 3) * 2, pool=first.pool)
         assert torch.npu.memory_reserved() == before
