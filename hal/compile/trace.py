@@ -41,7 +41,15 @@ class TracedStep:
     mode: FakeTensorMode
 
 
-def trace_step(model: nn.Module, batch: Batch, caches: Caches, *, whole: Collection[str], any_size: bool) -> TracedStep:
+def trace_step(
+    model: nn.Module,
+    batch: Batch,
+    caches: Caches,
+    *,
+    whole: Collection[str],
+    any_size: bool,
+    decompose: bool = True,
+) -> TracedStep:
     """Trace ``model(batch, caches)``.
 
     Args:
@@ -52,6 +60,7 @@ def trace_step(model: nn.Module, batch: Batch, caches: Caches, *, whole: Collect
             replaced by their bodies.
         any_size: whether batches of other sizes will run, or only of this one. Block tables may differ in their columns
             in either case; the example has at least two, and not as many as it has of anything else.
+        decompose: whether torch's operations become the smaller ones that Inductor knows.
 
     Raises:
         CompileError: the model cannot be traced, for instance because it reads a tensor's value.
@@ -78,7 +87,8 @@ def trace_step(model: nn.Module, batch: Batch, caches: Caches, *, whole: Collect
 
     try:
         with torch.inference_mode(False), torch.no_grad(), ops.intercepted(lambda each, _: kept(each)), mode:
-            graph = make_fx(step, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*fakes)
+            table = select_decomp_table() if decompose else None
+            graph = make_fx(step, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     except Exception as error:
         raise CompileError(
             f"{type(model).__name__} cannot be traced: {error}",
