@@ -12,6 +12,8 @@ OUT_OF_MEMORY = (200000, 207001, 107002)
 OUT_OF_STREAMS = 207008
 CAPTURE_BROKEN = 507903
 """The capture failed earlier; the text has the first code."""
+EXECUTION = range(507000, 507900)
+"""Of what the device ran, or should have run; those behind it are of captures."""
 
 _CODE = re.compile(r"error code(?: is |:\s*)(\d{6})")
 _INNER = re.compile(r"\b(10[0-9]{4}|20[0-9]{4}|50[0-9]{4})\b")

@@ -9,6 +9,7 @@ waits, on the device, until the replay before it has read its own, and a failure
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,9 @@ from .failures import CAPTURE_BROKEN, CAPTURE_REMEDIES, codes_of, first_line
 
 if TYPE_CHECKING:
     from .driver import NpuBackend
+
+PATIENCE = 60
+"""Seconds that a broken replay gets to run to its end, before waiting for the device says what holds it."""
 
 
 @attrs.frozen
@@ -58,7 +62,8 @@ class NpuGraph(Graph):
         self._fixed: dict[str, Tensor] = {}
         self._replayed: Any = None
         self._made: Any = None
-        self._failures = 0
+        self._kept: Any = None
+        self._failures: int | None = 0  # that the device had at the last replay; None while one is being launched
 
     def dump(self, path: Path) -> None:
         """Write CANN's listing of the captured tasks, in JSON."""
@@ -73,16 +78,21 @@ class NpuGraph(Graph):
         graph = self._graph = torch_npu.npu.NPUGraph()
         graph.auto_dispatch_capture = True
         mode = graph.graph_dispatch_mode
+        mode.update_stream = self._backend.update_stream  # torch_npu's own is of the first device that captured
         calls: list[HostCall] = []
-        self._backend.device.synchronize()
-        torch_npu.npu.empty_cache()
-        try:
-            with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(self._watch(mode, calls)):
-                self._record(graph, mode, fn, () if pool is None else (pool,))
-        except HalError:
-            raise
-        except Exception as error:
-            raise capture_error(error) from error
+        with torch_npu.npu.device(self._backend.device.torch):
+            self._backend.device.synchronize()
+            torch_npu.npu.empty_cache()
+            try:
+                with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(self._watch(mode, calls)):
+                    self._record(graph, mode, fn, () if pool is None else (pool,))
+            except HalError:
+                raise
+            except Exception as error:
+                raise capture_error(error) from error
+            outputs, self._made = self._made, None
+            self._kept = outputs if self._holds else None
+            outputs = tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, outputs)
         self._check_counts(calls, mode.graph_dispatch_records)
         keys = [self._update_of(record) for record in mode.graph_dispatch_records]
         self._distinct = [each for index, each in enumerate(keys) if each not in keys[:index]]
@@ -93,9 +103,8 @@ class NpuGraph(Graph):
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
             }
         self._replayed = torch_npu.npu.Event()
-        self._failures = self._backend.npu.failures
-        outputs, self._made = self._made, None
-        return tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, outputs), graph.pool()
+        self._failures = self._backend.npu.count_failures()
+        return outputs, graph.pool()
 
     def _record(self, graph: Any, mode: Any, fn: Callable[[], Any], pool: tuple[Any, ...]) -> None:
         # Not torch_npu.npu.graph: if the end of a capture fails, that leaves its dispatch mode and its stream behind.
@@ -178,48 +187,70 @@ class NpuGraph(Graph):
                     f"the graph was captured with {name} {fixed.tolist()}, which no replay can change",
                     "replay it for one query a sequence, or capture another graph",
                 )
-        if self._failures != self._backend.npu.failures:
-            self._recover()
         # Made once each: records of the same operation have the same keys, and may share what torch_npu only reads.
         made = [{key: update(host_values) for key, update in keys.items()} for keys in self._distinct]
         updates = [made[index] for index in self._updates]
-        self._graph.replay()
-        if updates:
-            mode = self._graph.graph_dispatch_mode
+        index = self._backend.device.torch.index
+        if torch_npu.npu.current_device() == index:
+            self._start(updates)
+        else:  # of another thread, say, which begins with device 0
+            with torch_npu.npu.device(index):
+                self._start(updates)
+
+    def _start(self, updates: list[dict[str, Any]]) -> None:
+        if self._failures != (failures := self._backend.npu.count_failures()):
+            failures = self._recover()
+        if not updates:
+            self._graph.replay()
+            return
+        mode = self._graph.graph_dispatch_mode
+        self._failures = None  # whatever breaks this off, an interrupt between two lines too, the next replay sees it
+        try:
+            self._graph.replay()
             # The replay before this one may still be on its way to an attention, and must not meet these values.
             mode.update_stream.wait_event(self._replayed)
-            try:
-                self._graph.update(cpu_update_input=updates)
-            except BaseException as error:
-                self._recover()
-                if not isinstance(error, Exception):
-                    raise
-                raise GraphError(
-                    f"the host values of a replay could not be set, and its results are void: {first_line(error)}",
-                    "replay again; if it repeats, run the phase with the compiler eager, and report it",
-                ) from error
+            self._graph.update(cpu_update_input=updates)
             self._replayed.record()
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, Exception):
+                raise
+            raise GraphError(
+                f"the host values of a replay could not be set, and its results are void: {first_line(error)}",
+                "replay again; if it repeats, run the phase with the compiler eager, and report it",
+            ) from error
+        self._failures = failures
 
-    def _recover(self) -> None:
+    def _recover(self) -> int:
         """After a failure: let go on what still waits, and leave no flag up for the next replay to take for its own."""
         mode = self._graph.graph_dispatch_mode
         records, stream = mode.graph_dispatch_records, self._backend.capture_stream
         with suppress(RuntimeError):  # an update that broke off left its task group open
             torch_npu.npu.graph_task_update_end(mode.update_stream)
-        for record in records:
-            record.event.record(stream)
-        with suppress(HalError):  # the failure that brought us here, once more
+        # Again and again: a replay before the one that broke off may lower a flag that was raised for the latter.
+        behind, until = torch_npu.npu.Event(), time.monotonic() + PATIENCE
+        with suppress(RuntimeError):  # the failure that brought us here, once more
+            behind.record()
+            while not behind.query() and time.monotonic() < until:
+                for record in records:
+                    record.event.record(stream)
+                time.sleep(0.001)
+        with suppress(HalError):
             self._backend.device.synchronize()
         for record in records:
             record.event.record(stream)
             record.event.wait(stream)  # which lowers the flag; torch_npu's reset() does so in a capture only
         self._backend.device.synchronize()
         self._replayed = torch_npu.npu.Event()  # the other may hand the failure on to whoever waits for it
-        self._failures = self._backend.npu.failures
+        self._failures = failures = self._backend.npu.count_failures()
+        return failures
+
+    def _let_go(self) -> None:
+        self._kept = None
 
     def _release(self) -> None:
         graph, self._graph = self._graph, None
-        self._made = None
+        self._made = self._kept = None
         self._distinct, self._updates, self._fixed, self._replayed = [], [], {}, None
         if graph is not None:
             graph.reset()
