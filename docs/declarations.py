@@ -60,6 +60,9 @@ class Operations(SphinxDirective):
                 f"{str(dtype).removeprefix('torch.')}: relative {relative:g}, absolute {absolute:g}"
                 for dtype, (relative, absolute) in operation.tolerance.items()
             ),
+            "int8 off by one": "; ".join(
+                f"{str(dtype).removeprefix('torch.')}: {share:.0%}" for dtype, share in operation.off_by_one.items()
+            ),
             "kernels": _code([name for name, kernels in coverage.items() if kernels and operation.name in kernels])
             or "none; the reference runs",
         }

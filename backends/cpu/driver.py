@@ -33,7 +33,13 @@ KERNELS: dict[str, Kernel] = {
     "store_kv_cache": kernels.store_kv_cache,
 }
 
-INDUCTOR = ("linear", "paged_attention", "store_kv_cache")
+INT8_KERNELS: dict[str, Kernel] = {
+    "quant_linear_dynamic": kernels.quant_linear_dynamic,
+    "quant_linear_static": kernels.quant_linear_static,
+}
+"""Where torch multiplies int8 matrices exactly."""
+
+INDUCTOR = ("linear", "paged_attention", "quant_linear_dynamic", "quant_linear_static", "store_kv_cache")
 """What Inductor leaves to the kernels above. The rest it fuses."""
 
 log = logging.getLogger("hal.cpu")
@@ -57,7 +63,8 @@ class CpuBackend(Backend):
 
     def __init__(self, options: CpuOptions) -> None:
         native = _native_kernels(options.native)
-        super().__init__("cpu", HostDevice(), kernels=KERNELS | native, compilers=("graph",), inductor=INDUCTOR)
+        int8 = INT8_KERNELS if kernels.multiplies_int8() else {}
+        super().__init__("cpu", HostDevice(), kernels=KERNELS | int8 | native, compilers=("graph",), inductor=INDUCTOR)
         self._native = frozenset(native)
         self._packing = Packing() if options.pack_weights else None
 

@@ -21,6 +21,7 @@ from .soc import Generation, generation_of
 if TYPE_CHECKING:
     from collections import Counter
 
+    import torch
     from torch import Tensor
 
     from hal.graph import Graph
@@ -66,7 +67,7 @@ class NpuBackend(Backend):
         import torch
         import torch_npu
 
-        from . import fractal
+        from . import fractal, quantized
         from .device import NpuDevice
         from .emulator import is_active
         from .kernels import kernels
@@ -77,7 +78,7 @@ class NpuBackend(Backend):
             raise ConfigError("the options attention=atb and nz_cache do not go together", "leave one of them out")
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
-        table = kernels(device.torch, attention=options.attention)
+        table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
         super().__init__(
@@ -90,6 +91,7 @@ class NpuBackend(Backend):
         )
         self.options = options
         self.capture_stream = torch_npu.npu.Stream(options.device)
+        self.update_stream = torch_npu.npu.Stream(options.device)
         self.npu = device
 
     def graph(self) -> Graph:
@@ -100,11 +102,20 @@ class NpuBackend(Backend):
 
     def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
         """In FRACTAL_NZ, if the option ``nz_weights`` says so."""
-        if not self.options.nz_weights:
-            return weight
-        from .kernels import in_fractal_nz
+        import torch
 
-        return in_fractal_nz(weight)
+        from .kernels import in_fractal_nz
+        from .quantized import prepared_int8_weight
+
+        if weight.dtype == torch.int8:
+            return prepared_int8_weight(weight, self.options.nz_weights)
+        return in_fractal_nz(weight) if self.options.nz_weights else weight
+
+    def prepare_deq_scale(self, deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """In 64 bits for float16, as npu_quant_matmul wants it."""
+        from .quantized import prepared_deq_scale
+
+        return prepared_deq_scale(deq_scale, dtype)
 
     def kv_cache(self, spec: KVCacheSpec) -> KVCache:
         """Canonical, or in FRACTAL_NZ with the option ``nz_cache``."""

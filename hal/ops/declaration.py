@@ -52,6 +52,7 @@ class Operation:
         mutates: names of the arguments that are written in place.
         host: names of the arguments whose values a kernel may read on the host.
         tolerance: by dtype, the relative and absolute tolerance within which a kernel must meet the reference.
+        off_by_one: by dtype, the largest share of quantised (int8) results that may be one step off the reference's.
         samples: draws argument tuples that cover the operation.
     """
 
@@ -64,6 +65,7 @@ class Operation:
         mutates: Sequence[str],
         host: Sequence[str],
         tolerance: Tolerance,
+        off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
     ) -> None:
         self.name = body.__name__
@@ -73,6 +75,7 @@ class Operation:
         self.mutates = tuple(mutates)
         self.host = tuple(host)
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
+        self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
         self.signature = inspect.signature(body)
         for argument in (*self.mutates, *self.host):
@@ -147,6 +150,7 @@ def op(
     *,
     samples: Callable[[Draw], Iterable[Sample]],
     tolerance: Tolerance = MappingProxyType({}),
+    off_by_one: Mapping[torch.dtype, float] = MappingProxyType({}),
     mutates: Sequence[str] = (),
     host: Sequence[str] = (),
     namespace: str = "hal",
@@ -155,11 +159,13 @@ def op(
     """Declare an operation from its body in plain torch; the decorator returns the function that models call.
 
     The body must be functional torch on any device, without data-dependent Python, so that it can be traced; it is
-    annotated with ``Tensor``, ``int``, ``float``, ``bool``, ``None`` and tuples of ``Tensor``.
+    annotated with ``Tensor``, ``int``, ``float``, ``bool``, ``torch.dtype``, ``None`` and tuples of ``Tensor``.
 
     Args:
         samples: draws argument tuples that cover the operation.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
+        off_by_one: by dtype, the largest share of int8 results that may be one step off: values near the middle of two
+            integers, which a rounding before moves to the other side. By default none.
         mutates: names of the arguments that are written in place.
         host: names of the arguments whose values a kernel may read on the host.
         namespace: the torch.library namespace; a vendor's own operations take the vendor's.
@@ -173,8 +179,9 @@ def op(
         if body.__name__ in _catalogue:
             raise OperationError(f"an operation {body.__name__!r} is declared already", "choose another name")
         declared = Operation(
-            body, namespace=namespace, fused=fused, mutates=mutates, host=host, tolerance=tolerance, samples=samples
-        )
+            body, namespace=namespace, fused=fused, mutates=mutates, host=host, tolerance=tolerance,
+            off_by_one=off_by_one, samples=samples,
+        )  # fmt: skip
         _catalogue[declared.name] = declared
         _by_function[declared.function] = declared
         _by_node[declared.overload] = declared

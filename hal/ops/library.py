@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hal.errors import OperationError
+from hal.ops.fakes import remembering
 
 if TYPE_CHECKING:
     from hal.ops.declaration import Operation
@@ -26,7 +27,7 @@ def register(operation: Operation) -> OpOverload:
     schema = torch.library.infer_schema(operation.body, mutates_args=operation.mutates)
     library.define(operation.name + schema)
     library.impl(operation.name, _implementation(operation, lambda: operation.kernel), "CompositeExplicitAutograd")
-    fake = _implementation(operation, lambda: operation.reference)
+    fake = remembering(_implementation(operation, lambda: operation.reference))
     torch.library.register_fake(operation.qualified_name, fake, lib=library)
     overload: OpOverload = getattr(getattr(torch.ops, operation.namespace), operation.name).default
     # Dynamo takes over a second to import, and is needed only by those who compile.

@@ -86,11 +86,12 @@ def add_norm_cast(draw: Draw) -> Pairs:
     yield x, Same(total(x1, x2))
 
 
-@case(*HALVES, divide=(True, False), second=(False, True), shifted=(False, True))
-def add_norm_quant(draw: Draw, divide: bool, second: bool, shifted: bool) -> Pairs:
+@case(*HALVES, divide=(True, False), second=(False, True), shifted=(False, True), wide=(False, True))
+def add_norm_quant(draw: Draw, divide: bool, second: bool, shifted: bool, wide: bool) -> Pairs:
     shape = rows(draw, draw.between(32, 70))
     x1, x2, gamma = draw.normal(*shape), draw.normal(*shape), draw.positive(shape[-1])
-    kinds = (torch.float32, torch.int32) if draw.dtype == torch.float16 else (torch.bfloat16, torch.bfloat16)
+    wide = wide or draw.dtype == torch.float16
+    kinds = (torch.float32, torch.int32) if wide else (torch.bfloat16, torch.bfloat16)
     scales = [draw.positive(shape[-1], dtype=kinds[0]) for _ in range(2)]
     zeros = [draw.integers(-5, 5, shape[-1], dtype=torch.int32).to(kinds[1]) if shifted else None for _ in range(2)]
     beta = draw.normal(shape[-1]) if shifted else None
@@ -177,6 +178,8 @@ def quantise_by_division(draw: Draw, target: str, each: bool) -> Pairs:
     kind = torch.bfloat16 if draw.dtype == torch.bfloat16 else torch.float32
     scale = draw.positive(shape[axis] if each else 1, dtype=kind) / 8
     zero = draw.integers(0, 20, scale.shape[0], dtype=torch.int32)
+    if kind == torch.bfloat16:
+        zero = zero.to(kind)
     y = torch_npu.npu_quantize(draw.strided(x), scale.npu(), zero.npu(), getattr(torch, target), axis)
     along = [-1 if d == axis and each else 1 for d in range(3)]
     exact = x.double() / scale.double().view(along) + zero.double().view(along)
@@ -364,11 +367,13 @@ def dequant_swiglu_quant(draw: Draw, mode: int, dynamic: bool, grouped: bool, le
     weight_scale = draw.positive(groups, 2 * half, dtype=torch.float32) / 50 if integers else None
     activation_scale = draw.positive(tokens, 1, dtype=torch.float32) if integers else None
     quant_scale = draw.positive(groups, half, dtype=torch.float32)
+    offset = None if dynamic or grouped else draw.integers(-9, 9, groups, half, dtype=torch.int32).float()
     y, scale = torch_npu.npu_dequant_swiglu_quant(
         x.npu(),
         weight_scale=optional(weight_scale),
         activation_scale=optional(activation_scale),
         quant_scale=quant_scale.npu(),
+        quant_offset=optional(offset),
         group_index=counts.npu() if grouped else None,
         activate_left=left,
         quant_mode=int(dynamic),
@@ -392,7 +397,7 @@ def dequant_swiglu_quant(draw: Draw, mode: int, dynamic: bool, grouped: bool, le
     if dynamic:
         yield from dynamically_quantised(values * by_row, y, scale)
     else:
-        yield y, Rounded(values / by_row)
+        yield y, Rounded(values / by_row + (0 if offset is None else offset.double()))
 
 
 @case(*FLOATS, approximate=(0, 1), left=(True, False))

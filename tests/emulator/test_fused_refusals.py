@@ -182,7 +182,12 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield call("npu_add_rms_norm_quant", x, x, gamma, t(1, dtype=FLOAT), None), "scales1 must have gamma's shape"
     yield (
         call("npu_add_rms_norm_quant", x, x, gamma, t(64, dtype=FLOAT), t(64)),
-        "zero_points must be Int with Half input",
+        "zero_points must be Int with Float scales",
+    )
+    wide = t(4, 64, dtype=BF16)
+    yield (
+        call("npu_add_rms_norm_quant", wide, wide, t(64, dtype=BF16), t(64, dtype=BF16), t(64, dtype=INT32)),
+        "zero_points must be BFloat16 with BFloat16 scales",
     )
     yield (
         call("npu_add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=t(32)),
@@ -197,6 +202,9 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield call("npu_rms_norm_quant", x, gamma, gamma, t(1), t(1, dtype=INT32)), r"offset must be \[1\], int8"
     yield call("npu_quantize", x, t(63, dtype=FLOAT), None, torch.qint8, -1), "1 element or as many as x has"
     yield call("npu_quantize", x, t(64, dtype=FLOAT), None, torch.qint8, -1, False), "scale must be of x's dtype"
+    yield call("npu_quantize", x, t(64, dtype=BF16), None, torch.qint8, -1), "both must be, and x too"
+    yield call("npu_quantize", wide, t(64, dtype=BF16), t(64, dtype=INT32), torch.qint8, -1), "both must be, and x too"
+    yield call("npu_quantize", x, t(64, dtype=FLOAT), t(64, dtype=FLOAT), torch.qint8, -1), "zero_points must be int32"
     yield call("npu_dynamic_quant", x.float()), "x must be float16 or bfloat16"
     yield call("npu_dynamic_quant", x, smooth_scales=t(64, dtype=FLOAT)), "smooth_scales must be of x's dtype"
     yield (
@@ -236,6 +244,21 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     )
     yield call("npu_dequant_swiglu_quant", t(4, 128, dtype=INT32), quant_mode=1), "int32 x needs weight_scale"
     yield call("npu_dequant_swiglu_quant", t(4, 128), quant_mode=0), "static quantisation needs quant_scale"
+    static = {"quant_mode": 0, "quant_scale": t(1, dtype=FLOAT)}
+    yield call("npu_dequant_swiglu_quant", t(4, 128), **static), "without group_index needs quant_offset"
+    yield (
+        call("npu_dequant_swiglu_quant", t(4, 128), **static, quant_offset=t(1, dtype=INT32)),
+        "quant_offset must be float32",
+    )
+    yield (
+        call("npu_dequant_swiglu_quant", t(4, 128), **static, quant_offset=t(64, dtype=FLOAT)),
+        "quant_offset must have quant_scale's size",
+    )
+    yield (
+        call("npu_dequant_swiglu_quant", t(4, 128), quant_mode=1, quant_scale=t(2, dtype=FLOAT)),
+        "quant_scale must have 1 element or H = 64",
+    )
+    yield call("npu_dequant_swiglu_quant", t(4, 9832), quant_mode=1), "must be below 192 KiB together"
     yield (
         call("npu_dequant_swiglu_quant", t(4, 100), quant_mode=1, group_index=t(1, dtype=INT64)),
         "H must be a multiple of 64 and at most 10496, but is 50",
@@ -247,6 +270,7 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield changed(quantised, scale=t(32, dtype=BF16)), "needs a float32 scale"
     yield changed(quantised, scale=t(32, dtype=INT64), output_dtype=BF16), "needs a float32 or bfloat16 scale"
     yield changed(quantised, pertoken_scale=None, bias=t(32)), "bias must be int32 with this output"
+    yield changed(quantised, bias=t(32, dtype=BF16)), "bias must be int32, float32 or of the output's dtype"
     yield changed(quantised, offset=t(32, dtype=FLOAT)), "goes with an int8 output"
     yield changed(weighted, weight=t(64, 32)), "weight must be int8, or int4 in int32"
     yield changed(weighted, antiquant_scale=t(31)), "antiquant_scale must have 1 or 32 elements, but has 31"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from hal.ops import Draw, Operation, Sample
+from hal.ops.agreement import assert_agree
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 128, 192, 256)
 KINDS = ("decode", "padded decode", "prefill", "prefix", "mixed", "alike", "left over", "uneven")
@@ -97,9 +97,4 @@ def on_cpu(values: Any) -> Any:
 
 def assert_close(operation: Operation, dtype: torch.dtype, found: Any, expected: Any, what: str = "") -> None:
     """Within the operation's tolerance; tensors of ``found`` may be on any device."""
-    relative, absolute = operation.tolerance[dtype]
-    for got, want in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        if isinstance(want, Tensor):
-            torch.testing.assert_close(
-                got.cpu(), want, rtol=relative, atol=absolute, msg=lambda text: f"{operation.name} {what}: {text}"
-            )
+    assert_agree(operation, dtype, found, expected, what)

@@ -79,6 +79,22 @@ def test_under_any_schedule(npu: Opened, seed: int, operation: Operation) -> Non
             check(operation, torch.float16, getattr(backend.ops, operation.name), sample)
 
 
+def quantised_nothing(draw: Draw) -> dict[str, list[Sample]]:
+    wide = draw.normal(0, 64)
+    empty, scales = wide.to(torch.int8), wide.new_ones(64, dtype=torch.float32)
+    weight, none = torch.ones(8, 64, dtype=torch.int8, device="npu"), wide.new_ones(0, dtype=torch.float32)
+    return {
+        "add_rms_norm_dynamic_quantize": [(wide, wide, draw.normal(64), 1e-6)],
+        "add_rms_norm_quantize": [(wide, wide, draw.normal(64), 1e-6, scales, None)],
+        "dynamic_quantize": [(wide,)],
+        "quant_linear_dynamic": [(empty, none, weight, scales[:8], None, torch.float16)],
+        "quant_linear_static": [(empty, weight, scales[:8], None, torch.float16)],
+        "quantize": [(wide, scales, None), (wide, scales[:1], None)],
+        "silu_and_mul_dynamic_quantize": [(wide,)],
+        "silu_and_mul_quantize": [(wide, scales[:32], None)],
+    }
+
+
 def test_of_no_tokens(npu: Opened) -> None:
     backend, draw = npu(), Draw(torch.float16, "npu")
     caches = draw.normal(2, 128, 2, 64), draw.normal(2, 128, 2, 64)
@@ -101,6 +117,7 @@ def test_of_no_tokens(npu: Opened) -> None:
         "split_qkv_rmsnorm_rope": [split],
         "split_qkv_rmsnorm_rope_cache": [(*split, *caches, none)],
         "store_kv_cache": [(draw.normal(0, 2, 64), draw.normal(0, 2, 64), *caches, none)],
+        **quantised_nothing(draw),
     }  # fmt: skip
     assert set(of_nothing) == set(ops.catalogue())
     for name, samples in of_nothing.items():

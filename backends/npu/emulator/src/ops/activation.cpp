@@ -85,6 +85,32 @@ void SwiGluQuantV2(In x, In smooth, In offsets, In groups, bool activate_left, T
     scale.set(scales.view(scale.sizes()));
 }
 
+int64_t elements(const In& tensor) { return tensor.raw().numel(); }
+double bytes(const In& tensor) { return tensor ? elements(tensor) * c10::elementSize(tensor.dtype()) : 0; }
+
+// Without groups another kernel runs: it holds whole rows, and what it quantises by is float32.
+void check_without_groups(const In& x, const In& weight_scale, const In& bias, const In& quant_scale,
+                          const In& quant_offset, bool is_static) {
+    int64_t half = x.size(-1) / 2;
+    auto check = [&](const In& factors, const std::string& name) {
+        if (!factors) return;
+        if (factors.dtype() != at::kFloat) throw Refused("without group_index " + name + " must be float32");
+        if (elements(factors) != half && elements(factors) != 1)
+            throw Refused("without group_index " + name + " must have 1 element or H = " + std::to_string(half));
+    };
+    check(quant_scale, "quant_scale");
+    if (is_static) {
+        if (!quant_offset) throw Refused("static quantisation without group_index needs quant_offset");
+        check(quant_offset, "quant_offset");
+        if (elements(quant_offset) != elements(quant_scale)) throw Refused("quant_offset must have quant_scale's size");
+    }
+    double row = x.size(-1) * c10::elementSize(x.dtype());
+    double held = bytes(weight_scale) + bytes(bias) + bytes(quant_scale) + bytes(quant_offset) + 10 * row;
+    if (held >= 192 * 1024)
+        throw Refused("without group_index 10 rows of x and all factors must be below 192 KiB together, but are " +
+                      std::to_string(int64_t(held)) + " bytes");
+}
+
 void check_dequant(In x, In weight_scale, In activation_scale, In bias, In quant_scale, In quant_offset, In groups,
                    bool, Text mode, int64_t, Text round, int64_t dim, int64_t swiglu_mode, double, double, double, Out,
                    Out) {
@@ -97,6 +123,7 @@ void check_dequant(In x, In weight_scale, In activation_scale, In bias, In quant
     if (x.dtype() != at::kInt && (activation_scale || bias)) throw Refused("activation_scale and bias go with int32 x");
     if (mode.value != "static" && mode.value != "dynamic") throw Refused("quant_mode must be static or dynamic");
     if (!is_dynamic(mode) && !quant_scale) throw Refused("static quantisation needs quant_scale");
+    if (!groups) check_without_groups(x, weight_scale, bias, quant_scale, quant_offset, !is_dynamic(mode));
     if (groups && (groups.dtype() != at::kLong || groups.dim() != 1))
         throw Refused("group_index must be int64 of 1 dimension");
     if (groups && bias) throw Refused("bias and group_index do not go together");

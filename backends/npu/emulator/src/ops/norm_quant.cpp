@@ -13,18 +13,19 @@ at::Tensor scaled(const at::Tensor& y, const In& scale, const In& zero_point, bo
     return zero_point ? values + zero_point.tensor().to(at::kFloat) : values;
 }
 
+// With float16 the operator has scales of float32 and zero points of int32; with bfloat16 those, or both of bfloat16.
 void check_scale(const In& scale, const In& zero_point, const In& gamma, const char* name) {
     if (!scale) return;
-    bool half = gamma.dtype() == at::kHalf;
     check_like_gamma(scale, gamma, name, false);
     check_like_gamma(zero_point, gamma, "zero_points", false);
-    auto scale_dtype = half ? at::kFloat : at::kBFloat16, zero_dtype = half ? at::kInt : at::kBFloat16;
-    if (scale.dtype() != scale_dtype)
-        throw Refused(std::string(name) + " must be " + c10::toString(scale_dtype) + " with " +
+    bool bfloat16 = gamma.dtype() == at::kBFloat16;
+    if (scale.dtype() != at::kFloat && !(bfloat16 && scale.dtype() == at::kBFloat16))
+        throw Refused(std::string(name) + " must be Float" + (bfloat16 ? " or BFloat16" : "") + " with " +
                       c10::toString(gamma.dtype()) + " input, not " + c10::toString(scale.dtype()));
+    auto zero_dtype = scale.dtype() == at::kFloat ? at::kInt : at::kBFloat16;
     if (zero_point && zero_point.dtype() != zero_dtype)
         throw Refused(std::string("zero_points must be ") + c10::toString(zero_dtype) + " with " +
-                      c10::toString(gamma.dtype()) + " input, not " + c10::toString(zero_point.dtype()));
+                      c10::toString(scale.dtype()) + " scales, not " + c10::toString(zero_point.dtype()));
 }
 
 void check_sixteen_bits(const In& x, const In& gamma) {

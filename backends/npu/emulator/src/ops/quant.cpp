@@ -34,6 +34,12 @@ void check_quantize(In x, In scale, In zero, int32_t, int32_t axis, Out) {
     if (scale.dim() != 1) throw Refused("scales must have 1 dimension");
     if (scale.dtype() != at::kFloat && scale.dtype() != at::kBFloat16 && scale.dtype() != at::kHalf)
         throw Refused("scales must be float32, float16 or bfloat16, not " + text(scale.dtype()));
+    bool bfloat16 = scale.dtype() == at::kBFloat16 || (zero && zero.dtype() == at::kBFloat16);
+    if (bfloat16 && (x.dtype() != at::kBFloat16 || scale.dtype() != at::kBFloat16 ||
+                     (zero && zero.dtype() != at::kBFloat16)))
+        throw Refused("where scales or zero_points are bfloat16, both must be, and x too");
+    if (zero && !bfloat16 && zero.dtype() != at::kInt && zero.dtype() != at::kChar && zero.dtype() != at::kByte)
+        throw Refused("zero_points must be int32, int8, uint8 or bfloat16, not " + text(zero.dtype()));
 }
 
 void Quantize(In x, In scale, In zero, int32_t dtype, int32_t axis, Out y) {

@@ -91,6 +91,8 @@ void check_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offse
     if (bias.size(-1) != columns) throw Refused("bias must end with N = " + number(columns));
     if (bias.dtype() != at::kInt && !(bf16 || rows_scaled))
         throw Refused("bias must be int32 with this output, not " + text(bias.dtype()));
+    if (bias.dtype() != at::kInt && bias.dtype() != at::kFloat && bias.dtype() != out.dtype())
+        throw Refused("bias must be int32, float32 or of the output's dtype, not " + text(bias.dtype()));
 }
 
 double count_product(In x1, In x2, In, In, In, In, In, In, In, bool, bool, int64_t, Out out) {
@@ -125,6 +127,7 @@ void QuantMatmulWeightNz(In x1, In x2, In row_scale, In scale, In y_scale, In x1
 void check_nz_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
                       bool transpose1, bool transpose2, int64_t group_size, Out out) {
     if (x2.dtype() == at::kInt) throw Refused("int4 weights in FRACTAL_NZ are not emulated");
+    if (x2.size(-1) == 1 || x2.size(-2) == 1) throw Refused("a matrix with a side of 1 cannot be in FRACTAL_NZ");
     check_product(x1, x2, row_scale, scale, y_scale, x1_offset, offset, y_offset, bias, transpose1, transpose2,
                   group_size, out);
 }
