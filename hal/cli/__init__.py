@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from hal.cli import backends, bench, generate, operations
+from hal.cli import backends, bench, generate, operations, quantize
 from hal.cli.console import logging_to_stderr
 from hal.cli.contributed import ContributedCommands
 from hal.version import __version__
@@ -25,5 +25,6 @@ def main(context: click.Context, verbose: bool) -> None:
 
 main.add_command(generate.command, "generate")
 main.add_command(bench.command, "bench")
+main.add_command(quantize.command, "quantize")
 main.add_command(backends.command, "backends")
 main.add_command(operations.command, "ops")

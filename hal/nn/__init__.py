@@ -10,6 +10,7 @@ from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
+from hal.nn.quantized import DynamicQuantizedLinear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
 
 __all__ = [
@@ -21,13 +22,16 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "DecoderLayer",
+    "DynamicQuantizedLinear",
     "Embedding",
     "GatedMLP",
     "Linear",
     "MergedLinear",
+    "QuantizedLinear",
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
     "SelfAttention",
+    "StaticQuantizedLinear",
     "check_window",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.nn.quantized import QuantizedLinear
 
 
 class Linear(nn.Module):
@@ -35,3 +36,15 @@ class MergedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
+
+
+def named_parts(path: str, module: Linear | QuantizedLinear) -> list[tuple[str, int]]:
+    """The checkpoint's names of the layers that ``module``, at ``path`` in the model, is made of, and their rows.
+
+    One for a :class:`Linear`; one for each part of a :class:`MergedLinear`, or of what stands in its place.
+    """
+    parts: Mapping[str, int] = getattr(module, "parts", {})
+    if not parts:
+        return [(path, module.weight.shape[0])]
+    parent = path.rpartition(".")[0]
+    return [(f"{parent}.{part}".lstrip("."), rows) for part, rows in parts.items()]

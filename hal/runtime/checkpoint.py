@@ -20,12 +20,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hal.errors import CheckpointError
+from hal.quantization.description import KEYS, Quantization, read_quantization
 
 INDEX = "model.safetensors.index.json"
 REMAP_BYTES = 32 << 20
 """A file is mapped anew after so many bytes, because pages that were read count as the process's memory until then."""
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -41,6 +45,11 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Its bytes on disk."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return _DTYPES[self.dtype].is_floating_point
 
 
 @attrs.frozen
@@ -94,14 +103,31 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are held in, by config.json, or else by most of their bytes."""
+        """What the model computes in: by config.json, or else what most bytes of floating-point tensors are held in."""
         named = self.config.get("dtype") or self.config.get("torch_dtype")
-        if isinstance(named, str) and isinstance(dtype := getattr(torch, named, None), torch.dtype):
+        dtype = getattr(torch, named, None) if isinstance(named, str) else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             return dtype
         sizes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
-            sizes[_DTYPES[info.dtype]] += info.nbytes
+            if info.is_floating_point:
+                sizes[_DTYPES[info.dtype]] += info.nbytes
         return max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the weights are quantised, by config.json or a description beside it; None if they are not.
+
+        Raises:
+            ConfigError: it is a way that hal does not read.
+            CheckpointError: the description is damaged.
+        """
+        return read_quantization(self.path, self.config)
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """config.json as a model reads it: without what it says about quantisation, which is the loader's."""
+        return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -166,19 +192,34 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _index(folder: Path) -> Path | None:
+    """The index of several files; ModelSlim names it after its own."""
     if (folder / INDEX).exists():
-        weight_map = _read_json(folder / INDEX).get("weight_map")
+        return folder / INDEX
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} indices: {', '.join(file.name for file in found)}",
+            "remove those that are not meant",
+        )
+    return found[0] if found else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = _index(folder)
+    if index is not None:
+        weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map", "download or save it again")
+            raise CheckpointError(f"{index} has no weight_map", "download or save it again")
         names = sorted(set(weight_map.values()))
         # A name with a path in it could point anywhere on the machine.
         if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
             raise CheckpointError(
-                f"{INDEX} names {outside[0]!r}, which is no safetensors file of the folder", "download or save it again"
+                f"{index.name} names {outside[0]!r}, which is no safetensors file of the folder",
+                "download or save it again",
             )
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names", "download it again")
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {index.name} names", "download it again")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
