@@ -6,7 +6,11 @@ no functionalisation that could copy it. The graph's inputs are the batch's tens
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -39,6 +43,26 @@ class TracedStep:
     fixed: list[Tensor]
     fakes: list[Tensor]
     mode: FakeTensorMode
+
+    @property
+    def conditions(self) -> list[str]:
+        """What the model's Python asked of the sizes, such as ``s0 <= 2``: the graph is that of their answers."""
+        shapes: Any = self.mode.shape_env
+        return [str(guard.expr) for guard in shapes.guards]
+
+    def serves(self, batch: Batch) -> bool:
+        """Whether the graph is what the model does for a batch of these sizes."""
+        sizes: dict[Any, int] = {}
+        for fake, tensor in zip(self.fakes, batch_tensors(batch), strict=False):
+            shape: Sequence[Any] = fake.shape
+            for size, actual in zip(shape, tensor.shape, strict=True):
+                if isinstance(size, int):
+                    if size != actual:
+                        return False
+                elif sizes.setdefault(size.node.expr, actual) != actual or actual < 2:
+                    return False
+        shapes: Any = self.mode.shape_env
+        return all(bool(guard.expr.subs(sizes)) for guard in shapes.guards)
 
 
 def trace_step(
@@ -91,10 +115,45 @@ def trace_step(
             graph = make_fx(step, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     except Exception as error:
         raise CompileError(
-            f"{type(model).__name__} cannot be traced: {error}",
-            "write the model without Python that depends on a tensor's value, or use another compiler",
+            f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",
+            "write the model without Python that depends on a tensor's value, or use the compiler eager",
         ) from error
+    _name_inputs(
+        graph.graph,
+        [*_DTYPES, *weights, *(f"{kind}_cache_{n}" for n in range(len(caches)) for kind in ("key", "value"))],
+    )
     return TracedStep(graph, fixed, fakes, mode)
+
+
+def _name_inputs(graph: fx.Graph, names: list[str]) -> None:
+    """So that the graph's code can be read."""
+    for node, name in zip([each for each in graph.nodes if each.op == "placeholder"], names, strict=True):
+        node._rename(re.sub(r"\W", "_", name))
+
+
+def _where(error: BaseException) -> str:
+    """The place in the model's own code, for an error message."""
+    others = (str(Path(torch.__file__).parent), str(Path(ops.__file__).parent), __file__, "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others):
+            return f", in {frame.name} at {frame.filename}:{frame.lineno}"
+    return ""
+
+
+def example_batch(tokens: int, sequences: int, rows: int, *, columns: int, device: torch.device) -> Batch:
+    """A batch to trace with: of given sizes, and empty in every other way.
+
+    Sizes that are equal here are one size in the trace. Let those differ that may, and none be less than 2.
+    """
+    sizes = {
+        "token_ids": (tokens,), "positions": (tokens,), "slot_mapping": (tokens,), "block_table": (sequences, columns),
+        "query_start_loc": (sequences + 1,), "kv_lens": (sequences,), "logits_indices": (rows,),
+        "query_start_loc_host": (sequences + 1,), "kv_lens_host": (sequences,),
+    }  # fmt: skip
+    return Batch(**{
+        name: torch.zeros(size, dtype=_DTYPES[name], device="cpu" if name.endswith("_host") else device)
+        for name, size in sizes.items()
+    })  # fmt: skip
 
 
 def batch_tensors(batch: Batch) -> list[Tensor]:
@@ -107,5 +166,5 @@ _DTYPES = {each.name: torch.int64 if each.name in _LONG else torch.int32 for eac
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, open_dims: Collection[int]) -> Tensor:
-    sizes = [DimDynamic.DYNAMIC if dim in open_dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+    sizes = [DimDynamic.DUCK if dim in open_dims else DimDynamic.STATIC for dim in range(tensor.dim())]
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

@@ -1,0 +1,260 @@
+"""Which memory the nodes of a graph show, and which of them read and write it.
+
+A node shows the memory of what it is a view of, as its overload's schema says, or memory of its own. Inputs of the
+graph share memory if the tensors that they were traced with do. What a node does that is no overload is not known:
+nothing is moved across it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+Place = Hashable
+"""Memory that no view connects with any other."""
+
+_NAMES = (
+    "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le", "gt",
+    "ge", "and_", "or_", "not_",
+)  # fmt: skip
+PURE = frozenset({
+    *(getattr(operator, name) for name in _NAMES), torch.sym_int, torch.sym_float, torch.sym_not, torch.sym_max,
+    torch.sym_min, math.ceil, math.floor,
+})  # fmt: skip
+"""Functions in traced graphs that are no overloads, and compute and nothing else."""
+SIZES = frozenset({
+    aten.sym_size.int, aten.sym_size.default, aten.sym_numel.default, aten.sym_stride.int, aten.sym_stride.default,
+    aten.sym_storage_offset.default,
+})  # fmt: skip
+"""What reads a tensor's form and not its memory."""
+UNMARKED = frozenset({aten._unsafe_view.default})
+"""Views whose schema does not say so."""
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node writes into an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def unknown(node: fx.Node) -> bool:
+    """Whether a node may do more than compute its result and write what its schema says."""
+    if node.op != "call_function":
+        return node.op in ("call_module", "call_method")
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target not in PURE
+    if node.target not in _acting:
+        schema = node.target._schema
+        _acting[node.target] = not schema.is_mutable and (not schema.returns or node.is_impure(impure_random=False))
+    return _acting[node.target]
+
+
+_acting: dict[Any, bool] = {}
+"""Overloads, and whether they return and write nothing, or are registered as doing more."""
+
+
+def needed(node: fx.Node) -> bool:
+    """Whether a node does something even if nobody reads its result."""
+    return node.op != "call_function" or mutates(node) or unknown(node) or node.is_impure()
+
+
+def shows(node: fx.Node) -> bool:
+    """Whether what a node gives may be the same memory as what it was given."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target not in PURE
+    return node.target in UNMARKED or any(each.alias_info is not None for each in node.target._schema.returns)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node's overload writes."""
+    if not mutates(node):
+        return []
+    found: list[fx.Node] = []
+    for argument, given in _given(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _nodes(given)
+    return found
+
+
+class Memory:
+    """What a graph's nodes show. Kept up to date by those who change the graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._shown: dict[fx.Node, tuple[Place, ...]] = {}
+        self._members: dict[Place, list[fx.Node]] = defaultdict(list)
+        self._touched: dict[Place, list[fx.Node]] = defaultdict(list)
+        self._written: dict[Place, list[fx.Node]] = defaultdict(list)
+        self._effects: list[fx.Node] = []
+        self.returned: dict[Place, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self.add(node)
+
+    def add(self, node: fx.Node) -> None:
+        """Take notice of a node, of whose arguments notice was taken before."""
+        places = self._shown[node] = tuple(self._shown_by(node))
+        for place in places:
+            insort(self._members[place], node)
+        if node.op == "output":
+            for read in node.all_input_nodes:
+                for place in self.places(read):
+                    self.returned[place].append(read)
+        strange, writes = unknown(node), written(node)
+        if strange or writes:
+            insort(self._effects, node)
+        if strange or not (shows(node) or node.target is operator.getitem or node.target in SIZES) or writes:
+            for place in {place for read in node.all_input_nodes for place in self.places(read)}:
+                insort(self._touched[place], node)
+        for place in {place for read in (node.all_input_nodes if strange else writes) for place in self.places(read)}:
+            insort(self._written[place], node)
+
+    def drop(self, node: fx.Node) -> None:
+        """Forget a node; call it before the node is erased."""
+        read = {place for each in node.all_input_nodes for place in self.places(each)}
+        for lists, places in (
+            (self._members, self._shown.pop(node)), (self._touched, read), (self._written, read)
+        ):  # fmt: skip
+            for place in places:
+                if (known := lists.get(place)) is not None:
+                    _remove(known, node)
+        _remove(self._effects, node)
+
+    def take_over(self, old: fx.Node, new: fx.Node) -> None:
+        """From now on ``new`` shows what ``old`` shows, for those who read it."""
+        if old is new:
+            return
+        for place in self._shown.get(new, ()):
+            _remove(self._members[place], new)
+        self._shown[new] = self.places(old)
+        for place in self.places(old):
+            if new not in self._members[place]:
+                insort(self._members[place], new)
+            self.returned[place] = [new if each is old else each for each in self.returned.get(place, [])]
+
+    def places(self, node: fx.Node) -> tuple[Place, ...]:
+        """The memory that a node shows; empty for what is no tensor."""
+        return self._shown.get(node, ())
+
+    def members(self, place: Place) -> list[fx.Node]:
+        """Nodes that show a place, in order."""
+        return self._members[place]
+
+    def made_by(self, place: Place) -> fx.Node | None:
+        """The node that made a place."""
+        members = self._members.get(place)
+        return members[0] if members else None
+
+    def is_input(self, place: Place) -> bool:
+        """Whether a place was there before the graph ran."""
+        members = self._members[place]
+        return bool(members) and members[0].op in ("placeholder", "get_attr")
+
+    def writers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes that may write some of what ``node`` shows, wherever they stand."""
+        for place in self.places(node):
+            for writer in self._written.get(place, ()):
+                if unknown(writer) or any(overlap(node, each) for each in written(writer)):
+                    yield writer
+
+    def between(self, first: fx.Node, last: fx.Node, inside: Collection[fx.Node]) -> str | None:
+        """Why the nodes ``inside``, of which these are the first and the last, cannot be brought together; or None."""
+        touched = {read for node in inside for read in node.all_input_nodes}
+        for node in _range(self._effects, first, last):
+            if node in inside:
+                continue
+            if unknown(node):
+                return f"{node.name} does in between what is not known"
+            places = {place for each in written(node) for place in self.places(each)}
+            for read in touched:
+                if not places.isdisjoint(self.places(read)) and any(overlap(read, each) for each in written(node)):
+                    return f"{node.name} writes to memory in between"
+        for writer in inside:
+            for target in written(writer):
+                for place in self.places(target):
+                    for node in _range(self._touched[place], first, last):
+                        if node not in inside and any(overlap(target, read) for read in node.all_input_nodes):
+                            return f"{node.name} reads in between what {writer.name} writes"
+        return None
+
+    def _shown_by(self, node: fx.Node) -> Iterable[Place]:
+        if node.op == "output":
+            return ()
+        if node.op in ("placeholder", "get_attr"):
+            fake = node.meta.get("val")
+            if isinstance(fake, Tensor) and fake.layout is torch.strided:
+                return (fake.untyped_storage()._cdata,)
+            return (("attribute", node.target),) if node.op == "get_attr" else (node,)
+        if node.target in SIZES:
+            return ()
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(source, fx.Node):
+            return self.places(source) or ((source, node.args[1]),)
+        if isinstance(node.target, torch._ops.OpOverload):
+            if not shows(node):
+                # Each part of a tuple has memory of its own.
+                return () if isinstance(node.meta.get("val"), (tuple, list)) else (node,)
+            given = [
+                each
+                for argument, value in _given(node)
+                if argument.alias_info is not None or node.target in UNMARKED
+                for each in _nodes(value)
+            ]
+            return dict.fromkeys(place for each in given for place in self.places(each))
+        if node.target in PURE:
+            return ()
+        return (node, *dict.fromkeys(place for each in node.all_input_nodes for place in self.places(each)))
+
+
+def overlap(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes that show the same place may show the same bytes of it."""
+    first, second = _extent(one), _extent(other)
+    if first is None or second is None or first[0] != second[0]:
+        return True  # not known, or one of them was traced as a view of what a rewrite has replaced since
+    return first[1] < second[2] and second[1] < first[2]
+
+
+def _extent(node: fx.Node) -> tuple[int, int, int] | None:
+    """A tensor's storage in the trace, its first byte there and the one behind its last; None if not known."""
+    fake = node.meta.get("val")
+    if not isinstance(fake, Tensor) or fake.layout is not torch.strided:
+        return None
+    form: list[Any] = [fake.storage_offset(), *fake.shape, *fake.stride()]
+    if not all(type(each) is int for each in form):
+        return None
+    start, shape, strides = form[0], form[1 : 1 + fake.dim()], form[1 + fake.dim() :]
+    length = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if 0 not in shape else 0
+    size = fake.element_size()
+    return fake.untyped_storage()._cdata, start * size, (start + length) * size
+
+
+def _given(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for place, argument in enumerate(arguments):
+        if place < len(node.args):
+            yield argument, node.args[place]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _nodes(given: Any) -> list[fx.Node]:
+    if isinstance(given, (list, tuple)):
+        return [node for each in given for node in _nodes(each)]
+    return [given] if isinstance(given, fx.Node) else []
+
+
+def _range(nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Of nodes in order, those between two, exclusive."""
+    return nodes[bisect_right(nodes, first) : bisect_left(nodes, last)]
+
+
+def _remove(nodes: list[fx.Node], node: fx.Node) -> None:
+    place = bisect_left(nodes, node)
+    if place < len(nodes) and nodes[place] is node:
+        del nodes[place]

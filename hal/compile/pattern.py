@@ -1,0 +1,79 @@
+"""Patterns as graphs: what a function of tensors and numbers calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hal.compile.normalise import normalise
+
+
+def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """The calls of overloads that ``function`` makes, as a graph whose placeholders are its tensors in order."""
+    tensors: list[Tensor] = []
+    with mode:
+        for each in arguments:
+            if isinstance(each, Tensor):  # one that is there twice is two arguments
+                tensors.append(each.detach() if any(each is other for other in tensors) else each)
+
+    def flat(*given: Tensor) -> Any:
+        rest = iter(given)
+        return function(*(next(rest) if isinstance(each, Tensor) else each for each in arguments))
+
+    with torch.inference_mode(False), torch.no_grad(), mode:
+        return make_fx(flat, _allow_non_fake_inputs=True)(*tensors)
+
+
+def trace_pattern(
+    pattern: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode | None = None
+) -> fx.Graph:
+    """The pattern as a normalised graph, whose placeholders are its tensors in order.
+
+    Args:
+        pattern: the function.
+        arguments: its arguments; real tensors are made fake, if ``mode`` is None.
+        mode: whose fake tensors they are.
+    """
+    if mode is None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        arguments = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
+    graph = trace_function(pattern, arguments, mode).graph
+    normalise(graph)
+    return graph
+
+
+def outputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph returns, one after another."""
+    (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    if returned is None:
+        return []
+    return [returned] if isinstance(returned, fx.Node) else [each for each in returned if each is not None]
+
+
+def names_of(pattern: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """What a pattern calls its arguments."""
+    try:
+        known = list(inspect.signature(pattern).parameters)
+    except (TypeError, ValueError):
+        known = []
+    return tuple(known[index] if index < len(known) else f"argument {index}" for index in range(count))
+
+
+def signature(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What a trace with these arguments depends on, to look it up by."""
+    return tuple(
+        (tuple(map(_key, each.shape)), tuple(map(_key, each.stride())), each.dtype, each.device)
+        if isinstance(each, Tensor)
+        else (type(each), each)
+        for each in values
+    )
+
+
+def _key(size: Any) -> Any:
+    return size if type(size) is int else size.node.expr

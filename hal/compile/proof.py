@@ -1,0 +1,122 @@
+"""The proof of a rewrite: what its samples must show before anybody's model is changed by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from hal import ops
+from hal.compile.passes import PassManager
+from hal.compile.pattern import trace_function
+from hal.compile.report import PassReport
+from hal.compile.rewrite import Rewrite
+from hal.errors import CompileError
+from hal.ops.agreement import assert_agree
+from hal.ops.declaration import DEFAULT_TOLERANCE
+from hal.ops.samples import Draw, Sample
+
+
+def check_rewrite(
+    rewrite: Rewrite,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Prove a rewrite on its samples.
+
+    Both sides give the same, within the tolerance of the operation that the replacement is, or else of its dtype; they
+    write the same into their arguments. It is applied once to its own pattern, and the graph then gives what that
+    gives; a second time changes nothing. It is applied to none of its inapplicable samples.
+
+    Args:
+        rewrite: to be proved.
+        dtypes: that samples are drawn in.
+        device: where both sides run.
+
+    Raises:
+        CompileError: names the rewrite, what it failed, and the sample.
+    """
+    for dtype in dtypes:
+        for number, sample in enumerate(rewrite.samples(Draw(dtype, device))):
+            what = f"sample {number} of {dtype}"
+            if (reason := rewrite.when(*sample)) is not None:
+                raise _failed(rewrite, what, f"it does not apply: {reason}", "move the sample to inapplicable_samples")
+            expected = _run(rewrite.pattern, sample)
+            _demand_equal(rewrite, dtype, _run(rewrite.replacement, sample), expected, f"{what}: its sides differ")
+            graph, mode = _traced(rewrite, sample)
+            first = PassManager(graph, mode).add(rewrite).apply().passes[0]
+            if len(first.matches) != 1:
+                raise _failed(
+                    rewrite, what, f"in its own pattern it was applied {_times(first)}", "correct the pattern"
+                )
+            _demand_equal(rewrite, dtype, _run_graph(graph, sample), expected, f"{what}: the rewritten graph differs")
+            before = str(graph.graph)
+            second = PassManager(graph, mode).add(rewrite).apply().passes[0]
+            if second.matches or str(graph.graph) != before:
+                raise _failed(rewrite, what, "a second time, it changed the graph again", "take the pattern out of it")
+        _check_inapplicable(rewrite, dtype, device)
+
+
+def _check_inapplicable(rewrite: Rewrite, dtype: torch.dtype, device: torch.device | str) -> None:
+    if rewrite.inapplicable_samples is None:
+        return
+    for number, sample in enumerate(rewrite.inapplicable_samples(Draw(dtype, device))):
+        what = f"inapplicable sample {number} of {dtype}"
+        if rewrite.when(*sample) is None:
+            raise _failed(rewrite, what, "`when` gives no reason", "let `when` refuse it, or move it to samples")
+        graph, mode = _traced(rewrite, sample)
+        done = PassManager(graph, mode).add(rewrite).apply().passes[0]
+        if done.matches:
+            raise _failed(
+                rewrite, what, f"it was applied {_times(done)}", "let `when` decide by shapes and dtypes alone"
+            )
+
+
+def _run(function: Any, sample: Sample) -> tuple[Any, list[Any]]:
+    """What a function gives, and its arguments behind it."""
+    given = copy.deepcopy(list(sample))
+    with torch.no_grad(), ops.intercepted(lambda each, _: each.reference):
+        result = function(*given)
+    return result, given
+
+
+def _run_graph(graph: fx.GraphModule, sample: Sample) -> tuple[Any, list[Any]]:
+    return _run(lambda *given: graph(*(each for each in given if isinstance(each, Tensor))), sample)
+
+
+def _traced(rewrite: Rewrite, sample: Sample) -> tuple[fx.GraphModule, FakeTensorMode]:
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in sample]
+
+    def copied(*given: Any) -> Any:
+        # A graph that returned a view of its input as it is could not be rewritten.
+        result = rewrite.pattern(*given)
+        return tree_map_only(Tensor, torch.clone, result)
+
+    return trace_function(copied, fakes, mode), mode
+
+
+def _demand_equal(rewrite: Rewrite, dtype: torch.dtype, found: Any, expected: Any, what: str) -> None:
+    target = rewrite.replacement
+    operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
+    try:
+        if operation is not None:
+            assert_agree(operation, dtype, found, expected)
+        else:
+            relative, absolute = DEFAULT_TOLERANCE[dtype]
+            torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+    except AssertionError as error:
+        raise _failed(rewrite, what, str(error), "make both sides compute the same") from None
+
+
+def _times(report: PassReport) -> str:
+    return f"{len(report.matches)} times; {'; '.join(report.near_misses) or 'no near miss'}"
+
+
+def _failed(rewrite: Rewrite, what: str, reason: str, remedy: str) -> CompileError:
+    return CompileError(f"the rewrite {rewrite.name} is not proved, at {what}: {reason}", remedy)
