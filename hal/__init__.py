@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hal import nn, ops
     from hal.backend import Backend, Limits, active_backend
     from hal.batch import Batch
-    from hal.config import CacheConfig, CompilationConfig, Config
+    from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
     from hal.device import Device
     from hal.driver import API_VERSION, Driver, Probe
     from hal.errors import HalError
@@ -60,6 +60,7 @@ _HOME = {
     "Limits": "hal.backend",
     "MemoryStats": "hal.memory",
     "Probe": "hal.driver",
+    "PhaseConfig": "hal.config",
     "Runner": "hal.runtime.runner",
     "SamplingParams": "hal.runtime.generate",
     "Stream": "hal.stream",
@@ -89,6 +90,7 @@ __all__ = [
     "KVCacheSpec",
     "Limits",
     "MemoryStats",
+    "PhaseConfig",
     "Probe",
     "Runner",
     "SamplingParams",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.config import Config
+from hal.config import CompilationConfig, Config
 from hal.device import Device
 from hal.errors import (
     ConfigError,
@@ -32,6 +33,8 @@ from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops.declaration import Kernel, Operation
 
 DEFAULT_BLOCK_SIZE = 64
+PREFILL_COMPILERS = ("eager", "piecewise")
+"""What prefill steps can run with: each has a number of tokens and sequences of its own."""
 """Tokens per block of a cache, where neither the config nor the backend prefers another size."""
 
 log = logging.getLogger("hal.backend")
@@ -58,6 +61,34 @@ class Limits:
     capture_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
 
+@attrs.frozen
+class PreparingKernel:
+    """A kernel that wants some arguments in another form than the operation has them in.
+
+    Called as it is, it prepares them at each call. A compiled step prepares each tensor once, for all that take it.
+
+    Attributes:
+        kernel: takes the operation's arguments by position, those in their other form. Must read no host values.
+        prepare: by argument name, a function from the tensor to its other form, made of torch's operations.
+    """
+
+    kernel: Kernel
+    prepare: Mapping[str, Callable[[Tensor], Tensor]]
+    _places: tuple[tuple[int, Callable[[Tensor], Tensor]], ...] = attrs.field(init=False)
+
+    @_places.default
+    def _where_they_stand(self) -> tuple[tuple[int, Callable[[Tensor], Tensor]], ...]:
+        names = list(inspect.signature(self.kernel).parameters)
+        return tuple((names.index(name), prepare) for name, prepare in self.prepare.items())
+
+    def __call__(self, *args: Any) -> Any:
+        """The operation, on arguments as it declares them."""
+        given = list(args)
+        for place, prepare in self._places:
+            given[place] = prepare(given[place])
+        return self.kernel(*given)
+
+
 class Backend:
     """An opened driver. Drivers make one, or a subclass with ``graph`` and ``kv_cache`` of their own.
 
@@ -66,7 +97,8 @@ class Backend:
         device: the device it runs on.
         kernels: by operation name, a callable with the operation's arguments. An operation without one runs its body.
         compilers: the names that ``compilation.compiler`` may take here; ``eager`` is always one.
-        rewrites: graph rewrites of the driver's own.
+        rewrites: graph rewrites of the driver's own, which run before those of the fused operations.
+        native_names: the vendor's own names of operations, such as ``atb._npu_paged_attention``, and hal's.
         capabilities: names of optional abilities.
         limits: see :class:`Limits`.
         inductor: names of the operations whose kernels the code that Inductor makes calls, so that it compiles the
@@ -87,6 +119,7 @@ class Backend:
         kernels: Mapping[str, Kernel],
         compilers: Sequence[str] = (),
         rewrites: Sequence[Any] = (),
+        native_names: Mapping[str, str] = MappingProxyType({}),
         capabilities: frozenset[str] = frozenset(),
         limits: Limits | None = None,
         inductor: Collection[str] | None = None,
@@ -107,10 +140,15 @@ class Backend:
         self.name = name
         self.device = device
         self.kernels = MappingProxyType(dict(kernels))
-        served = (*compilers, *(("inductor",) if inductor is not None else ()))
-        self.compilers = ("eager", *(compiler for compiler in served if compiler != "eager"))
+        served = dict.fromkeys(("eager", *compilers))
+        if "graph" in served:  # what can be captured whole can be captured in pieces
+            served["piecewise"] = None
+        if inductor is not None:
+            served["inductor"] = None
+        self.compilers = tuple(served)
         self.inductor = None if inductor is None else frozenset(ops.operation(each).name for each in inductor)
         self.rewrites = tuple(rewrites)
+        self.native_names = MappingProxyType(dict(native_names))
         self.capabilities = capabilities
         self.limits = limits or Limits()
         self.cache_layout = cache_layout
@@ -154,11 +192,9 @@ class Backend:
         Raises:
             ConfigError: a compiler, dtype or block size that the backend does not have.
         """
-        compiler = config.compilation.compiler
-        if compiler not in self.compilers:
-            raise ConfigError(
-                f"the backend {self.name} has no compiler {compiler!r}", nearest(compiler, self.compilers)
-            )
+        self._check_phase(config.compilation.of("decode"), self.compilers)
+        prefill = tuple(each for each in self.compilers if each in PREFILL_COMPILERS)
+        self._check_phase(config.compilation.of("prefill"), prefill, "for prefill")
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         size, sizes = config.cache.block_size, self.limits.block_sizes
@@ -170,6 +206,26 @@ class Backend:
         self.config = config
         if self.active:
             self.activate()  # what stands in for missing kernels depends on the config
+
+    def _check_phase(self, config: CompilationConfig, served: Sequence[str], phase: str = "") -> None:
+        if config.compiler not in served:
+            where = f" {phase}" if phase else ""
+            raise ConfigError(
+                f"the backend {self.name} has no compiler {config.compiler!r}{where}", nearest(config.compiler, served)
+            )
+        for name in config.splitting_ops:
+            self.operation_named(name)
+
+    def operation_named(self, name: str) -> str:
+        """hal's name of an operation, by that or by the vendor's.
+
+        Raises:
+            ConfigError: there is no such operation.
+        """
+        known = {**self.native_names, **{each: each for each in ops.catalogue()}}
+        if name not in known:
+            raise ConfigError(f"splitting_ops has {name!r}, which is no operation", nearest(name, known))
+        return known[name]
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise ConfigError unless the backend computes in ``dtype``."""
@@ -187,6 +243,24 @@ class Backend:
         """
         raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
 
+    def decoder(self, compiler: str, model: Any, cache: KVCache) -> Callable[[Any], Tensor]:
+        """What runs decode steps with a compiler of the driver's own.
+
+        Args:
+            compiler: one of ``compilers`` that hal itself does not know.
+            model: a :class:`hal.nn.CausalLM`, loaded on this backend.
+            cache: that it writes.
+
+        Returns:
+            A function from a :class:`hal.Batch` to logits ``[sequences, vocab_size]``, valid until the next call.
+
+        Raises:
+            ConfigError: the driver has none.
+        """
+        raise ConfigError(
+            f"the driver {self.name} names the compiler {compiler!r} and does not bring it", "report it to its authors"
+        )
+
     def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
         """Bring a projection's weight into the form that this backend's ``linear`` computes on; called once, at load.
 
@@ -199,6 +273,20 @@ class Backend:
             in whichever layout.
         """
         return weight
+
+    def prepare_deq_scale(self, deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Bring the scales of a static W8A8 projection into the form that ``quant_linear_static`` takes for ``dtype``.
+
+        Called once, at load.
+
+        Args:
+            deq_scale: ``[out_features]``, float32, on the backend's device.
+            dtype: of the projection's result.
+
+        Returns:
+            ``deq_scale`` itself by default, else a tensor of its shape, of another dtype.
+        """
+        return deq_scale
 
     def kv_cache(self, spec: KVCacheSpec) -> KVCache:
         """Memory for ``spec``, in a layout of the backend's choosing; by default the canonical one."""

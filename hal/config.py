@@ -31,24 +31,77 @@ def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
             raise ValueError(f"must be at least 1, not {number}")
 
 
+ALIASES = {"npugraph": "graph"}
+"""Other names that compilers go by."""
+
+
+def _own_name(compiler: str) -> str:
+    return ALIASES.get(compiler, compiler)
+
+
+@attrs.frozen
+class PhaseConfig:
+    """What :class:`CompilationConfig` says, for one phase; None (``null``) leaves it as it is there.
+
+    Attributes:
+        compiler: as there.
+        splitting_ops: as there.
+        passes: as there; added to those.
+        capture_sizes: batch sizes of decode steps, or token counts of prefill steps, to capture.
+        max_capture_size: as there.
+    """
+
+    compiler: str | None = attrs.field(default=None, converter=attrs.converters.optional(_own_name))
+    splitting_ops: tuple[str, ...] | None = None
+    passes: dict[str, bool] | None = None
+    capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
+    max_capture_size: int | None = attrs.field(default=None, validator=_positive)
+
+
 @attrs.frozen
 class CompilationConfig:
     """How a runner executes the model.
 
     Attributes:
-        compiler: ``eager`` runs the model's Python each step; ``graph`` captures decode steps, one graph per bucket;
-            ``inductor`` compiles them with PyTorch's compiler. See ``hal backends`` for what a driver serves.
+        compiler: ``eager`` runs the model's Python each step; ``graph`` (also ``npugraph``) captures decode steps
+            whole, one graph per bucket; ``piecewise`` captures decode and prefill steps in pieces, between the
+            operations that ``splitting_ops`` names; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers
+            may bring more; see ``hal backends``. Prefill is eager unless the compiler is ``piecewise``, or ``prefill``
+            says otherwise.
+        splitting_ops: operations that run eagerly between the pieces of ``piecewise``; by name, or by the vendor's.
+        passes: rewrites by name, to turn off (false) or on; all that a backend has are on.
         capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
+        torch_compile_max_bs: decode batches above it are captured from the model's own Python; None has no such limit.
         on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
         debug: before each replay, check that the weights, caches and inputs lie where they lay at the capture.
+        cache_dir: a folder that compilers keep what they compile in, for the next start; None takes the usual one.
+        decode: what is otherwise for decode steps.
+        prefill: what is otherwise for prefill steps.
     """
 
-    compiler: str = "eager"
+    compiler: str = attrs.field(default="eager", converter=_own_name)
+    splitting_ops: tuple[str, ...] = ("paged_attention",)
+    passes: dict[str, bool] = attrs.field(factory=dict)
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)
+    torch_compile_max_bs: int | None = attrs.field(default=None, validator=_positive)
     on_capture_error: Literal["raise", "eager"] = "raise"
     debug: bool = False
+    cache_dir: str | None = None
+    decode: PhaseConfig = attrs.field(factory=PhaseConfig)
+    prefill: PhaseConfig = attrs.field(factory=PhaseConfig)
+
+    def of(self, phase: Literal["decode", "prefill"]) -> CompilationConfig:
+        """What holds for one phase."""
+        given = {name: each for name, each in attrs.asdict(getattr(self, phase)).items() if each is not None}
+        if phase == "prefill":
+            # The sizes above are of decode batches, and only pieces can be captured for any number of tokens.
+            rest = {"compiler": "piecewise" if self.compiler == "piecewise" else "eager", "capture_sizes": None,
+                    "max_capture_size": None}  # fmt: skip
+            given = rest | given
+        given["passes"] = self.passes | given.get("passes", {})
+        return attrs.evolve(self, **given, decode=PhaseConfig(), prefill=PhaseConfig())
 
 
 @attrs.frozen
@@ -127,7 +180,8 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
     known = set(_keys(cls))
     if config.get("quantization_config"):
         raise ConfigError(
-            "config.json says the weights are quantised", "use a checkpoint in float32, bfloat16 or float16"
+            "config.json says the weights are quantised",
+            "load it with hal.load_model, which reads int8 weights, or use one in float32, bfloat16 or float16",
         )
     unread = sorted(key for key in config if key not in known | _INERT_MODEL_KEYS and config[key] is not None)
     if unread:

@@ -5,7 +5,8 @@ Contract of capture and replay, for every driver:
 - ``capture(fn)`` calls ``fn`` with the launches recorded, on the memory that ``fn`` reads and writes. A replay launches
   the same again, on the same memory: change inputs in place, read outputs from the tensors that capture returned.
 - Outputs keep their addresses for the graph's life. Graphs that share a pool share memory: the outputs of one are valid
-  until the next replay of another.
+  until the next replay of another. A graph that was captured with ``hold=True`` keeps the memory of its outputs from
+  those that are captured after it, until ``let_go()``: those may read it, and be replayed, without harm to it.
 - A kernel that reads values on the host takes them as *host values*: CPU tensors that the operation declares with
   ``host=``. Capture records each, by argument name; every replay takes new ones, by name, and checks all names and
   shapes before it launches anything. Values are copied before the call returns.
@@ -104,14 +105,18 @@ class Graph(ABC):
         self._outputs: Any = None
         self._captured = False
         self._pool: Any = None
+        self._holds = False
 
-    def capture(self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None) -> Any:
+    def capture(
+        self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None, hold: bool = False
+    ) -> Any:
         """Call ``fn`` once, recording what it launches.
 
         Args:
             fn: takes nothing; returns tensors (or a tuple, list or dict of them), whose addresses then stay.
             pool: another graph's :attr:`pool`, to share its memory.
             stream: where to capture; None takes one of the driver's choosing.
+            hold: keep the outputs' memory from graphs captured later in this pool, until :meth:`let_go`.
 
         Returns:
             What ``fn`` returned, made of the tensors that each replay fills.
@@ -121,9 +126,15 @@ class Graph(ABC):
         """
         if self._captured:
             raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
+        if hold and type(self)._let_go is Graph._let_go:
+            raise GraphError(
+                f"{type(self).__name__} cannot hold its outputs while others are captured",
+                'use the compiler "graph" or "eager", or ask the driver\'s authors for it',
+            )
         if Graph._capturing:
             raise GraphError("a capture was begun inside another", "capture one graph after the other")
         self.host_values = HostValues()
+        self._holds = hold
         Graph._capturing = True
         try:
             with torch.inference_mode():
@@ -146,6 +157,11 @@ class Graph(ABC):
         values = self.host_values.check(host_values)
         with torch.inference_mode():
             self._launch(values)
+
+    def let_go(self) -> None:
+        """Let graphs that are captured from now on have the memory of the outputs that ``hold`` kept."""
+        self._holds = False
+        self._let_go()
 
     def reset(self) -> None:
         """Drop the capture and its memory; the graph can then capture again."""
@@ -181,6 +197,9 @@ class Graph(ABC):
     @abstractmethod
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         """Replay with host values that passed the check; copy what is needed of them before returning."""
+
+    def _let_go(self) -> None:  # noqa: B027 (a driver may do without)
+        """Stop keeping the outputs' memory, which ``_capture`` kept if ``self._holds``. Drivers may leave it out."""
 
     @abstractmethod
     def _release(self) -> None:

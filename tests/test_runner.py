@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.errors import BatchError, CaptureError, CheckpointError, ConfigError, DriverIncompatible
+from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible
 from hal.nn import Batch, CausalLM, Embedding
 from hal.runtime.buckets import bucket_for, capture_sizes
 
@@ -85,8 +85,8 @@ def test_above_the_largest_bucket_is_eager_and_said_once(caplog: pytest.LogCaptu
     assert warnings == ["a decode batch of 3 is above the largest captured size (2) and runs eagerly"]
 
 
-def test_a_model_that_cannot_be_captured_raises_with_the_place() -> None:
-    with pytest.raises(CaptureError, match=r"__float__ read .* in forward at .*test_runner\.py"):
+def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
+    with pytest.raises(CompileError, match=r"Toy cannot be traced, in forward at .*test_runner\.py:\d+: "):
         hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4]))
 
 
@@ -156,7 +156,7 @@ def test_a_compiler_that_only_the_driver_knows_is_refused(cpu: hal.Backend) -> N
     backend = hal.Backend("magical", cpu.device, kernels={}, compilers=("magic",))
     backend.configure(hal.Config(backend="magical", compilation=hal.CompilationConfig(compiler="magic")))
     backend.activate()
-    with pytest.raises(ConfigError, match="cannot run the compiler 'magic'"):
+    with pytest.raises(ConfigError, match="names the compiler 'magic' and does not bring it"):
         hal.Runner(Toy(), backend)
     cpu.activate()
 

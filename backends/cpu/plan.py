@@ -1,8 +1,9 @@
-"""Where the results of a tape live: one arena, in which results that are never alive together share memory.
+"""Where the results of a tape live: a pool, in which results that are never alive together share memory.
 
 A result is alive from the launch that makes it to the last launch that reads it, or to the end if it is an output. Each
 is placed at the lowest offset where it meets no other that is alive with it, the largest first (greedy by size, as in
-Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net Inference*, 2020).
+Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net Inference*, 2020). A pool grows by another chunk of
+memory, so that the tapes before stay where they are; no result lies across two.
 """
 
 from __future__ import annotations
@@ -26,18 +27,41 @@ class Pool:
     """Memory that tapes share. Captured largest first, all tapes fit into what the first one took."""
 
     def __init__(self) -> None:
-        self._arena = torch.UntypedStorage(0)
+        self._chunks: list[tuple[int, torch.UntypedStorage]] = []
+        self._held: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._arena.nbytes()
+        return sum(chunk.nbytes() for _, chunk in self._chunks)
 
-    def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """An arena of at least ``nbytes``. Growing makes a new one; earlier tapes keep theirs."""
-        if nbytes > self._arena.nbytes():
-            self._arena = torch.UntypedStorage(nbytes)
-        return self._arena
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """Where the outputs lie that tapes hold: offsets and bytes."""
+        return [span for spans in self._held.values() for span in spans]
+
+    @property
+    def ends(self) -> list[int]:
+        """The offset behind each chunk, ascending."""
+        return [start + chunk.nbytes() for start, chunk in self._chunks]
+
+    def hold(self, owner: int, spans: list[tuple[int, int]]) -> None:
+        """Keep parts of the memory for an owner."""
+        self._held[owner] = spans
+
+    def let_go(self, owner: int) -> None:
+        """Stop keeping what :meth:`hold` kept for the owner."""
+        self._held.pop(owner, None)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have at least ``nbytes``. What was there before stays where it is."""
+        if nbytes > self.nbytes or not self._chunks:
+            self._chunks.append((self.nbytes, torch.UntypedStorage(nbytes - self.nbytes)))
+
+    def at(self, offset: int) -> tuple[torch.UntypedStorage, int]:
+        """The memory that an offset lies in, and the offset there."""
+        start, chunk = next(each for each in reversed(self._chunks) if each[0] <= offset)
+        return chunk, offset - start
 
 
 @attrs.define
@@ -56,9 +80,10 @@ def storage_of(tensor: Tensor) -> int:
     return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
 
 
-def place(launches: list[Launch], outputs: Any, pool: Pool) -> Callable[[Tensor], Tensor]:
+def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None = None) -> Callable[[Tensor], Tensor]:
     """Plan the memory of everything that ``launches`` make; return a function from each tensor to its place in it.
 
+    What the pool holds for others stays theirs; if there is a ``holder``, the outputs are held for that from now on.
     Tensors whose memory the launches did not make (weights, caches, inputs) are returned as they are.
     """
     lives: dict[int, _Life] = {}
@@ -72,23 +97,31 @@ def place(launches: list[Launch], outputs: Any, pool: Pool) -> Callable[[Tensor]
     for tensor in _tensors(outputs):
         if (life := lives.get(storage_of(tensor))) is not None:
             life.last = len(launches)
-    arena = pool.reserve(_assign_offsets(lives.values()))
+    pool.reserve(_assign_offsets(lives.values(), pool.held, pool.ends, len(launches)))
+    if holder is not None:
+        kept = {storage_of(tensor) for tensor in _tensors(outputs)} & set(lives)
+        pool.hold(holder, [(lives[each].offset, lives[each].nbytes) for each in kept])
 
     def moved(tensor: Tensor) -> Tensor:
         life = lives.get(storage_of(tensor))
         if life is None:
             return tensor
-        offset = life.offset // tensor.element_size() + tensor.storage_offset()
-        return torch.empty(0, dtype=tensor.dtype).set_(arena, offset, tensor.shape, tensor.stride())
+        chunk, start = pool.at(life.offset)
+        offset = start // tensor.element_size() + tensor.storage_offset()
+        return torch.empty(0, dtype=tensor.dtype).set_(chunk, offset, tensor.shape, tensor.stride())
 
     return moved
 
 
-def _assign_offsets(lives: Iterable[_Life]) -> int:
-    """Set every offset; return the bytes that all take together."""
-    placed: list[_Life] = []
+def _assign_offsets(
+    lives: Iterable[_Life], held: Iterable[tuple[int, int]], ends: Iterable[int], last: int
+) -> int:
+    """Set every offset, clear of what is held and across no end; return the bytes that all take together."""
+    placed = [_Life(nbytes, 0, last, offset) for offset, nbytes in held]
+    walls = [_Life(0, 0, last, end) for end in ends]
     for life in sorted(lives, key=lambda each: -each.nbytes):
-        for other in sorted((each for each in placed if each.meets(life)), key=lambda each: each.offset):
+        met = [each for each in placed if each.meets(life)]
+        for other in sorted((*met, *walls), key=lambda each: each.offset):
             if life.offset + life.nbytes <= other.offset:
                 break
             life.offset = max(life.offset, other.offset + other.nbytes)

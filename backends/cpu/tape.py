@@ -84,7 +84,7 @@ class Tape(Graph):
         if not isinstance(pool, Pool):
             raise GraphError(f"{pool!r} is not the pool of a tape", "pass the pool of another graph of this backend")
         self._refuse_made_host_values()
-        moved = place(self._launches, made, pool)
+        moved = place(self._launches, made, pool, id(self) if self._holds else None)
         outputs = tree_map_only(Tensor, moved, made)
         for new, old in zip(_tensors(outputs), _tensors(made), strict=True):
             if new is not old:
@@ -109,7 +109,12 @@ class Tape(Graph):
         for call in self._calls:
             call()
 
+    def _let_go(self) -> None:
+        if self._pool is not None:
+            self._pool.let_go(id(self))
+
     def _release(self) -> None:
+        self._let_go()
         self._launches.clear()
         self._calls.clear()
 

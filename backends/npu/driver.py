@@ -34,6 +34,17 @@ def _at_least_0(instance: Any, attribute: attrs.Attribute[Any], value: int | Non
     if value is not None and value < 0:
         raise ValueError(f"{attribute.name} must be at least 0, not {value}")
 
+NATIVE_NAMES = {
+    "atb._npu_paged_attention": "paged_attention",
+    "atb._npu_reshape_and_cache": "store_kv_cache",
+    "npu.npu_add_rms_norm": "add_rms_norm",
+    "npu.npu_fused_infer_attention_score": "paged_attention",
+    "npu.npu_rms_norm": "rms_norm",
+    "npu.npu_scatter_pa_kv_cache": "store_kv_cache",
+    "npu.npu_swiglu": "silu_and_mul",
+}
+"""torch_npu's operations, and those of hal that stand for them, for ``compilation.splitting_ops``."""
+
 
 @attrs.frozen
 class NpuOptions:
@@ -87,6 +98,7 @@ class NpuBackend(Backend):
             kernels=table,
             compilers=("graph",) if generation.graphs else (),
             limits=generation.limits(options.max_streams),
+            native_names=NATIVE_NAMES,
             cache_layout="fractal_nz" if options.nz_cache else "canonical",
         )
         self.options = options

@@ -12,6 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from hal.backend import PreparingKernel
 from hal.errors import OperationError
 from hal.kv_cache import KVCache, KVCacheSpec
 from hal.ops.declaration import Kernel
@@ -50,7 +51,7 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
     """The kernels that touch such a cache, by operation."""
     return {
         "paged_attention": FusedAttention(device, tiles_by_head, _refuse_blocks),
-        "split_qkv_rmsnorm_rope_cache": split_qkv_rmsnorm_rope_cache,
+        "split_qkv_rmsnorm_rope_cache": PreparingKernel(split_qkv_rmsnorm_rope_cache, {"slot_mapping": Tensor.long}),
         "store_kv_cache": store_kv_cache,
     }
 
@@ -82,7 +83,7 @@ def split_qkv_rmsnorm_rope_cache(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. One kernel; it rounds once, after the rotation."""
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`, with slots in int64. It rounds once, after the rotation."""
     tokens, head_dim = qkv.shape[0], q_weight.shape[0]
     query = qkv.new_empty(tokens, num_heads * head_dim)
     if not tokens:
@@ -93,7 +94,7 @@ def split_qkv_rmsnorm_rope_cache(
         k_weight,
         cos,
         sin,
-        slot_mapping.long(),
+        slot_mapping,
         query,
         tiles(key_cache),
         tiles(value_cache),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from hal.bench.ours import Ours
 from hal.bench.plan import Setting
 from hal.bench.weights import RandomCheckpoint, meta_model
 from hal.bench.workload import Inputs
+from hal.runtime.checkpoint import Checkpoint
 
 PEERS: Mapping[str, int] = {"SGLang 0.5.23, Qwen3, graph mode": 10}
 """Kernels that others launch per decode layer, in bfloat16, read in their sources.
@@ -45,7 +47,7 @@ class Launches:
 
 
 def count(setting: Setting, say: Callable[[str], None]) -> list[Launches]:
-    """Count the launches of a step of models of one and of two layers, whose weights are random.
+    """Count the launches of a step of models of one and of two layers: the first ones, if there is a checkpoint.
 
     Raises:
         ConfigError: the backend counts no launches.
@@ -87,11 +89,21 @@ def _cut(setting: Setting, layers: int) -> Setting:
     config: dict[str, Any] = {**setting.checkpoint.config, "num_hidden_layers": layers}
     if types := config.get("layer_types"):
         config["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
-    meta = meta_model(config)
+    meta = meta_model({name: value for name, value in config.items() if name in setting.checkpoint.model_config})
     if meta.num_layers != layers:
         raise BenchmarkError(
             f"--trace asked for a model of {layers} layers, and num_hidden_layers gives one of {meta.num_layers}",
             "leave --trace out",
         )
-    name = Path(setting.plan.name).name
-    return attrs.evolve(setting, checkpoint=RandomCheckpoint.of(name, config), meta=meta)
+    checkpoint = setting.checkpoint
+    if isinstance(checkpoint, RandomCheckpoint):
+        cut: Checkpoint = RandomCheckpoint.of(Path(setting.plan.name).name, config)
+    else:
+        kept = {name: info for name, info in checkpoint.tensors.items() if _layer_of(name) < layers}
+        cut = attrs.evolve(checkpoint, config=config, tensors=kept)
+    return attrs.evolve(setting, checkpoint=cut, meta=meta)
+
+
+def _layer_of(name: str) -> int:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])

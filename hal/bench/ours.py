@@ -11,6 +11,7 @@ import hal
 from hal import ops
 from hal.bench.plan import Setting
 from hal.bench.workload import Contender, Inputs
+from hal.config import read
 
 
 class Ours:
@@ -22,7 +23,7 @@ class Ours:
 
     def __init__(self, setting: Setting) -> None:
         self.modes = tuple(setting.modes)
-        self._backend = setting.backend
+        self._backend, self._compilation = setting.backend, setting.plan.compilation
         # Before loading, so that a driver that prepares weights by batch size knows which ones will come.
         self._configure("eager", setting.plan.batch_sizes, 1)
         self._model = hal.load_model(setting.checkpoint, self._backend)
@@ -53,7 +54,8 @@ class Ours:
 
     def _configure(self, compiler: str, sizes: tuple[int, ...], num_tokens: int) -> None:
         config = self._backend.config
-        compilation = hal.CompilationConfig(compiler=compiler, capture_sizes=sizes)
+        measured = {"compiler": compiler, "capture_sizes": list(sizes)}
+        compilation = read(hal.CompilationConfig, {**self._compilation, **measured}, "compilation")
         cache = attrs.evolve(config.cache, num_tokens=num_tokens)
         self._backend.configure(attrs.evolve(config, compilation=compilation, cache=cache))
 

@@ -11,11 +11,12 @@ import torch
 import hal
 from hal.bench.errors import BenchmarkError, need
 from hal.bench.shapes import SHAPES
-from hal.bench.weights import RandomCheckpoint, meta_model
+from hal.bench.weights import RandomCheckpoint
 from hal.config import environment_mapping, read
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 from hal.registry import driver_names
+from hal.runtime.loading import build_model
 
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
@@ -42,6 +43,7 @@ class Plan:
         trace: also count the kernels that a step launches.
         memory: also run each contender in a process of its own, for its peak memory.
         options: of the driver, over what the environment says.
+        compilation: keys of :class:`hal.CompilationConfig` for every mode, but for those that are measured.
     """
 
     workload: Workload
@@ -58,6 +60,7 @@ class Plan:
     trace: bool = False
     memory: bool = False
     options: dict[str, Any] = attrs.field(factory=dict)
+    compilation: dict[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         if (self.checkpoint is None) == (self.shapes is None):
@@ -77,6 +80,11 @@ class Plan:
         for what, number in numbers:
             if number < 1:
                 raise ConfigError(f"the {what} is {number}", "give 1 or more")
+        if measured := sorted({"compiler", "capture_sizes", "decode", "prefill"} & set(self.compilation)):
+            raise ConfigError(
+                f"the compilation config has {', '.join(measured)}, which the benchmark sets itself",
+                "leave it out; compilers and batch sizes are options of their own",
+            )
         if self.repeats < 3:
             raise ConfigError(
                 f"{self.repeats} repeats have no spread", f"give at least 3; {FEWEST_REPEATS} to quote it"
@@ -111,7 +119,8 @@ class Setting:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, a tied one counted once."""
-        return sum(each.numel() for each in self.meta.parameters()) * self.dtype.itemsize
+        parameters = sum(each.numel() for each in self.meta.parameters()) * self.dtype.itemsize
+        return parameters + sum(each.nbytes for each in self.meta.buffers())  # quantised weights, with their scales
 
 
 def settle(plan: Plan) -> Setting:
@@ -140,7 +149,7 @@ def settle(plan: Plan) -> Setting:
         checkpoint: hal.Checkpoint = RandomCheckpoint.of(plan.shapes, SHAPES[plan.shapes])
     else:
         checkpoint = hal.Checkpoint.open(plan.name)
-    meta = meta_model(checkpoint.config)
+    meta = build_model(checkpoint)
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:
         raise ConfigError(f"sequences of {longest} tokens; the model takes {meta.max_length}", "ask for shorter ones")

@@ -13,6 +13,7 @@ import click
 
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.settings import COMPILATION_CONFIG, compilation_of
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ HELP = {
     "batch_sizes": "Sequences. Repeatable.",
     "compilers": "A mode of hal. Repeatable. Decode takes all of the backend's by default, prefill eager.",
     "against": "transformers: eager and, for decode, compiled over a static cache. Repeatable.",
+    "compilation_config": f"{COMPILATION_CONFIG} For all modes.",
     "repeats": "Timed steps of each contender.",
     "threads": "Threads that torch computes with on the CPU.",
     "trace": "Also count the kernels that a step launches, per layer; on devices that count them.",
@@ -41,6 +43,7 @@ OPTIONS = (
     click.option("--dtype", metavar="NAME", help=HELP["dtype"]),
     click.option("--batch-size", "batch_sizes", type=int, multiple=True, default=(1,), help=HELP["batch_sizes"]),
     click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=HELP["compilers"]),
+    click.option("--compilation-config", metavar="JSON", help=HELP["compilation_config"]),
     click.option("--against", multiple=True, metavar="NAME", help=HELP["against"]),
     click.option("--repeats", type=int, default=15, show_default=True, help=HELP["repeats"]),
     click.option("--threads", type=int, help=HELP["threads"]),
@@ -84,9 +87,12 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     from hal.bench import plot, report
     from hal.bench.measure import run
     from hal.bench.plan import Plan
+    from hal.config import CompilationConfig, read
 
-    emulate = options.pop("emulate")
-    plan = Plan(workload=workload, **options)
+    emulate, given = options.pop("emulate"), options.pop("compilation_config")
+    compilation = {} if given is None else dict(compilation_of(given))
+    read(CompilationConfig, compilation, "--compilation-config")
+    plan = Plan(workload=workload, compilation=compilation, **options)
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder for {file}", "make it first")

@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,7 +16,8 @@ import click
 from click.core import ParameterSource
 
 from hal.cli.emulation import EMULATE, emulated
-from hal.errors import BatchError, ConfigError
+from hal.cli.settings import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.errors import BatchError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 MAX_CACHE_TOKENS = 65536
 """The cache is not sized for more by itself; prompts that do not fit wait their turn."""
 PROMPTS_FILE = "One prompt a line, in UTF-8, taken as it is; they follow those of --prompt. A - reads stdin."
-COMPILATION_CONFIG = "Keys of the table `compilation`: a JSON object, or a path ending in .json or .toml."
 SAMPLING = {
     "temperature": "0 takes the likeliest token each time.",
     "top_k": "Keep only the likeliest tokens; 0 keeps all.",
@@ -55,7 +55,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--compiler", metavar="NAME", help="eager, graph, or one that the driver brings.")
+@click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 def command(
     checkpoint: Path,
@@ -82,7 +82,7 @@ def command(
 
     texts = [*prompts, *(_lines(prompts_file) if prompts_file else ())]
     _check(texts)
-    settings = _settings(backend, dtype, compiler, compilation_config)
+    settings = settings_of(backend, dtype, compiler, compilation_config)
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     first_seed = secrets.randbelow(2**32) if seed is None else seed
@@ -140,38 +140,6 @@ def _check(texts: list[str]) -> None:
     for index, text in enumerate(texts):
         if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes that are not UTF-8
             raise BatchError(f"prompt {index} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
-
-
-def _settings(
-    backend: str | None, dtype: str | None, compiler: str | None, compilation_config: str | None
-) -> dict[str, Any]:
-    """The environment's configuration, and over it what the options say."""
-    from hal.config import CompilationConfig, Config, environment_mapping, read
-    from hal.registry import driver_names
-
-    settings = environment_mapping(driver_names=driver_names())
-    read(Config, settings, "environment")  # so that an error in it is not blamed on an option
-    options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
-    compilation = {} if compilation_config is None else dict(_compilation(compilation_config))
-    read(CompilationConfig, compilation, "--compilation-config")
-    if compiler is not None and compilation.setdefault("compiler", compiler) != compiler:
-        raise ConfigError(
-            f"--compiler says {compiler}, and --compilation-config {compilation['compiler']}", "leave one of them out"
-        )
-    return {**settings, **options, "compilation": {**settings.get("compilation", {}), **compilation}}
-
-
-def _compilation(source: str) -> Mapping[str, Any]:
-    from hal.config import parse_json, read_file
-
-    if source.lstrip().startswith("{"):
-        return parse_json(source, "--compilation-config")
-    if source.endswith((".json", ".toml")):
-        return read_file(Path(source))
-    raise ConfigError(
-        f"--compilation-config is {source!r:.70}, neither JSON nor a file that can be read",
-        "write it as {...}, or give a path ending in .json or .toml",
-    )
 
 
 def _fit_graphs(config: CompilationConfig, sizes: Sequence[int], num_prompts: int) -> CompilationConfig:

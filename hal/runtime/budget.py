@@ -10,6 +10,7 @@ import attrs
 from hal.backend import Backend
 from hal.errors import CaptureError
 
+_SIZES = {"decode": "the decode batch sizes", "prefill": "prefill steps of so many tokens:"}
 MARGIN = 1.15
 """Graphs that share a pool, captured largest first, take little more than the largest step; this much at most."""
 
@@ -19,7 +20,8 @@ class CaptureBudget:
     """What graphs of some sizes take, beside what there is.
 
     Attributes:
-        sizes: the decode batch sizes to capture.
+        phase: ``decode`` or ``prefill``.
+        sizes: the batch sizes, or numbers of tokens, to capture.
         streams: that their graphs take.
         streams_left: of the device's, for graphs; None if there is no limit.
         bytes: that their graphs take together, estimated from one eager step of the largest; None if the device cannot
@@ -27,6 +29,7 @@ class CaptureBudget:
         bytes_left: of the device's memory.
     """
 
+    phase: str
     sizes: tuple[int, ...]
     streams: int
     streams_left: int | None
@@ -34,8 +37,19 @@ class CaptureBudget:
     bytes_left: int
 
     @classmethod
-    def measure(cls, backend: Backend, sizes: Sequence[int], largest_step: Callable[[], Any]) -> CaptureBudget:
-        """Run ``largest_step`` once, eagerly, which also warms the device up, and take stock."""
+    def measure(
+        cls, backend: Backend, sizes: Sequence[int], largest_step: Callable[[], Any], *, phase: str = "decode",
+        graphs: int = 1,
+    ) -> CaptureBudget:  # fmt: skip
+        """Run ``largest_step`` once, eagerly, which also warms the device up, and take stock.
+
+        Args:
+            backend: that will capture.
+            sizes: for which.
+            largest_step: a step of the largest size.
+            phase: ``decode`` or ``prefill``.
+            graphs: for each size.
+        """
         device, limits = backend.device, backend.limits
         device.synchronize()
         measured, before = device.reset_peak(), device.memory_stats()
@@ -44,8 +58,9 @@ class CaptureBudget:
         peak = device.memory_stats().peak
         device.empty_cache()  # graphs have a pool of their own, which cannot use what is left over in others
         return cls(
+            phase=phase,
             sizes=tuple(sizes),
-            streams=len(sizes) * limits.streams_per_graph,
+            streams=len(sizes) * graphs * limits.streams_per_graph,
             streams_left=None if limits.max_streams is None else limits.max_streams - backend.streams_in_graphs,
             bytes=round((peak - before.allocated) * MARGIN) if measured else None,
             bytes_left=device.memory_stats().free,
@@ -54,7 +69,7 @@ class CaptureBudget:
     def __str__(self) -> str:
         streams = "" if self.streams_left is None else f" {self.streams} of {self.streams_left} streams,"
         memory = "" if self.bytes is None else f" about {_mib(self.bytes)} of {_mib(self.bytes_left)} MiB,"
-        return f"capturing the decode batch sizes {', '.join(map(str, self.sizes))}:{streams}{memory}".rstrip(",:")
+        return f"capturing {_SIZES[self.phase]} {', '.join(map(str, self.sizes))}:{streams}{memory}".rstrip(",:")
 
     def check(self) -> None:
         """Raise CaptureError if it does not fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 
 import attrs
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from hal.backend import Backend
 from hal.batch import Batch
-from hal.errors import CaptureError, DeviceOutOfMemory
+from hal.errors import CaptureError, CompileError, DeviceOutOfMemory
 from hal.graph import Graph
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
 from hal.runtime.addresses import Addresses
 from hal.runtime.buckets import PaddedBatch, bucket_for, capture_sizes
 from hal.runtime.budget import CaptureBudget
+from hal.runtime.optimised import OptimisedModel
 
 log = logging.getLogger("hal.runtime")
 
@@ -30,13 +32,14 @@ class _Bucket:
 
 
 class GraphDecoder:
-    """Captures the model's decode step for each bucket, largest first, and replays the one that fits.
+    """Captures the optimised decode step for each bucket, largest first, and replays the one that fits.
 
     All buckets read their inputs from the memory of the largest's, and share one pool for all else.
 
     Raises:
         CaptureError: the buckets do not fit the device, or one could not be captured, and ``on_capture_error`` is
             ``raise``.
+        CompileError: the model cannot be traced, or a pass failed, and ``on_capture_error`` is ``raise``.
     """
 
     def __init__(self, model: CausalLM, backend: Backend, cache: KVCache) -> None:
@@ -45,14 +48,15 @@ class GraphDecoder:
         self._backend = backend
         self._said = False
         self._buckets: dict[int, _Bucket] = {}
-        config = backend.config.compilation
+        config = self._config = backend.config.compilation.of("decode")
+        self.optimised = OptimisedModel(model, backend, cache, config)
         sizes = capture_sizes(config, backend.limits.capture_sizes, cache.spec.num_blocks - 1)
         longest = min(model.max_length, cache.spec.num_tokens)
         max_blocks = math.ceil(longest / cache.spec.block_size)
         largest = PaddedBatch(sizes[-1], max_blocks, cache.spec.block_size, backend.device.torch)
         try:
             self._capture(largest, sizes, eagerly_after=config.on_capture_error == "eager")
-        except CaptureError as error:  # of the budget; one of a size was dealt with
+        except (CaptureError, CompileError) as error:  # of the largest, or its budget; those of a size were dealt with
             if config.on_capture_error == "raise":
                 raise
             log.warning("decode batches run eagerly: %s", error)
@@ -64,9 +68,7 @@ class GraphDecoder:
         backend, pool = self._backend, None
         try:
             with backend.explaining(), torch.inference_mode():
-                budget = CaptureBudget.measure(
-                    backend, sizes, partial(self._model, largest.batch, self._cache.layers)
-                )  # fmt: skip
+                budget = CaptureBudget.measure(backend, sizes, self._largest_call(largest))
         except DeviceOutOfMemory as error:
             raise CaptureError(f"one decode step of {sizes[-1]} is too much: {error.problem}", error.remedy) from error
         log.info("%s", budget)
@@ -75,8 +77,8 @@ class GraphDecoder:
             padded = largest.first(size)
             graph = backend.graph()
             try:
-                graph.capture(partial(self._model, padded.batch, self._cache.layers), pool=pool)
-            except CaptureError as error:
+                graph.capture(self._call(padded), pool=pool)
+            except (CaptureError, CompileError) as error:
                 if not eagerly_after:
                     self._drop()
                     raise
@@ -87,6 +89,25 @@ class GraphDecoder:
             pool = graph.pool
             backend.graphs.add(graph)
             self._buckets[size] = _Bucket(padded, graph)
+
+    def _step_of(self, size: int) -> Callable[..., Tensor]:
+        """What is captured for a batch size: the optimised step, or above a limit the model itself."""
+        limit = self._config.torch_compile_max_bs
+        if limit is not None and size > limit:
+            return self._model
+        self.optimised.prepare(size)
+        return self.optimised
+
+    def _call(self, padded: PaddedBatch) -> Callable[[], Tensor]:
+        return partial(self._step_of(padded.batch.num_sequences), padded.batch, self._cache.layers)
+
+    def _largest_call(self, largest: PaddedBatch) -> Callable[[], Tensor]:
+        try:
+            return self._call(largest)
+        except CompileError:
+            if self._config.on_capture_error == "raise":
+                raise
+            return partial(self._model, largest.batch, self._cache.layers)  # and said when its turn comes
 
     def _drop(self) -> None:
         for bucket in self._buckets.values():

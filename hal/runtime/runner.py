@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +12,16 @@ from torch import Tensor
 from hal.backend import Backend
 from hal.batch import Batch
 from hal.errors import BackendNotActive, BatchError, ConfigError
-from hal.kv_cache import DUMMY_BLOCK, KVCacheSpec
+from hal.kv_cache import DUMMY_BLOCK, KVCache, KVCacheSpec
 from hal.nn import CausalLM
 from hal.runtime.blocks import BlockAllocator
-from hal.runtime.decode import GraphDecoder
 from hal.runtime.prefixes import PrefixCache
+
+
+def _run(model: CausalLM, cache: KVCache, batch: Batch) -> Tensor:
+    logits: Tensor = model(batch, cache.layers)
+    return logits
+
 
 _ROWS = ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host", "positions", "slot_mapping")
 
@@ -23,8 +29,9 @@ _ROWS = ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host
 class Runner:
     """Runs prefill and decode steps of one model on one backend, as the backend's config says.
 
-    Prefill is eager. Decode is eager; or a captured graph per batch-size bucket, with the compiler ``graph``; or
-    compiled by Inductor, with the compiler ``inductor``. Every mode gives the same tokens, up to rounding.
+    Prefill is eager, or in captured pieces with the compiler ``piecewise``. Decode is eager; or a captured graph per
+    batch-size bucket, with the compiler ``graph``; or in captured pieces, with ``piecewise``; or compiled by Inductor,
+    with ``inductor``. Every mode gives the same tokens, up to rounding.
 
     Args:
         model: from :func:`hal.load_model`, or built and filled otherwise; on the backend's device.
@@ -73,23 +80,34 @@ class Runner:
             self.cache = backend.kv_cache(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
         self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if config.cache.reuse_prefixes else None
-        self._decode: Callable[[Batch], Tensor] = self._eager
+        # No method of this object: a runner in a cycle would keep its graphs until the next collection.
+        eager = partial(_run, model, self.cache)
+        self._decode: Callable[[Batch], Tensor] = eager
+        self._prefill: Callable[[Batch], Tensor] = eager
         with backend.explaining():
             self._make_decoder()
 
     def _make_decoder(self) -> None:
         model, backend, config = self.model, self.backend, self.backend.config
-        if config.compilation.compiler == "graph":
+        decode, prefill = (config.compilation.of(phase).compiler for phase in ("decode", "prefill"))
+        # The compile stack loads when something is compiled.
+        if decode == "graph":
+            from hal.runtime.decode import GraphDecoder
+
             self._decode = GraphDecoder(model, backend, self.cache)
-        elif config.compilation.compiler == "inductor":
-            from hal.runtime.compiled import CompiledDecoder  # the compile stack loads when compiling
+        elif decode == "inductor":
+            from hal.runtime.compiled import CompiledDecoder
 
             self._decode = CompiledDecoder(model, backend, self.cache)
-        elif config.compilation.compiler != "eager":
-            raise ConfigError(
-                f"the runner cannot run the compiler {config.compilation.compiler!r} of {backend.name}",
-                'use "eager", "graph" or "inductor"',
-            )
+        elif decode not in ("eager", "piecewise"):
+            self._decode = backend.decoder(decode, model, self.cache)
+        if "piecewise" in (decode, prefill):
+            from hal.runtime.pieces import PiecewiseStep
+
+            if decode == "piecewise":
+                self._decode = PiecewiseStep(model, backend, self.cache, "decode")
+            if prefill == "piecewise":
+                self._prefill = PiecewiseStep(model, backend, self.cache, "prefill")
 
     def batch(
         self,
@@ -145,8 +163,8 @@ class Runner:
             )
         with self.backend.explaining(), torch.inference_mode():
             if len(steps) == 1:
-                return self._eager(batch)
-            return torch.cat([self._eager(step) for step in steps])
+                return self._prefill(batch)
+            return torch.cat([self._prefill(step) for step in steps])
 
     def decode(self, batch: Batch) -> Tensor:
         """Run one more token of every sequence.
@@ -173,10 +191,6 @@ class Runner:
             )
         with self.backend.explaining(), torch.inference_mode():
             return self._decode(batch)
-
-    def _eager(self, batch: Batch) -> Tensor:
-        logits: Tensor = self.model(batch, self.cache.layers)
-        return logits
 
     def _require_active(self) -> None:
         if not self.backend.active:

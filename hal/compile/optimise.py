@@ -1,0 +1,151 @@
+"""From a traced step to the step that runs: the backend's rewrites, clean-up, and a function that calls its kernels."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor, fx
+
+from hal import ops
+from hal.backend import Backend
+from hal.compile.clean import CLEANUPS, common_subexpressions
+from hal.compile.hoist import hoist_preparations
+from hal.compile.lower import lower, source_of
+from hal.compile.passes import PassManager, Report
+from hal.compile.rewrite import Rewrite, fusions, prepare
+from hal.compile.split import operation_of
+from hal.compile.trace import TracedStep
+from hal.errors import ConfigError, nearest
+
+
+@attrs.frozen
+class Stage:
+    """A graph as it left a stage of compiling.
+
+    Attributes:
+        name: ``trace``, ``rewrite`` or ``lower``.
+        seconds: that the stage took.
+        nodes: calls in the graph.
+        code: the graph as readable code.
+    """
+
+    name: str
+    seconds: float
+    nodes: int
+    code: str
+
+
+@attrs.frozen
+class OptimisedStep:
+    """A step that was rewritten for a backend and not lowered yet.
+
+    Attributes:
+        traced: its graph has the rewrites in it.
+        report: what each pass did.
+        at_most: by rewrite, how many places there were for it when its turn came, by counting the operations that each
+            needs. Whether they stand as in the pattern is another question, so a model may well have fewer.
+        stages: the graph's way so far.
+    """
+
+    traced: TracedStep
+    report: Report
+    at_most: Mapping[str, int]
+    stages: tuple[Stage, ...]
+
+    def hoist(self, backend: Backend, keep: Collection[str] = ()) -> None:
+        """Prepare arguments of kernels once; see :func:`hoist_preparations`."""
+        graph = self.traced.graph
+        if hoist_preparations(graph.graph, backend, self.traced.mode, keep=keep):
+            common_subexpressions(graph)
+
+    def lowered(self) -> Callable[..., tuple[Tensor]]:
+        """From the tensors of a batch, in the order of its fields, to ``(logits,)``. Takes the graph over."""
+        inputs = [node for node in self.traced.graph.graph.nodes if node.op == "placeholder"]
+        fixed = self.traced.fixed
+        return lower(self.traced.graph.graph, dict(zip(inputs[len(inputs) - len(fixed) :], fixed, strict=True)))
+
+
+def kept_whole(backend: Backend) -> frozenset[str]:
+    """Names of the operations that a trace for a backend keeps as nodes: of the fused ones those that it can run."""
+    return frozenset(
+        each.name for each in ops.catalogue().values() if not each.fused or each.name in backend.kernels
+    )  # fmt: skip
+
+
+def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[str, bool]) -> OptimisedStep:
+    """Trace a step and rewrite it for a backend.
+
+    Args:
+        trace: makes the traced step.
+        backend: whose rewrites are applied.
+        passes: by name, which of them to leave out (False); all others run.
+
+    Raises:
+        CompileError: the step cannot be traced, or a pass failed.
+        ConfigError: a pass is unknown.
+    """
+    chosen = chosen_passes(backend, passes)
+    began = time.perf_counter()
+    traced = trace()
+    stages = [_stage("trace", traced, began)]
+    began = time.perf_counter()
+    manager = PassManager(traced.graph, traced.mode)
+    for each in (*chosen, *CLEANUPS):
+        manager.add(each)
+    there = _operations(traced.graph.graph)
+    report = manager.apply()
+    limits = _at_most(there, [each for each in chosen if isinstance(each, Rewrite)], report)
+    return OptimisedStep(traced, report, limits, (*stages, _stage("rewrite", traced, began)))
+
+
+def _at_most(there: Counter[str], rewrites: Sequence[Rewrite], report: Report) -> dict[str, int]:
+    limits: dict[str, int] = {}
+    for each in rewrites:
+        forms = [_operations(form.structure) for form in prepare(each)]
+        counts = [min((there[name] // times for name, times in needs.items()), default=0) for needs in forms]
+        best = max(range(len(forms)), key=counts.__getitem__)
+        limits[each.name] = counts[best]
+        applied = len(report[each.name].matches)
+        there.subtract({name: times * applied for name, times in forms[best].items()})
+    return limits
+
+
+def _operations(graph: fx.Graph) -> Counter[str]:
+    return Counter(name for node in graph.nodes if (name := operation_of(node)) is not None)
+
+
+def all_passes(backend: Backend) -> Sequence[Rewrite | Callable[..., Any]]:
+    """What a backend's graphs are rewritten with: its own rewrites, then those of the fused operations that it has."""
+    return (*backend.rewrites, *fusions(backend))
+
+
+def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite | Callable[..., Any]]:
+    """All of them but those that ``passes`` turns off.
+
+    Raises:
+        ConfigError: ``passes`` names one that there is not.
+    """
+    known = {name_of(each): each for each in all_passes(backend)}
+    for name in passes:
+        if name not in known:
+            raise ConfigError(
+                f"the backend {backend.name} has no pass {name!r}; {nearest(name, known)}",
+                f"its passes are {', '.join(known) or 'none'}",
+            )
+    return [each for name, each in known.items() if passes.get(name, True)]
+
+
+def name_of(each: Rewrite | Callable[..., Any]) -> str:
+    """What a pass is called in reports and configurations."""
+    return each.name if isinstance(each, Rewrite) else getattr(each, "__name__", repr(each))
+
+
+def _stage(name: str, traced: TracedStep, began: float) -> Stage:
+    seconds = time.perf_counter() - began
+    graph = traced.graph.graph
+    calls = sum(node.op == "call_function" for node in graph.nodes)
+    return Stage(name, seconds, calls, source_of(graph))

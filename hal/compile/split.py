@@ -1,0 +1,252 @@
+"""Splitting a step where a graph cannot be captured whole: pieces that can, and what runs eagerly between them.
+
+A piece can be captured for a number of tokens if all that it reads is fixed or has a row for each token. What attention
+reads beside, lengths and block tables, changes its shape from step to step. So a node is captured unless it is a
+splitting operation, or depends on an input that does not go by tokens. What runs between pieces gets as many rows as
+the batch has tokens: a value that has tokens in another dimension than the first never leaves the pieces.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from hal import ops
+from hal.compile.lower import lower
+from hal.compile.memory import SIZES, Memory
+from hal.compile.sizes import value
+
+
+_OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@attrs.frozen
+class Output:
+    """A value that a segment gives.
+
+    Attributes:
+        name: of the value.
+        row: if its first dimension goes by tokens, the others; else None.
+        dtype: of its elements.
+        last: the number of the last segment that reads it, or a view of its memory; one more than there are if the step
+            returns it.
+    """
+
+    name: str
+    row: tuple[int, ...] | None
+    dtype: torch.dtype
+    last: int
+
+
+@attrs.frozen
+class Segment:
+    """A part of a step, in the order in which they run.
+
+    Attributes:
+        captured: whether it can be captured for a number of tokens.
+        operations: names of the splitting operations in it.
+        run: from its inputs to a tuple of its outputs.
+        inputs: names of values: of batch fields, or outputs of earlier segments.
+        outputs: what later segments read, or the step returns.
+    """
+
+    captured: bool
+    operations: tuple[str, ...]
+    run: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[Output, ...]
+
+
+@attrs.frozen
+class SplitStep:
+    """A step in segments.
+
+    Attributes:
+        segments: in order.
+        logits: the name of the value that the step returns.
+    """
+
+    segments: tuple[Segment, ...]
+    logits: str
+
+
+def split(
+    graph: fx.Graph,
+    batch_fields: Sequence[str],
+    fixed: Sequence[Tensor],
+    *,
+    at: Collection[str],
+    by_token: Collection[str],
+) -> SplitStep:
+    """Split a rewritten step.
+
+    Args:
+        graph: takes the batch's tensors, then ``fixed``; is left as it is.
+        batch_fields: names of the first inputs.
+        fixed: weights and caches.
+        at: names of the splitting operations.
+        by_token: of the batch's fields, those with a row for each token.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    names = dict(zip(placeholders, batch_fields, strict=False))
+    constants = dict(zip(placeholders[len(batch_fields) :], fixed, strict=True))
+    constants |= {node: getattr(graph.owning_module, node.target) for node in graph.nodes if node.op == "get_attr"}
+    rows = {node for node, name in names.items() if name in by_token}
+    (tokens,) = {value(node).shape[0].node.expr for node in rows}
+    (returned,) = next(node for node in graph.nodes if node.op == "output").args
+    (logits,) = returned
+    captured = _captured(graph, rows | set(constants), tokens, at)
+    groups = _groups(graph, captured, at)
+    place = {node: index for index, nodes in enumerate(groups) for node in nodes}
+    last = _last_readers(graph, place, len(groups))
+    segments = []
+    for index, nodes in enumerate(groups):
+        outputs = [
+            node for node in nodes
+            if isinstance(value(node), Tensor)
+            and (node is logits or any(place.get(user, index) != index for user in node.users))
+        ]  # fmt: skip
+        inputs, run = _function(nodes, outputs, constants)
+        segments.append(Segment(
+            nodes[0] in captured,
+            tuple(name for node in nodes if (name := operation_of(node)) in at),  # type: ignore[misc]
+            run,
+            tuple(names.get(node, node.name) for node in inputs),
+            tuple(
+                Output(node.name, tuple(value(node).shape[1:]) if _goes_by(tokens, node) else None, value(node).dtype,
+                       last[node])
+                for node in outputs
+            ),
+        ))  # fmt: skip
+    return SplitStep(tuple(segments), logits.name)
+
+
+def _captured(graph: fx.Graph, inputs: set[fx.Node], tokens: Any, at: Collection[str]) -> set[fx.Node]:
+    """The nodes that can be captured for a number of tokens, if ``inputs`` are at fixed addresses."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and not _is_number(node)]
+    barred: set[fx.Node] = set()
+    while True:
+        captured: set[fx.Node] = set()
+        free = set(inputs)
+        for node in calls:
+            reads = [each for each in node.all_input_nodes if not _is_number(each)]
+            if node.target is operator.getitem and operation_of(reads[0]) in at:
+                continue  # with its source
+            fit = _symbols(node) <= {tokens} and all(_symbols(each) <= {tokens} for each in _numbers_before(node))
+            if operation_of(node) in at:
+                results = _results(node)
+                # What a splitting operation gives is copied to where pieces read it.
+                free |= {node, *results} if all(_goes_by(tokens, each) for each in results) else set()
+            elif fit and node not in barred and all(each in free for each in reads):
+                captured.add(node)
+                free.add(node)
+        out = {node for node in captured if not _may_leave(tokens, node) and not captured.issuperset(_readers(node))}
+        if not out:
+            return captured
+        barred |= out | {node.args[0] for node in out if node.target is operator.getitem}  # type: ignore[misc]
+
+
+def _groups(graph: fx.Graph, captured: set[fx.Node], at: Collection[str]) -> list[list[fx.Node]]:
+    """The nodes of each segment. A part of a tuple goes with the tuple."""
+    groups: list[list[fx.Node]] = []
+    group_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or _is_number(node):
+            continue
+        if node.target is operator.getitem and node.args[0] in group_of:
+            group_of[node] = group_of[node.args[0]]
+            group_of[node].append(node)
+            continue
+        if not groups or operation_of(node) in at or (groups[-1][0] in captured) != (node in captured):
+            groups.append([])
+        groups[-1].append(node)
+        group_of[node] = groups[-1]
+    return groups
+
+
+def _last_readers(graph: fx.Graph, place: Mapping[fx.Node, int], returned: int) -> dict[fx.Node, int]:
+    """Of each node, the number of the last segment that reads its memory."""
+    memory = Memory(graph)
+    found: dict[fx.Node, int] = {}
+    for node in place:
+        shown = {node, *(each for where in memory.places(node) for each in memory.members(where))}
+        readers = [user for each in shown for user in each.users if user.target not in SIZES]
+        found[node] = max((returned if user.op == "output" else place.get(user, 0) for user in readers), default=0)
+    return found
+
+
+def _function(
+    nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], constants: Mapping[fx.Node, Tensor]
+) -> tuple[list[fx.Node], Callable[..., tuple[Tensor, ...]]]:
+    """What ``nodes`` read of others, and a function from that to ``outputs``."""
+    own = set(nodes)
+    needed: list[fx.Node] = []  # numbers are computed in each piece anew, from tensors
+    for node in nodes:
+        needed += _numbers_before(node)
+    body = [*dict.fromkeys(needed), *nodes]
+    reads = dict.fromkeys(each for node in body for each in node.all_input_nodes if each not in own)
+    outside = [each for each in reads if not _is_number(each)]
+    inputs = [each for each in outside if each not in constants]
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for each in outside:
+        copies[each] = part.placeholder(each.name)
+    for node in body:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(tuple(copies[node] for node in outputs))
+    return inputs, lower(part, {copies[each]: constants[each] for each in outside if each in constants})
+
+
+def _numbers_before(node: fx.Node) -> list[fx.Node]:
+    """The sizes that a node reads, and those that they are computed from, in order."""
+    found: list[fx.Node] = []
+    for each in node.all_input_nodes:
+        if _is_number(each):
+            found += [*_numbers_before(each), each]
+    return found
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(value(node), (*_OPEN, int))
+
+
+def _symbols(node: fx.Node) -> set[Any]:
+    """The open sizes in what a node gives: in a number, or in the shapes of tensors."""
+    found = value(node)
+    sizes = [size for each in pytree.tree_leaves(found) for size in (each.shape if isinstance(each, Tensor) else [each])]
+    return {symbol for size in sizes if isinstance(size, _OPEN) for symbol in size.node.expr.free_symbols}
+
+
+def _goes_by(tokens: Any, node: fx.Node) -> bool:
+    """Whether a tensor has a row for each token, and tokens nowhere else."""
+    fake = value(node)
+    if not isinstance(fake, Tensor) or not fake.dim() or not isinstance(fake.shape[0], torch.SymInt):
+        return False
+    return bool(fake.shape[0].node.expr == tokens) and not any(isinstance(size, _OPEN) for size in fake.shape[1:])
+
+
+def _may_leave(tokens: Any, node: fx.Node) -> bool:
+    return not _symbols(node) or _goes_by(tokens, node) or isinstance(value(node), (tuple, list))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if not _is_number(user)]
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """A node, or its parts if it gives several tensors; nothing if it only writes."""
+    if value(node) is None:
+        return []
+    return [node] if isinstance(value(node), Tensor) else list(node.users)
+
+
+def operation_of(node: fx.Node) -> str | None:
+    """The name of the operation that a node calls, or None if it calls something else."""
+    found = ops.operation_of_node(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    return None if found is None else found.name

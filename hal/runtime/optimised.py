@@ -1,0 +1,65 @@
+"""A model's step as an optimised function: traced anew where its Python would do otherwise for other sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from hal.backend import Backend
+from hal.batch import Batch
+from hal.compile.optimise import OptimisedStep, kept_whole, optimise
+from hal.compile.trace import Caches, batch_tensors, example_batch, trace_step
+from hal.config import CompilationConfig
+from hal.kv_cache import KVCache
+from hal.nn import CausalLM
+
+log = logging.getLogger("hal.runtime")
+
+
+class OptimisedModel:
+    """Runs decode steps as the model does, on the graphs that the backend's passes made of it.
+
+    Attributes:
+        optimised: by batch size, the step that serves it; most sizes share one.
+
+    Raises:
+        CompileError: the model cannot be traced, or a pass failed; by ``prepare`` or the first step of a size.
+    """
+
+    def __init__(self, model: CausalLM, backend: Backend, cache: KVCache, config: CompilationConfig) -> None:
+        self._model, self._backend, self._cache, self._config = model, backend, cache, config
+        self._lowered: list[tuple[OptimisedStep, Callable[..., tuple[Tensor]]]] = []
+        self._steps: dict[int, Callable[..., tuple[Tensor]]] = {}
+        self.optimised: dict[int, OptimisedStep] = {}
+
+    def prepare(self, size: int) -> OptimisedStep:
+        """Trace and optimise what runs decode steps of ``size`` sequences, if nothing did yet."""
+        if size not in self._steps:
+            example = example_batch(size, size, size, columns=2 * size + 3, device=self._backend.device.torch)
+            known = next((each for each in self._lowered if each[0].traced.serves(example)), None)
+            if known is None:
+                known = self._optimise(example)
+                self._lowered.append(known)
+            self.optimised[size], self._steps[size] = known
+        return self.optimised[size]
+
+    def _optimise(self, example: Batch) -> tuple[OptimisedStep, Callable[..., tuple[Tensor]]]:
+        size = example.num_sequences
+        trace = partial(
+            trace_step, self._model, example, self._cache.layers, whole=kept_whole(self._backend), any_size=size > 1,
+            decompose=False,
+        )  # fmt: skip
+        step = optimise(trace, self._backend, self._config.passes)
+        log.info("optimised the decode step for %s:\n%s", "one sequence" if size == 1 else "more", step.report)
+        step.hoist(self._backend)
+        return step, step.lowered()
+
+    def __call__(self, batch: Batch, caches: Caches) -> Tensor:
+        """Logits, as the model gives them. ``caches`` are those that it was made for."""
+        self.prepare(batch.num_sequences)
+        (logits,) = self._steps[batch.num_sequences](*batch_tensors(batch))
+        result: Tensor = logits
+        return result
