@@ -33,6 +33,8 @@ from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops.declaration import Kernel, Operation
 
 DEFAULT_BLOCK_SIZE = 64
+SPLITTING_OPS = ("paged_attention",)
+"""Where steps are split, unless the config says otherwise."""
 PREFILL_COMPILERS = ("eager", "piecewise")
 """What prefill steps can run with: each has a number of tokens and sequences of its own."""
 """Tokens per block of a cache, where neither the config nor the backend prefers another size."""
@@ -192,9 +194,7 @@ class Backend:
         Raises:
             ConfigError: a compiler, dtype or block size that the backend does not have.
         """
-        self._check_phase(config.compilation.of("decode"), self.compilers)
-        prefill = tuple(each for each in self.compilers if each in PREFILL_COMPILERS)
-        self._check_phase(config.compilation.of("prefill"), prefill, "for prefill")
+        self._check_compilation(config.compilation)
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         size, sizes = config.cache.block_size, self.limits.block_sizes
@@ -207,14 +207,44 @@ class Backend:
         if self.active:
             self.activate()  # what stands in for missing kernels depends on the config
 
-    def _check_phase(self, config: CompilationConfig, served: Sequence[str], phase: str = "") -> None:
-        if config.compiler not in served:
-            where = f" {phase}" if phase else ""
-            raise ConfigError(
-                f"the backend {self.name} has no compiler {config.compiler!r}{where}", nearest(config.compiler, served)
-            )
-        for name in config.splitting_ops:
-            self.operation_named(name)
+    def _check_compilation(self, config: CompilationConfig) -> None:
+        decode, prefill = config.of("decode"), config.of("prefill")
+        for phase, served, where in (
+            (decode, self.compilers, ""),
+            (prefill, [each for each in self.compilers if each in PREFILL_COMPILERS], " for prefill"),
+        ):
+            if phase.compiler not in served:
+                raise ConfigError(
+                    f"the backend {self.name} has no compiler {phase.compiler!r}{where}",
+                    nearest(phase.compiler, served),
+                )
+            for name in phase.splitting_ops or ():
+                self.operation_named(name)
+            for name in phase.passes:
+                if name not in self.pass_names:
+                    raise ConfigError(f"the backend {self.name} has no pass {name!r}", nearest(name, self.pass_names))
+        # What no phase reads would be ignored without a word.
+        compilers = {decode.compiler, prefill.compiler}
+        for key, given, readers in (
+            ("splitting_ops", decode.splitting_ops or prefill.splitting_ops, {"piecewise"}),
+            ("passes", decode.passes or prefill.passes, set(self.compilers) - {"eager", "inductor"}),
+            ("torch_compile_max_bs", decode.torch_compile_max_bs, {"graph"}),
+        ):
+            if given and not compilers & readers:
+                raise ConfigError(
+                    f"compilation.{key} is given, and the compiler {decode.compiler!r} does not read it",
+                    f"leave it out, or use {', '.join(sorted(readers)) or 'another backend'}",
+                )
+
+    def splitting_ops(self, config: CompilationConfig) -> set[str]:
+        """hal's names of the operations that a phase is split at."""
+        return {self.operation_named(name) for name in config.splitting_ops or SPLITTING_OPS}
+
+    @property
+    def pass_names(self) -> tuple[str, ...]:
+        """The names that ``compilation.passes`` may hold: of the driver's own rewrites, and of the fused operations."""
+        own = [str(getattr(each, "name", None) or getattr(each, "__name__", each)) for each in self.rewrites]
+        return (*own, *(each.name for each in ops.catalogue().values() if each.fused and each.name in self.kernels))
 
     def operation_named(self, name: str) -> str:
         """hal's name of an operation, by that or by the vendor's.

@@ -39,6 +39,11 @@ def _own_name(compiler: str) -> str:
     return ALIASES.get(compiler, compiler)
 
 
+def _some(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...] | None) -> None:
+    if value is not None and not value:
+        raise ValueError("must name an operation; leave it out for the default")
+
+
 @attrs.frozen
 class PhaseConfig:
     """What :class:`CompilationConfig` says, for one phase; None (``null``) leaves it as it is there.
@@ -52,7 +57,7 @@ class PhaseConfig:
     """
 
     compiler: str | None = attrs.field(default=None, converter=attrs.converters.optional(_own_name))
-    splitting_ops: tuple[str, ...] | None = None
+    splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_some)
     passes: dict[str, bool] | None = None
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)
@@ -68,7 +73,8 @@ class CompilationConfig:
             operations that ``splitting_ops`` names; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers
             may bring more; see ``hal backends``. Prefill is eager unless the compiler is ``piecewise``, or ``prefill``
             says otherwise.
-        splitting_ops: operations that run eagerly between the pieces of ``piecewise``; by name, or by the vendor's.
+        splitting_ops: operations that run eagerly between the pieces of ``piecewise``, by hal's name or the vendor's;
+            None (``null``) takes ``paged_attention``.
         passes: rewrites by name, to turn off (false) or on; all that a backend has are on.
         capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
@@ -81,7 +87,7 @@ class CompilationConfig:
     """
 
     compiler: str = attrs.field(default="eager", converter=_own_name)
-    splitting_ops: tuple[str, ...] = ("paged_attention",)
+    splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_some)
     passes: dict[str, bool] = attrs.field(factory=dict)
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)

@@ -105,7 +105,7 @@ def _compiled(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, S
     step = optimise(trace, on, config.passes)
     began, fields = time.perf_counter(), [each.name for each in attrs.fields(Batch)]
     if piecewise:
-        at = {on.operation_named(name) for name in config.splitting_ops}
+        at = on.splitting_ops(config)
         by_token = ("token_ids", "positions", "slot_mapping")
         step.hoist(on, at)
         parts = split(step.traced.graph.graph, fields, step.traced.fixed, at=at, by_token=by_token)
@@ -139,7 +139,7 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
         return
     modes = ("eager",) if compiler == "eager" else ("eager", compiler)
     config = on.config.compilation
-    kept = {"passes": dict(config.of("decode").passes), "splitting_ops": list(config.of("decode").splitting_ops)}
+    kept = {"passes": dict(config.of("decode").passes), "splitting_ops": config.of("decode").splitting_ops}
     plan = Plan(workload="decode", checkpoint=str(path), backend=on.name, dtype=None if on.config.dtype == "auto" else
                 on.config.dtype, batch_sizes=(size,), length=20, compilers=modes, trace=True,
                 options={**on.config.options, **options}, compilation=kept)  # fmt: skip

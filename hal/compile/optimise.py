@@ -132,10 +132,7 @@ def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite 
     known = {name_of(each): each for each in all_passes(backend)}
     for name in passes:
         if name not in known:
-            raise ConfigError(
-                f"the backend {backend.name} has no pass {name!r}; {nearest(name, known)}",
-                f"its passes are {', '.join(known) or 'none'}",
-            )
+            raise ConfigError(f"the backend {backend.name} has no pass {name!r}", nearest(name, known))
     return [each for name, each in known.items() if passes.get(name, True)]
 
 
