@@ -54,7 +54,7 @@ def eager(made: Any, scheme: str, stream: list[int]) -> schemes.Found:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: str, stream: list[int]) -> None:
-    """A batch is padded, and so rounds otherwise; in int8 that moves a value by a whole step. Few tokens show it more."""
+    """A batch is padded, and rounds otherwise; in int8 that moves a value by a whole step. Few tokens show it more."""
     found = measured(made, scheme, "npu", mode, stream)
     close = 1e-3 if scheme == "bfloat16" else 2e-2
     assert found.decoded == pytest.approx(eager.decoded, rel=close)
