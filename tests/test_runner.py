@@ -161,6 +161,18 @@ def test_a_compiler_that_only_the_driver_knows_is_refused(cpu: hal.Backend) -> N
     cpu.activate()
 
 
+def test_a_model_on_another_device_is_refused() -> None:
+    model = Toy().to("meta")
+    with pytest.raises(ConfigError, match="the model is on meta, and the backend cpu on cpu"):
+        hal.Runner(model, opened())
+
+
+@pytest.mark.parametrize("size", [(1 << 16) + 1, 2**40, 2**70])
+def test_a_size_that_nothing_could_hold_is_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"capture_sizes has {size}"):
+        hal.Runner(Toy(), opened(capture_sizes=[2, size]))
+
+
 def test_a_cache_larger_than_memory_is_refused() -> None:
     backend = hal.open({"backend": "cpu", "cache": {"num_tokens": 1 << 50}})
     with pytest.raises(ConfigError, match=r"MiB free\n.*lower cache\.num_tokens"):

@@ -16,6 +16,9 @@ from hal.config import CompilationConfig
 from hal.errors import BatchError, ConfigError
 from hal.kv_cache import DUMMY_BLOCK
 
+LARGEST = 1 << 16
+"""Sequences, or tokens, that a graph may be captured for: beyond what any device has memory for."""
+
 
 def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int | None = None) -> list[int]:
     """The decode batch sizes to capture, ascending.
@@ -37,6 +40,11 @@ def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int 
         raise ConfigError(
             f"capture_sizes {list(asked)} and max_capture_size {config.max_capture_size} leave nothing to capture",
             'change them, or use the compiler "eager"',
+        )
+    if sizes[-1] > LARGEST:
+        raise ConfigError(
+            f"capture_sizes has {sizes[-1]}, and no graph is captured for more than {LARGEST}",
+            "leave it out; larger batches run eagerly",
         )
     return sizes
 

@@ -62,6 +62,11 @@ class Runner:
                 "load the model once more, on the backend that is to run it",
             )
         config, parameter = backend.config, next(model.parameters())
+        if parameter.device != backend.device.torch:
+            raise ConfigError(
+                f"the model is on {parameter.device}, and the backend {backend.name} on {backend.device.torch}",
+                "load the model on the backend that is to run it, or move it there",
+            )
         self.spec = KVCacheSpec(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,

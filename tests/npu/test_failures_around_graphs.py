@@ -1,0 +1,71 @@
+"""What goes wrong around graphs: failures nobody explained, other devices and threads, interrupts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import test_graph
+import torch
+from hal.backends.npu import emulator
+from torch import Tensor
+
+import hal
+
+Opened = Callable[..., hal.Backend]
+SHORT, LONG = test_graph.LENGTHS[0], test_graph.LENGTHS[2]
+
+
+def expected(attend: test_graph.Attend, lens: list[int]) -> Tensor:
+    attend.device_lens.copy_(torch.tensor(lens))
+    return attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()
+
+
+@pytest.mark.parametrize("seed", [8, 10, 11, 21, 22, 27])
+def test_a_failure_that_the_caller_caught_leaves_nothing_behind(npu: Opened, seed: int) -> None:
+    """Under these schedules a flag stays up, and a replay would take the lengths of the one before it."""
+    attend = test_graph.Attend(npu())
+    graph = attend.backend.graph()
+    output, wanted = graph.capture(attend.twice), expected(attend, LONG)
+    graph.replay(**attend.host_values(SHORT))
+    output.cpu()
+    with emulator.schedule(seed):
+        with emulator.faults.execution("FusedInferAttentionScoreV3"):
+            graph.replay(**attend.host_values(test_graph.LENGTHS[1]))
+            with pytest.raises(RuntimeError, match="507015"):
+                torch.npu.synchronize()  # no hal in it
+        for _ in range(3):
+            graph.replay(**attend.host_values(LONG))
+            torch.testing.assert_close(output.cpu(), wanted, rtol=0, atol=0)
+
+
+def test_graphs_of_two_devices_and_another_thread(npu: Opened) -> None:
+    for device in (0, 1, 0):
+        attend = test_graph.Attend(npu(options={"device": device}))
+        assert torch.npu.current_device() == device
+        graph = attend.backend.graph()
+        output, wanted, found = graph.capture(attend.twice), expected(attend, LONG), []
+        assert output.device.index == device
+        torch.npu.synchronize(device)
+
+        def replay(
+            graph: hal.Graph = graph,
+            attend: test_graph.Attend = attend,
+            output: Tensor = output,
+            found: list[Tensor] = found,
+        ) -> None:
+            graph.replay(**attend.host_values(LONG))  # a thread begins with device 0
+            found.append(output.cpu())
+
+        thread = threading.Thread(target=replay)
+        thread.start()
+        thread.join()
+        torch.testing.assert_close(found[0], wanted, rtol=0, atol=0)
+
+
+def test_activation_makes_the_device_current(npu: Opened) -> None:
+    first, second = npu(), npu(options={"device": 1})
+    for backend, device in ((first, 0), (second, 1)):
+        backend.activate()
+        assert torch.npu.current_device() == device
