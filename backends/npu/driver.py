@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +34,7 @@ def _at_least_0(instance: Any, attribute: attrs.Attribute[Any], value: int | Non
     if value is not None and value < 0:
         raise ValueError(f"{attribute.name} must be at least 0, not {value}")
 
+
 NATIVE_NAMES = {
     "atb._npu_paged_attention": "paged_attention",
     "atb._npu_reshape_and_cache": "store_kv_cache",
@@ -60,6 +61,9 @@ class NpuOptions:
         nz_cache: hold the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache``, which writes only
             such. Off, because nobody has run it on hardware yet.
         max_streams: streams that graphs may take together; None takes what the generation has.
+        static_kernels: the compiler ``npugraph_ex`` has CANN compile the kernels anew for the shapes of each graph, and
+            keeps them in ``compilation.cache_dir``. That takes minutes, and CANN's op_compiler.
+        npugraph_ex: further options of torch_npu's for that compiler, such as ``{"pattern_fusion_pass": false}``.
     """
 
     device: int = attrs.field(default=0, validator=_at_least_0)
@@ -69,6 +73,8 @@ class NpuOptions:
     nz_weights: bool = False
     nz_cache: bool = False
     max_streams: int | None = attrs.field(default=None, validator=_at_least_0)
+    static_kernels: bool = False
+    npugraph_ex: dict[str, Any] = attrs.field(factory=dict)
 
 
 class NpuBackend(Backend):
@@ -96,7 +102,7 @@ class NpuBackend(Backend):
             "npu",
             device,
             kernels=table,
-            compilers=("graph",) if generation.graphs else (),
+            compilers=_compilers(generation),
             limits=generation.limits(options.max_streams),
             native_names=NATIVE_NAMES,
             cache_layout="fractal_nz" if options.nz_cache else "canonical",
@@ -106,11 +112,26 @@ class NpuBackend(Backend):
         self.update_stream = torch_npu.npu.Stream(options.device)
         self.npu = device
 
+    def activate(self) -> None:
+        """As any backend; and make its device the current one of this thread, where the kernels' results are made."""
+        import torch_npu
+
+        super().activate()
+        torch_npu.npu.set_device(self.device.torch)
+
     def graph(self) -> Graph:
         """A new, empty NPUGraph."""
         from .graph import NpuGraph
 
         return NpuGraph(self)
+
+    def decoder(self, compiler: str, model: Any, cache: KVCache) -> Callable[[Any], Tensor]:
+        """Decode steps by ``npugraph_ex``."""
+        if compiler != "npugraph_ex":
+            return super().decoder(compiler, model, cache)
+        from .npugraph_ex import ExDecoder
+
+        return ExDecoder(model, self, cache)
 
     def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
         """In FRACTAL_NZ, if the option ``nz_weights`` says so."""
@@ -213,6 +234,16 @@ class NpuDriver(Driver):
         if given.get("emulator") in (True, False, ""):
             given["emulator"] = "on" if given["emulator"] else "off"
         return read(NpuOptions, given, "options of the npu driver")
+
+
+def _compilers(generation: Generation) -> tuple[str, ...]:
+    """What captures graphs, where the SoC does; and npugraph_ex, where torch_npu has it."""
+    import torch_npu
+
+    if not generation.graphs:
+        return ()
+    has = hasattr(getattr(torch_npu.npu, "npugraph_ex", None), "compile_fx")
+    return ("graph", "npugraph_ex") if has else ("graph",)
 
 
 def _import_torch_npu() -> Any:

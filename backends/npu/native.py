@@ -131,7 +131,7 @@ def _symbol(shapes: ShapeEnv, number: int) -> Any:
 def _hold(module: fx.GraphModule, mode: FakeTensorMode, before: fx.Node) -> list[Tensor]:
     """Make inputs of the tensors that the graph holds, which would be copied into compiled code."""
     inputs: dict[int, fx.Node] = {}
-    held = []
+    held: list[Tensor] = []
     for node in [each for each in module.graph.nodes if each.op == "get_attr"]:
         tensor: Tensor = getattr(module, str(node.target))
         if id(tensor) not in inputs:
