@@ -2,9 +2,11 @@
 
     python tests/npu/schemes.py
     python tests/npu/schemes.py --sequences 8 --window 256
+    python tests/npu/schemes.py --launches
 
 Held-out perplexity by decoding and by prefill, and how many of the likeliest tokens are the CPU's, each after the same
-text. Needs the package installed with its extra ``test``, and no Ascend.
+text. With --launches instead the table of docs/npu.md: what a decode layer launches. Needs the package installed with
+its extra ``test``, and no Ascend.
 """
 
 from __future__ import annotations
@@ -106,14 +108,42 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
     return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])
 
 
+def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+    """Rows in Markdown: weights, cache, batch, mode, launches of a layer, and outside the layers."""
+    from hal.bench import launches, plan
+
+    rows = []
+    for scheme, cache, sizes, modes in (
+        ("bfloat16", "canonical", (1, 8), ("eager", "graph")),
+        ("bfloat16", "fractal_nz", (1, 8), ("graph",)),
+        *(("w8a8", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
+        *(("w8a8_dynamic", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
+    ):
+        path, dtype = made[scheme]
+        setting = plan.settle(plan.Plan(
+            workload="decode", checkpoint=str(path), backend="npu", dtype=dtype, batch_sizes=sizes, compilers=modes,
+            options={"nz_cache": cache == "fractal_nz"},
+        ))  # fmt: skip
+        for each in launches.count(setting, lambda text: None):
+            mode = each.contender.removeprefix("hal ")
+            outside = each.outside.total()
+            rows.append(f"| {scheme} | {cache} | {each.batch_size} | {mode} | {each.per_layer} | {outside} |")
+    return rows
+
+
 @click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
 @click.option("--sequences", default=4, show_default=True)
 @click.option("--window", default=64, show_default=True)
-def main(sequences: int, window: int) -> None:
+@click.option("--launches", is_flag=True)
+def main(sequences: int, window: int, launches: bool) -> None:
     from hal.backends.npu import emulator
 
     emulator.activate()
     torch.set_num_threads(1)
+    if launches:
+        with checkpoints() as made:
+            click.echo("\n".join(launch_table(made)))
+        return
     stream = held_out.tokens(hal.Checkpoint.open(TRAINED), sequences * window + 1)
     with checkpoints() as made:
         for scheme, (path, dtype) in made.items():

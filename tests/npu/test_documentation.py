@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 
-import attrs
 import processes
 import pytest
+import schemes
 
 import hal
-from hal.bench import launches, plan
+from hal.bench import launches
 
 PAGE = processes.ROOT / "docs" / "npu.md"
 FENCE = re.compile(r"^```(python|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,17 +45,11 @@ def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
     assert "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')>" in result.stdout
 
 
-def test_the_launches_are_those_of_the_trace(trained: Path) -> None:
+def test_the_launches_are_those_of_the_trace() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (eager|graph) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
-    setting = plan.settle(
-        plan.Plan(workload="decode", checkpoint=str(trained), backend="npu", batch_sizes=(1, 8), length=512)
-    )
-    counted = launches.count(attrs.evolve(setting, modes=("eager", "graph")), lambda text: None)
-    assert [tuple(row) for row in rows] == [
-        (str(each.batch_size), each.contender.removeprefix("hal "), str(each.per_layer), str(each.outside.total()))
-        for each in counted
-    ]
+    rows = re.findall(r"^\| \w+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+ \|$", text, re.MULTILINE)
+    with schemes.checkpoints() as made:
+        assert rows == schemes.launch_table(made)
 
 
 def test_the_peers_figure_is_the_one_in_the_code() -> None:
