@@ -35,7 +35,9 @@ from hal.ops.declaration import Kernel, Operation
 DEFAULT_BLOCK_SIZE = 64
 SPLITTING_OPS = ("paged_attention",)
 """Where steps are split, unless the config says otherwise."""
-PREFILL_COMPILERS = ("eager", "piecewise")
+IN_PIECES = ("piecewise", "piecewise_eager")
+"""Compilers that capture a step in pieces."""
+PREFILL_COMPILERS = ("eager", *IN_PIECES)
 """What prefill steps can run with: each has a number of tokens and sequences of its own."""
 """Tokens per block of a cache, where neither the config nor the backend prefers another size."""
 
@@ -144,7 +146,7 @@ class Backend:
         self.kernels = MappingProxyType(dict(kernels))
         served = dict.fromkeys(("eager", *compilers))
         if "graph" in served:  # what can be captured whole can be captured in pieces
-            served["piecewise"] = None
+            served |= dict.fromkeys(IN_PIECES)
         if inductor is not None:
             served["inductor"] = None
         self.compilers = tuple(served)
@@ -226,9 +228,10 @@ class Backend:
         # What no phase reads would be ignored without a word.
         compilers = {decode.compiler, prefill.compiler}
         for key, given, readers in (
-            ("splitting_ops", decode.splitting_ops or prefill.splitting_ops, {"piecewise"}),
-            ("passes", decode.passes or prefill.passes, set(self.compilers) - {"eager", "inductor"}),
+            ("splitting_ops", decode.splitting_ops or prefill.splitting_ops, set(IN_PIECES)),
+            ("passes", decode.passes or prefill.passes, set(self.compilers) - {"eager", "inductor", "piecewise_eager"}),
             ("torch_compile_max_bs", decode.torch_compile_max_bs, {"graph"}),
+            ("cache_dir", config.cache_dir, set(self.compilers) - {"eager", "graph", "inductor", *IN_PIECES}),
         ):
             if given and not compilers & readers:
                 raise ConfigError(

@@ -70,9 +70,10 @@ class CompilationConfig:
     Attributes:
         compiler: ``eager`` runs the model's Python each step; ``graph`` (also ``npugraph``) captures decode steps
             whole, one graph per bucket; ``piecewise`` captures decode and prefill steps in pieces, between the
-            operations that ``splitting_ops`` names; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers
-            may bring more; see ``hal backends``. Prefill is eager unless the compiler is ``piecewise``, or ``prefill``
-            says otherwise.
+            operations that ``splitting_ops`` names, and ``piecewise_eager`` likewise, from the model's own Python,
+            without a trace or passes; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers may bring
+            more; see ``hal backends``. Prefill is eager unless the compiler captures in pieces, or ``prefill`` says
+            otherwise.
         splitting_ops: operations that run eagerly between the pieces of ``piecewise``, by hal's name or the vendor's;
             None (``null``) takes ``paged_attention``.
         passes: rewrites by name, to turn off (false) or on; all that a backend has are on.
@@ -81,7 +82,8 @@ class CompilationConfig:
         torch_compile_max_bs: decode batches above it are captured from the model's own Python; None has no such limit.
         on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
         debug: before each replay, check that the weights, caches and inputs lie where they lay at the capture.
-        cache_dir: a folder that compilers keep what they compile in, for the next start; None takes the usual one.
+        cache_dir: a folder that a driver's own compiler keeps what it compiles in, for the next start; None takes the
+            usual one.
         decode: what is otherwise for decode steps.
         prefill: what is otherwise for prefill steps.
     """
@@ -103,8 +105,8 @@ class CompilationConfig:
         given = {name: each for name, each in attrs.asdict(getattr(self, phase)).items() if each is not None}
         if phase == "prefill":
             # The sizes above are of decode batches, and only pieces can be captured for any number of tokens.
-            rest = {"compiler": "piecewise" if self.compiler == "piecewise" else "eager", "capture_sizes": None,
-                    "max_capture_size": None}  # fmt: skip
+            rest = {"compiler": self.compiler if self.compiler.startswith("piecewise") else "eager",
+                    "capture_sizes": None, "max_capture_size": None}  # fmt: skip
             given = rest | given
         given["passes"] = self.passes | given.get("passes", {})
         return attrs.evolve(self, **given, decode=PhaseConfig(), prefill=PhaseConfig())

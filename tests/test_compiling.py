@@ -78,6 +78,8 @@ class TestConfigurations:
             ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, "no pass 'ad_rms_norm'"),
             ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is given, and the compiler 'eager'"),
             ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is given"),
+            ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is given"),
+            ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is given"),
             ({"decode": {"compilr": "graph"}}, "compilr"),
         ],
     )

@@ -8,13 +8,14 @@ memory, so that the tapes before stay where they are; no result lies across two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 if TYPE_CHECKING:
     from .tape import Launch
@@ -84,13 +85,16 @@ def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None =
     """Plan the memory of everything that ``launches`` make; return a function from each tensor to its place in it.
 
     What the pool holds for others stays theirs; if there is a ``holder``, the outputs are held for that from now on.
-    Tensors whose memory the launches did not make (weights, caches, inputs) are returned as they are.
+    Tensors whose memory the launches did not make (weights, caches, inputs) are returned as they are; and so are those
+    whose memory somebody else has, who may read it later: a function that is not at its end yet.
     """
+    kept = _had_elsewhere(launches, outputs)
     lives: dict[int, _Life] = {}
     for index, launch in enumerate(launches):
         for result in launch.results:
             storage = result.untyped_storage()
-            lives.setdefault(storage_of(result), _Life(_aligned(storage.nbytes()), index, index))
+            if storage_of(result) not in kept:
+                lives.setdefault(storage_of(result), _Life(_aligned(storage.nbytes()), index, index))
         for tensor in _tensors((launch.args, launch.kwargs)):
             if (life := lives.get(storage_of(tensor))) is not None:
                 life.last = index
@@ -99,8 +103,8 @@ def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None =
             life.last = len(launches)
     pool.reserve(_assign_offsets(lives.values(), pool.held, pool.ends, len(launches)))
     if holder is not None:
-        kept = {storage_of(tensor) for tensor in _tensors(outputs)} & set(lives)
-        pool.hold(holder, [(lives[each].offset, lives[each].nbytes) for each in kept])
+        given = {storage_of(tensor) for tensor in _tensors(outputs)} & set(lives)
+        pool.hold(holder, [(lives[each].offset, lives[each].nbytes) for each in given])
 
     def moved(tensor: Tensor) -> Tensor:
         life = lives.get(storage_of(tensor))
@@ -113,9 +117,35 @@ def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None =
     return moved
 
 
-def _assign_offsets(
-    lives: Iterable[_Life], held: Iterable[tuple[int, int]], ends: Iterable[int], last: int
-) -> int:
+def _had_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
+    """The memory that launches made and that others have a tensor on, beside the launches and the outputs."""
+    made = {storage_of(result) for launch in launches for result in launch.results}
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def owned(tensor: Tensor) -> Tensor:
+        if storage_of(tensor) not in made:
+            return tensor
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor, tensor.detach()
+        return own[id(tensor)][1]
+
+    # Whoever still has a tensor of a launch has one more than those that the launch gets here.
+    for launch in launches:
+        launch.args, launch.kwargs = tree_map_only(Tensor, owned, (launch.args, launch.kwargs))
+        launch.results = [owned(result) for result in launch.results]
+    known = {id(tensor): tensor for tensor in _tensors(outputs)} | {id(each): each for _, each in own.values()}
+    own.clear()
+    count = Counter(storage_of(tensor) for tensor in known.values())
+    one = torch.empty(1)
+    extra = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1
+    return {
+        storage_of(tensor) for tensor in known.values()
+        if storage_of(tensor) in made
+        and torch._C._storage_Use_Count(storage_of(tensor)) > count[storage_of(tensor)] + extra
+    }  # fmt: skip
+
+
+def _assign_offsets(lives: Iterable[_Life], held: Iterable[tuple[int, int]], ends: Iterable[int], last: int) -> int:
     """Set every offset, clear of what is held and across no end; return the bytes that all take together."""
     placed = [_Life(nbytes, 0, last, offset) for offset, nbytes in held]
     walls = [_Life(0, 0, last, end) for end in ends]

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,8 +19,7 @@ from hal.batch import Batch
 from hal.compile.lower import lower
 from hal.compile.optimise import OptimisedStep, kept_whole, optimise
 from hal.compile.trace import example_batch, trace_step
-from hal.errors import CaptureError, CompileError, ConfigError, DeviceOutOfMemory, HalError
-from hal.graph import Graph
+from hal.errors import CaptureError, CompileError, DeviceOutOfMemory, GraphError, HalError
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
 from hal.runtime.addresses import Addresses
@@ -31,7 +29,8 @@ from hal.stream import Stream
 
 from .compiled_code import CodeCache, Namespace, repeating_warnings
 from .ex_options import check_device, check_static_kernels, compiler_options
-from .graph import capture_error
+from .failures import first_line
+from .graph import NpuGraph, capture_error
 from .native import LENGTHS, NativeStep, native_step
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hal.npu")
 
 
-class CompiledGraph(Graph):
-    """A step as npugraph_ex captured it. Its first run captures; its outputs stay for as long as it does.
+class CompiledGraph(NpuGraph):
+    """A step as npugraph_ex captures it, in its first run. torch_npu replays it and updates the lengths beside.
 
     Args:
         backend: that captures.
@@ -50,28 +49,21 @@ class CompiledGraph(Graph):
     """
 
     def __init__(self, backend: NpuBackend, names: Namespace, arguments: list[Tensor]) -> None:
-        super().__init__()
-        self._backend, self._names, self._arguments = backend, names, arguments
+        super().__init__(backend)
+        self._names, self._arguments = names, arguments
+        self._replay: Any = None
         # The module's functions and its names refer to each other, and would keep memory until the next collection.
         weakref.finalize(self, names.clear).atexit = False
 
-    def dump(self, path: Path) -> None:
-        """Write CANN's listing of the captured tasks, in JSON."""
-        self._require_capture("dump")
-        (graph,) = self._names["acl_graph"].graph.values()
-        graph.debug_dump(str(path))
-
-    def run(self, lengths: Tensor) -> Tensor:
-        """Run with the lengths of each sequence: logits."""
+    def run(self, lengths: Tensor) -> None:
+        """Run with the lengths of each sequence."""
         # Copied, for kernels that take them as a tensor: torch_npu's queue may read it later.
-        (logits,) = self._names["kernel"](*self._arguments, lengths.clone(), *lengths.tolist())
-        result: Tensor = logits
-        return result
+        self._names["kernel"](*self._arguments, lengths.clone(), *lengths.tolist())
 
     def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
         # One stream and one pool for all, as memory is shared by what is captured on the same of both.
         info, made = self._names["aclgraph_cache_info"], self._names["acl_graph"]
-        info.stream = self._backend.capture_stream
+        info.stream = self._stream(stream)
         info.pool = torch_npu.npu.graph_pool_handle() if pool is None else pool
         made.load(info)
         with torch_npu.npu.device(self._backend.device.torch):
@@ -85,20 +77,42 @@ class CompiledGraph(Graph):
                 raise capture_error(error) from error
             finally:
                 torch_npu.npu.set_stream(before)  # torch_npu leaves its own behind if the end of a capture fails
-        # Held weakly, as by NpuGraph: their memory is the pool's.
         (captured,) = made.graphs_meta.values()
+        self._graph, self._replay = captured.acl_graph, captured.replay_func
+        # What is let go on after a failure.
+        mode = self._graph.graph_dispatch_mode
+        mode.update_stream, mode.graph_dispatch_records = self._replay._update_stream, self._replay._updated_node_infos
+        # Held weakly, as by NpuGraph: their memory is the pool's.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
+        self._failures = self._backend.npu.count_failures()
         return captured.retained_outputs[0], info.pool
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
-        self.run(host_values[LENGTHS])
+        with torch_npu.npu.device(self._backend.device.torch):
+            if self._failures != (failures := self._backend.npu.count_failures()):
+                failures = self._recover()
+            self._failures = None  # whatever breaks this off, the next replay sees it
+            try:
+                self.run(host_values[LENGTHS])
+            except BaseException as error:
+                self._recover()
+                if not isinstance(error, Exception):
+                    raise
+                raise GraphError(
+                    f"the lengths of a replay could not be set, and its results are void: {first_line(error)}",
+                    "replay again; if it repeats, run the phase with the compiler eager, and report it",
+                ) from error
+            self._failures = failures
+
+    def _recover(self) -> int:
+        failures = super()._recover()
+        self._replay._event_for_update_replay = torch_npu.npu.Event()  # which may hand the failure on
+        return failures
 
     def _release(self) -> None:
-        made = self._names.get("acl_graph")
-        for graph in () if made is None else made.graph.values():
-            graph.reset()
+        super()._release()
         self._names.clear()
-        self._arguments = []
+        self._arguments, self._replay = [], None
 
 
 @attrs.frozen
@@ -124,11 +138,6 @@ class ExDecoder:
     def __init__(self, model: CausalLM, backend: NpuBackend, cache: KVCache) -> None:
         self._model, self._backend, self._cache = model, backend, cache
         config = self._config = backend.config.compilation.of("decode")
-        if config.torch_compile_max_bs is not None:
-            raise ConfigError(
-                "torch_compile_max_bs goes with the compiler graph; npugraph_ex captures nothing but what it compiled",
-                "leave it out, or lower max_capture_size",
-            )
         check_device(backend.options.device)
         if backend.options.static_kernels:
             check_static_kernels()

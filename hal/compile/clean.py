@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from hal import ops
-from hal.compile.normalise import mutates, value
+from hal.compile.memory import Memory, mutates, needed, written
+from hal.compile.sizes import value
 
 aten = torch.ops.aten
 
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
+LARGEST_CONSTANT = 1 << 20
+"""Bytes of a constant that is kept with a graph."""
 
 
 def common_subexpressions(graph: fx.GraphModule) -> int:
@@ -20,13 +25,13 @@ def common_subexpressions(graph: fx.GraphModule) -> int:
 
     What reads memory that the graph writes stays as it is: it may read something else the second time.
     """
-    written = _written(graph.graph)
+    busy = _written(graph.graph)
     known: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or not _pure(node) or any(each in written for each in node.all_input_nodes):
+        if node.op != "call_function" or not _pure(node) or any(each in busy for each in node.all_input_nodes):
             continue
-        if node in written:
+        if node in busy:
             continue
         key = _key(node)
         if (first := known.setdefault(key, node)) is not node:
@@ -38,10 +43,14 @@ def common_subexpressions(graph: fx.GraphModule) -> int:
 
 def reciprocals(graph: fx.GraphModule) -> int:
     """The reciprocal of a reciprocal is the number itself; returns how many pairs were found."""
+    busy = _written(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
-        if node.target is aten.reciprocal.default and node.args[0].target is aten.reciprocal.default:
-            node.replace_all_uses_with(node.args[0].args[0])
+        if node.target is not aten.reciprocal.default or node.args[0].target is not aten.reciprocal.default:
+            continue
+        number = node.args[0].args[0]
+        if busy.isdisjoint({node, node.args[0], number}) and value(number).dtype == value(node).dtype:
+            node.replace_all_uses_with(number)
             graph.graph.erase_node(node)
             count += 1
     _drop_unread(graph.graph)
@@ -53,7 +62,7 @@ def needless_copies(graph: fx.GraphModule) -> int:
 
     A copy that the graph returns stays, for its reader may keep it longer than the source lives.
     """
-    written = _written(graph.graph)
+    busy = _written(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
         if node.target not in COPIES:
@@ -62,14 +71,54 @@ def needless_copies(graph: fx.GraphModule) -> int:
         fakes = value(source), value(node)
         alike = all(isinstance(each, Tensor) for each in fakes) and str(fakes[0].stride()) == str(fakes[1].stride())
         returned = any(user.op == "output" for user in node.users)
-        if alike and not returned and node not in written and source not in written:
+        if alike and not returned and node not in busy and source not in busy:
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
             count += 1
     return count
 
 
-CLEANUPS = (common_subexpressions, reciprocals, needless_copies)
+def constants(graph: fx.GraphModule) -> int:
+    """Compute now what depends on no input, such as the frequencies of a rotary embedding; returns how many nodes.
+
+    The results become attributes of the graph's module, those that others read. Large ones are left to be computed.
+    """
+    busy = _written(graph.graph)
+    known: dict[fx.Node, Tensor] = {}
+    for node in graph.graph.nodes:
+        if node in busy or any(user.op == "output" for user in node.users):
+            continue
+        if node.op == "get_attr":
+            known[node] = operator.attrgetter(node.target)(graph)
+        elif node.op == "call_function" and _pure(node) and _small(node) and known.keys() >= {*node.all_input_nodes}:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            with torch.inference_mode(False), torch.no_grad():
+                known[node] = node.target(*args, **kwargs)
+    found = [node for node in known if node.op == "call_function"]
+    for node in found:
+        if all(user in known for user in node.users):
+            continue
+        name = next(each for index in itertools.count() if not hasattr(graph, each := f"constant_{index}"))
+        graph.register_buffer(name, known[node].clone(), persistent=False)
+        with graph.graph.inserting_before(node):
+            attribute = graph.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        for user in [each for each in node.users if each not in known]:
+            user.replace_input_with(node, attribute)
+    for node in reversed(found):
+        graph.graph.erase_node(node)
+    return len(found)
+
+
+CLEANUPS = (common_subexpressions, reciprocals, needless_copies, constants)
+
+
+def _small(node: fx.Node) -> bool:
+    """Whether a node gives one tensor of torch's, of known shape and at most :data:`LARGEST_CONSTANT` bytes."""
+    fake = value(node)
+    if not isinstance(fake, Tensor) or node.target.namespace != "aten":  # type: ignore[union-attr]
+        return False
+    return all(type(size) is int for size in fake.shape) and fake.nbytes <= LARGEST_CONSTANT
 
 
 def _pure(node: fx.Node) -> bool:
@@ -97,37 +146,12 @@ def _frozen(value: Any) -> Any:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose memory is written somewhere in the graph: written arguments, and every view of the same memory."""
-    family: dict[fx.Node, fx.Node] = {}
-
-    def oldest(node: fx.Node) -> fx.Node:
-        while node in family:
-            node = family[node]
-        return node
-
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if not isinstance(node.target, torch._ops.OpOverload):
-            for read in node.all_input_nodes[:1]:  # a part of a tuple, or a size
-                family[node] = oldest(read)
-            continue
-        schema = node.target._schema
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            if not isinstance(given, fx.Node) or argument.alias_info is None:
-                continue
-            if argument.alias_info.is_write:
-                written.add(oldest(given))
-            if any(result.alias_info is not None for result in schema.returns):
-                family[node] = oldest(given)
-        for argument in schema.arguments:
-            given = node.kwargs.get(argument.name)
-            if isinstance(given, fx.Node) and argument.alias_info is not None and argument.alias_info.is_write:
-                written.add(oldest(given))
-    return {node for node in graph.nodes if oldest(node) in written}
+    memory = Memory(graph)
+    places = {place for node in graph.nodes for each in written(node) for place in memory.places(each)}
+    return {node for node in graph.nodes if not places.isdisjoint(memory.places(node))}
 
 
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not mutates(node):
+        if not node.users and not needed(node):
             graph.erase_node(node)

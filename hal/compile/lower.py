@@ -1,11 +1,14 @@
 """From a graph's nodes to a function: straight-line Python that calls kernels, with nothing of a dispatcher between.
 
 A node of an operation becomes the operation's function, which goes to the active backend's kernel; torch's own become
-methods of tensors, which cost a third of an overload's call. Weights and caches are looked up by name.
+methods of tensors, which cost a third of an overload's call; and slices that make up a tensor become one split. Weights
+and caches are looked up by name.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +17,14 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
+from hal.compile.sizes import same_size, value
 
 aten = torch.ops.aten
 
 METHODS = frozenset({
     "abs", "add", "argmax", "clone", "cos", "div", "expand", "float", "gather", "index_select", "mean", "mm", "mul",
-    "neg", "permute", "pow", "reciprocal", "rsqrt", "sigmoid", "sin", "squeeze", "sub", "sum", "t", "transpose",
-    "unsqueeze",
+    "neg", "permute", "pow", "reciprocal", "repeat", "rsqrt", "sigmoid", "sin", "squeeze", "sub", "sum", "t",
+    "transpose", "unsqueeze",
 })  # fmt: skip
 """Overloads of ATen that are called as methods of the same name, where they are given nothing by keyword."""
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
@@ -37,6 +41,10 @@ def lower(graph: fx.Graph, fixed: Mapping[fx.Node, Tensor] | None = None) -> Cal
         A function of the other placeholders, in order, that gives what the graph's output says.
     """
     root = SimpleNamespace()
+    for node in graph.nodes:
+        if node.op == "get_attr":  # under the name of the node, which no other has
+            setattr(root, node.name, operator.attrgetter(node.target)(graph.owning_module))
+            node.target = node.name
     for node, tensor in (fixed or {}).items():
         setattr(root, node.name, tensor)
         with graph.inserting_before(node):
@@ -44,9 +52,9 @@ def lower(graph: fx.Graph, fixed: Mapping[fx.Node, Tensor] | None = None) -> Cal
         attribute.meta = dict(node.meta)
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
+    for node in list(graph.nodes):
+        _split(graph, node)
     for node in graph.nodes:
-        if node.op == "get_attr" and not hasattr(root, node.target):
-            setattr(root, node.target, getattr(graph.owning_module, node.target))
         if node.op == "call_function":
             _lower_node(node)
     return _function(graph, root)
@@ -65,17 +73,64 @@ def _lower_node(node: fx.Node) -> None:
     if operation is not None:
         node.target = operation.function
     elif target in RESHAPES:
-        # A kernel may give strides other than its node's, which a view would refuse.
-        node.target = Tensor.reshape
+        source, sizes = node.args
+        # A kernel may give strides other than its node's, which a view that joins dimensions would refuse.
+        _call(node, "view" if _only_splits(source, node) else "reshape", source, tuple(sizes))  # type: ignore[arg-type]
     elif target is aten.sym_size.int:
-        node.target = Tensor.size
+        _call(node, "size", *node.args)
     elif target is aten.slice.Tensor and _is_narrow(node.args):
         source, dim, start, end = node.args[:4]
-        node.target, node.args = torch.narrow, (source, dim, start, end - start)  # type: ignore[operator]
+        _call(node, "narrow", source, dim, start, end - start)  # type: ignore[operator]
     elif target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
-        node.target, node.args, node.kwargs = Tensor.to, (node.args[0], node.kwargs["dtype"]), {}
+        _call(node, "to", node.args[0], node.kwargs["dtype"])
     elif target.namespace == "aten" and _plain_name(target) in METHODS and not node.kwargs and _has_self(target):
-        node.target = getattr(Tensor, _plain_name(target))
+        _call(node, _plain_name(target), *node.args)
+
+
+def _call(node: fx.Node, method: str, *args: Any) -> None:
+    """Make a node the call of a tensor's method."""
+    node.op, node.target, node.kwargs = "call_method", method, {}
+    node.args = tuple(tuple(each) if isinstance(each, list) else each for each in args)  # which need not be built
+
+
+def _only_splits(source: fx.Node, node: fx.Node) -> bool:
+    """Whether each dimension of a view is one, or a part of one, of its source: then it exists for any strides."""
+    old, new = value(source), value(node)
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return False
+    left = list(new.shape)
+    for size in old.shape:
+        while left and not same_size(size, left[0]):
+            first = left.pop(0)
+            if type(first) is not int or type(size) is not int or not first or size % first:
+                return False
+            size //= first
+        if not left:
+            return False
+        left.pop(0)
+    return all(same_size(size, 1) for size in left)
+
+
+def _split(graph: fx.Graph, source: fx.Node) -> None:
+    """Slices that together are all of a tensor become the parts of one split, which costs little more than one."""
+    slices = [user for user in source.users if user.target is aten.slice.Tensor and _is_narrow(user.args)]
+    slices.sort(key=lambda each: each.args[2])  # type: ignore[arg-type, return-value]
+    if len(slices) < 2 or not isinstance(value(source), Tensor):
+        return
+    dim: Any = slices[0].args[1]
+    ends = [0, *(each.args[3] for each in slices)]
+    if [each.args[2] for each in slices] != ends[:-1] or {each.args[1] for each in slices} != {dim}:
+        return
+    if not same_size(value(source).shape[dim], ends[-1]):
+        return
+    with graph.inserting_before(min(slices)):
+        sizes = tuple(end - start for start, end in itertools.pairwise(ends))  # type: ignore[operator]
+        parts = graph.call_method("split_with_sizes", (source, sizes, dim))
+        taken = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(slices))]
+    for each, part in zip(slices, taken, strict=True):
+        part.meta = dict(each.meta)
+        each.replace_all_uses_with(part)
+        graph.erase_node(each)
 
 
 def _plain_name(target: torch._ops.OpOverload) -> str:

@@ -22,8 +22,7 @@ from hal.compile.lower import lower
 from hal.compile.memory import SIZES, Memory
 from hal.compile.sizes import value
 
-
-_OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OPEN: Any = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @attrs.frozen
@@ -96,7 +95,9 @@ def split(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     names = dict(zip(placeholders, batch_fields, strict=False))
     constants = dict(zip(placeholders[len(batch_fields) :], fixed, strict=True))
-    constants |= {node: getattr(graph.owning_module, node.target) for node in graph.nodes if node.op == "get_attr"}
+    constants |= {
+        node: operator.attrgetter(node.target)(graph.owning_module) for node in graph.nodes if node.op == "get_attr"
+    }
     rows = {node for node, name in names.items() if name in by_token}
     (tokens,) = {value(node).shape[0].node.expr for node in rows}
     (returned,) = next(node for node in graph.nodes if node.op == "output").args
@@ -197,6 +198,7 @@ def _function(
     copies: dict[fx.Node, fx.Node] = {}
     for each in outside:
         copies[each] = part.placeholder(each.name)
+        copies[each].meta = dict(each.meta)
     for node in body:
         copies[node] = part.node_copy(node, copies.__getitem__)
     part.output(tuple(copies[node] for node in outputs))
@@ -219,16 +221,19 @@ def _is_number(node: fx.Node) -> bool:
 def _symbols(node: fx.Node) -> set[Any]:
     """The open sizes in what a node gives: in a number, or in the shapes of tensors."""
     found = value(node)
-    sizes = [size for each in pytree.tree_leaves(found) for size in (each.shape if isinstance(each, Tensor) else [each])]
+    sizes = [
+        size for each in pytree.tree_leaves(found) for size in (each.shape if isinstance(each, Tensor) else [each])
+    ]
     return {symbol for size in sizes if isinstance(size, _OPEN) for symbol in size.node.expr.free_symbols}
 
 
 def _goes_by(tokens: Any, node: fx.Node) -> bool:
     """Whether a tensor has a row for each token, and tokens nowhere else."""
     fake = value(node)
-    if not isinstance(fake, Tensor) or not fake.dim() or not isinstance(fake.shape[0], torch.SymInt):
+    first, *others = fake.shape if isinstance(fake, Tensor) and fake.dim() else [0]
+    if any(isinstance(size, _OPEN) for size in others):
         return False
-    return bool(fake.shape[0].node.expr == tokens) and not any(isinstance(size, _OPEN) for size in fake.shape[1:])
+    return isinstance(first, _OPEN) and first.node.expr == tokens
 
 
 def _may_leave(tokens: Any, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Steps in pieces: captured graphs for numbers of tokens, and between them what cannot be captured, such as attention."""
+"""Steps in pieces: captured graphs for numbers of tokens, and between them what cannot be captured."""
 
 from __future__ import annotations
 
@@ -73,13 +73,14 @@ class PiecewiseStep(TokenStep):
                 'write it without Python that depends on sizes, or use the compiler "graph", which compiles for each',
             )
         graph = step.traced.graph.graph
-        at = {backend.operation_named(name) for name in self._config.splitting_ops}
+        at = backend.splitting_ops(self._config)
         present = {name for node in graph.nodes if (name := operation_of(node)) is not None}
         if missing := sorted(at - present):
             raise ConfigError(
                 f"splitting_ops has {', '.join(missing)}, which the optimised step does not call",
                 f"leave it out, or turn off the pass that took it in; the step calls {', '.join(sorted(present))}",
             )
+        step.hoist(backend, keep=at)
         self.split = split(graph, FIELDS, step.traced.fixed, at=at, by_token=BY_TOKEN)
         self.num_pieces = sum(each.captured for each in self.split.segments)
         if not self.num_pieces:

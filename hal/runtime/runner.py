@@ -104,7 +104,7 @@ class Runner:
             from hal.runtime.compiled import CompiledDecoder
 
             self._decode = CompiledDecoder(model, backend, self.cache)
-        elif decode not in ("eager", "piecewise"):
+        elif decode not in ("eager", "piecewise", "piecewise_eager"):
             self._decode = backend.decoder(decode, model, self.cache)
         if "piecewise" in (decode, prefill):
             from hal.runtime.pieces import PiecewiseStep
@@ -113,6 +113,13 @@ class Runner:
                 self._decode = PiecewiseStep(model, backend, self.cache, "decode")
             if prefill == "piecewise":
                 self._prefill = PiecewiseStep(model, backend, self.cache, "prefill")
+        if "piecewise_eager" in (decode, prefill):
+            from hal.runtime.markers import MarkedStep
+
+            if decode == "piecewise_eager":
+                self._decode = MarkedStep(model, backend, self.cache, "decode")
+            if prefill == "piecewise_eager":
+                self._prefill = MarkedStep(model, backend, self.cache, "prefill")
 
     def batch(
         self,

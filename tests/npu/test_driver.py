@@ -50,7 +50,7 @@ class TestOptions:
         assert backend.options == NpuOptions(emulator="on", emulator_options=backend.options.emulator_options)
         assert backend.device.torch == torch.device("npu", 0)
         assert backend.device.name == "Ascend910B3 (A2, emulated)"
-        assert backend.compilers == ("eager", "graph", "npugraph_ex", "piecewise")
+        assert backend.compilers == ("eager", "graph", "npugraph_ex", "piecewise", "piecewise_eager")
         assert backend.limits.block_sizes == soc.BLOCK_SIZES
         assert backend.limits.max_streams == 2048 - soc.RESERVED_STREAMS
         assert backend.cache_layout == "canonical"
@@ -170,7 +170,7 @@ class TestGenerations:
         assert on_a_soc("Ascend950PR_9599", program).splitlines() == [
             "ConfigError: Ascend950PR_9599 has no ATB, which the option attention asks for | "
             'leave it at "fused"',
-            "('eager', 'graph', 'npugraph_ex', 'piecewise')",
+            "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
         ]  # fmt: skip
 
     def test_a_310p_has_no_graphs_and_computes_in_float16_alone(self) -> None:
