@@ -27,12 +27,15 @@ else
 	@echo '== the emulated NPU needs Linux, so that half is left out'
 endif
 
-# torch imports torch_npu wherever it is installed. The tests of the emulated CANN want that, in a process of their own.
+# torch imports torch_npu wherever it is installed. The tests of the emulated CANN want that, in processes of their own.
+# A worker for each core takes whole files, whose tests share what is dear to make; one thread each, so that none waits.
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q
-	$(BIN)/python -m pytest -q tests/emulator
-	$(BIN)/python -m pytest -q tests/npu
+	$(PYTEST)
+	$(PYTEST) tests/emulator
+	$(PYTEST) tests/npu
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
