@@ -28,7 +28,7 @@ from hal.ops.declaration import Kernel, Operation
 from hal.stream import Stream
 
 from .attention import UPDATES, Update
-from .failures import CAPTURE_BROKEN, CAPTURE_REMEDIES, codes_of, first_line
+from .failures import CAPTURE_BROKEN, CAPTURE_REMEDIES, OUT_OF_MEMORY, codes_of, first_line
 
 if TYPE_CHECKING:
     from .driver import NpuBackend
@@ -259,12 +259,12 @@ class NpuGraph(Graph):
 def capture_error(error: Exception) -> CaptureError:
     """What broke a capture, in words."""
     notes = " ".join(getattr(error, "__notes__", ()))
-    if isinstance(error, torch.OutOfMemoryError):
+    codes = codes_of(error) + codes_of(RuntimeError(notes))
+    if isinstance(error, torch.OutOfMemoryError) or set(codes) & set(OUT_OF_MEMORY):  # of torch's, or for an event
         return CaptureError(
             f"the NPU has no memory left for the capture: {first_line(error)}",
             f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}",
         )
-    codes = codes_of(error) + codes_of(RuntimeError(notes))
     # The end of a capture that broke earlier says so, and then why.
     for code in sorted(codes, key=lambda each: each == CAPTURE_BROKEN):
         if code in CAPTURE_REMEDIES:
