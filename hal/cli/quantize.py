@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hal.runtime.quantize import Format
 
 SCHEME = "w8a8: activations get their scales from a calibration text; w8a8_dynamic: for each token, as the model runs."
-FORMAT = "How the result is described: compressed-tensors, which vLLM reads too, or modelslim, Ascend's own."
+FORMAT = "How the result is described: compressed-tensors or modelslim. hal reads both."
 CALIBRATION = "Text in UTF-8 like what the model is for; w8a8 needs it."
 
 

@@ -1,4 +1,4 @@
-"""ModelSlim, Ascend's own format: ``quant_model_description.json`` says of each tensor how it is quantised.
+"""The format of ModelSlim: ``quant_model_description.json`` says of each tensor how it is quantised.
 
 Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE's of W8A8.
 """
