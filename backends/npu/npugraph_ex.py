@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import attrs
-import torch
 import torch_npu
 from torch import Tensor
 
@@ -19,12 +16,11 @@ from hal.batch import Batch
 from hal.compile.lower import lower
 from hal.compile.optimise import OptimisedStep, kept_whole, optimise
 from hal.compile.trace import example_batch, trace_step
-from hal.errors import CaptureError, CompileError, DeviceOutOfMemory, GraphError, HalError
+from hal.errors import GraphError, HalError
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
-from hal.runtime.addresses import Addresses
-from hal.runtime.buckets import PaddedBatch, bucket_for, capture_sizes
-from hal.runtime.budget import CaptureBudget
+from hal.runtime.buckets import PaddedBatch
+from hal.runtime.decode import GraphDecoder
 from hal.stream import Stream
 
 from .compiled_code import CodeCache, Namespace, repeating_warnings
@@ -115,131 +111,52 @@ class CompiledGraph(NpuGraph):
         self._arguments, self._replay = [], None
 
 
-@attrs.frozen
-class _Bucket:
-    padded: PaddedBatch
-    graph: CompiledGraph
-
-
-class ExDecoder:
-    """Compiles the optimised decode step for each bucket, largest first, and runs the one that fits.
-
-    All buckets read their inputs from the memory of the largest's, and share one pool for all else.
+class ExDecoder(GraphDecoder):
+    """Decode steps by graphs that torch_npu's compiler makes of the optimised step. Otherwise as its base.
 
     Attributes:
-        optimised: by batch size, the step that was compiled for it; most sizes share one.
+        optimised_steps: by batch size, the step that was compiled for it; most sizes share one.
 
     Raises:
         ConfigError: an option of the compiler is wrong, or cannot be had here.
-        CompileError: the model cannot be traced or compiled, and ``on_capture_error`` is ``raise``.
-        CaptureError: the buckets do not fit the device, or one could not be captured; likewise.
     """
 
     def __init__(self, model: CausalLM, backend: NpuBackend, cache: KVCache) -> None:
-        self._model, self._backend, self._cache = model, backend, cache
-        config = self._config = backend.config.compilation.of("decode")
         check_device(backend.options.device)
         if backend.options.static_kernels:
             check_static_kernels()
-        self._code = CodeCache(config.cache_dir, compiler_options(backend.options))
+        self._npu = backend
+        self._code = CodeCache(backend.config.compilation.of("decode").cache_dir, compiler_options(backend.options))
         self._lowered: list[tuple[OptimisedStep, Callable[..., tuple[Tensor]]]] = []
-        self.optimised: dict[int, OptimisedStep] = {}
-        self._said = False
-        self._buckets: dict[int, _Bucket] = {}
-        sizes = capture_sizes(config, backend.limits.capture_sizes, cache.spec.num_blocks - 1)
-        longest = min(model.max_length, cache.spec.num_tokens)
-        max_blocks = math.ceil(longest / cache.spec.block_size)
-        largest = PaddedBatch(sizes[-1], max_blocks, cache.spec.block_size, backend.device.torch)
+        self.optimised_steps: dict[int, OptimisedStep] = {}
         began = time.perf_counter()
-        try:
-            self._capture(largest, sizes, eagerly_after=config.on_capture_error == "eager")
-        except CaptureError as error:  # of the budget; what went wrong with a size was dealt with
-            if config.on_capture_error == "raise":
-                raise
-            log.warning("decode batches run eagerly: %s", error)
-        self._sizes = sorted(self._buckets)
-        self._addresses = Addresses(model, cache, largest.batch) if config.debug else None
-        log.info(
-            "compiled decode steps for batch sizes %s with npugraph_ex in %.1f s; %d were in the cache",
-            self._sizes, time.perf_counter() - began, self._code.taken,
-        )  # fmt: skip
+        super().__init__(model, backend, cache)
+        seconds, taken = time.perf_counter() - began, self._code.taken
+        log.info("npugraph_ex compiled them in %.1f s; %d were in the cache", seconds, taken)
 
-    def _capture(self, largest: PaddedBatch, sizes: list[int], *, eagerly_after: bool) -> None:
-        backend, pool = self._backend, None
-        step = partial(self._model, largest.batch, self._cache.layers)
-        try:
-            with backend.explaining(), torch.inference_mode():
-                budget = CaptureBudget.measure(backend, sizes, step)
-        except DeviceOutOfMemory as error:
-            raise CaptureError(f"one decode step of {sizes[-1]} is too much: {error.problem}", error.remedy) from error
-        log.info("%s", budget)
-        budget.check()
-        for size in reversed(sizes):
-            padded = largest.first(size)
-            try:
-                graph = self._compiled(padded.batch, pool)
-            except (CaptureError, CompileError) as error:
-                if not eagerly_after:
-                    self._drop()
-                    raise
-                larger = bucket_for(size, sorted(self._buckets))
-                instead = "run eagerly" if larger is None else f"are padded to {larger}"
-                log.warning("decode batches of %d %s: %s", size, instead, error)
-                continue
-            pool = graph.pool
-            backend.graphs.add(graph)
-            self._buckets[size] = _Bucket(padded, graph)
-
-    def _compiled(self, batch: Batch, pool: Any) -> CompiledGraph:
+    def _captured(self, padded: PaddedBatch, pool: Any) -> CompiledGraph:
+        batch = padded.batch
         step = self._native(batch)
-        graph = CompiledGraph(self._backend, self._code.compile(step), step.arguments(batch))
+        graph = CompiledGraph(self._npu, self._code.compile(step), step.arguments(batch))
         graph.capture(partial(graph.run, batch.kv_lens_host), pool=pool)
         graph.host_values.record(LENGTHS, batch.kv_lens_host, "the step")
         return graph
 
+    def _largest_call(self, largest: PaddedBatch) -> Callable[[], Tensor]:
+        return partial(self._model, largest.batch, self._cache.layers)  # as the optimised step stays as it is
+
     def _native(self, batch: Batch) -> NativeStep:
         size = batch.num_sequences
-        example = example_batch(size, size, size, columns=2 * size + 3, device=self._backend.device.torch)
+        example = example_batch(size, size, size, columns=2 * size + 3, device=self._npu.device.torch)
         known = next((each for each in self._lowered if each[0].traced.serves(example)), None)
         if known is None:
             trace = partial(
-                trace_step, self._model, example, self._cache.layers, whole=kept_whole(self._backend),
+                trace_step, self._model, example, self._cache.layers, whole=kept_whole(self._npu),
                 any_size=size > 1, decompose=False,
             )  # fmt: skip
-            step = optimise(trace, self._backend, self._config.passes)
+            step = optimise(trace, self._npu, self._config.passes)
+            step.hoist(self._npu)
             known = step, lower(step.traced.graph.graph)
             self._lowered.append(known)
-        self.optimised[size] = known[0]
+        self.optimised_steps[size] = known[0]
         return native_step(known[1], known[0].traced.fixed, batch)
-
-    def _drop(self) -> None:
-        for bucket in self._buckets.values():
-            bucket.graph.reset()
-        self._buckets.clear()
-
-    @property
-    def sizes(self) -> list[int]:
-        """The batch sizes that were captured, ascending."""
-        return list(self._sizes)
-
-    def __call__(self, batch: Batch) -> Tensor:
-        """Logits ``[sequences, vocab_size]`` at a stable address, valid until the next call."""
-        size = bucket_for(batch.num_sequences, self._sizes)
-        if size is None:
-            if not self._said:
-                self._said = True
-                log.warning(
-                    "a decode batch of %d is above the largest compiled size (%s) and runs eagerly",
-                    batch.num_sequences,
-                    self._sizes[-1] if self._sizes else "none",
-                )
-            logits: Tensor = self._model(batch, self._cache.layers)
-            return logits
-        if self._addresses is not None:
-            self._addresses.check()
-        bucket = self._buckets[size]
-        bucket.padded.fill(batch)
-        values = bucket.padded.host_values(batch)
-        bucket.graph.replay(**{name: value for name, value in values.items() if name in bucket.graph.host_values})
-        outputs: Tensor = bucket.graph.outputs
-        return outputs[: batch.num_sequences]

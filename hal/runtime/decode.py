@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -75,9 +76,8 @@ class GraphDecoder:
         budget.check()
         for size in reversed(sizes):
             padded = largest.first(size)
-            graph = backend.graph()
             try:
-                graph.capture(self._call(padded), pool=pool)
+                graph = self._captured(padded, pool)
             except (CaptureError, CompileError) as error:
                 if not eagerly_after:
                     self._drop()
@@ -100,6 +100,12 @@ class GraphDecoder:
 
     def _call(self, padded: PaddedBatch) -> Callable[[], Tensor]:
         return partial(self._step_of(padded.batch.num_sequences), padded.batch, self._cache.layers)
+
+    def _captured(self, padded: PaddedBatch, pool: Any) -> Graph:
+        """The graph of one batch size. A driver's own compiler makes another here, and has all else."""
+        graph = self._backend.graph()
+        graph.capture(self._call(padded), pool=pool)
+        return graph
 
     def _largest_call(self, largest: PaddedBatch) -> Callable[[], Tensor]:
         try:
