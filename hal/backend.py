@@ -37,6 +37,8 @@ SPLITTING_OPS = ("paged_attention",)
 """Where steps are split, unless the config says otherwise."""
 IN_PIECES = ("piecewise", "piecewise_eager")
 """Compilers that capture a step in pieces."""
+OWN_COMPILERS = ("eager", "graph", "inductor", *IN_PIECES)
+"""Compilers that hal itself brings; a driver's others are its own."""
 PREFILL_COMPILERS = ("eager", *IN_PIECES)
 """What prefill steps can run with: each has a number of tokens and sequences of its own."""
 """Tokens per block of a cache, where neither the config nor the backend prefers another size."""
@@ -231,7 +233,7 @@ class Backend:
             ("splitting_ops", decode.splitting_ops or prefill.splitting_ops, set(IN_PIECES)),
             ("passes", decode.passes or prefill.passes, set(self.compilers) - {"eager", "inductor", "piecewise_eager"}),
             ("torch_compile_max_bs", decode.torch_compile_max_bs, {"graph"}),
-            ("cache_dir", config.cache_dir, set(self.compilers) - {"eager", "graph", "inductor", *IN_PIECES}),
+            ("cache_dir", config.cache_dir, set(self.compilers) - set(OWN_COMPILERS)),
         ):
             if given and not compilers & readers:
                 raise ConfigError(

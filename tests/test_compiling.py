@@ -17,9 +17,9 @@ from hal import ops
 from hal.backend import PreparingKernel
 from hal.batch import Batch
 from hal.cli import main
-from hal.compile.optimise import kept_whole, optimise
+from hal.compile.optimise import optimise_model
 from hal.compile.rewrite import Rewrite
-from hal.compile.trace import example_batch, trace_step
+from hal.compile.trace import example_batch
 from hal.errors import CompileError, ConfigError
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 
@@ -199,11 +199,7 @@ class TestDriversOwn:
         model = Twice()
         backend.activate()
         example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
-        step = optimise(
-            lambda: trace_step(model, example, [], whole=kept_whole(backend), any_size=True, decompose=False),
-            backend,
-            {},
-        )
+        step = optimise_model(model, example, [], backend, {}, any_size=True)
         assert len(step.report["relu_once"].matches) == 1
         assert calls == ["pass"]
         assert step.at_most["relu_once"] == 0  # it calls no operation of hal's to count
@@ -218,6 +214,36 @@ class TestDriversOwn:
             (found,) = run(*batch_tensors(batch))
             torch.testing.assert_close(found, model(batch, []))
         cpu.activate()
+
+
+def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    def halved(x: Tensor) -> Tensor:
+        return x.relu() * 0.5
+
+    def even(x: Tensor) -> str | None:
+        return None if x.shape[-1] % 32 == 0 else f"the width {x.shape[-1]} is no multiple of 32"
+
+    def samples(width: int) -> Any:
+        return lambda draw: [(draw.normal(3, width),)]
+
+    rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, samples(32), even, samples(16))
+    backend = hal.Backend("own", cpu.device, kernels={}, compilers=("own",), rewrites=(rewrite,))
+
+    class Halved(Toy):
+        def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            return self.out(self.embedding(batch.token_ids).relu() * 0.5)
+
+    backend.activate()
+    example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
+    with caplog.at_level("WARNING", "hal.compile"):
+        optimise_model(Halved(), example, [], backend, {}, any_size=True)
+        assert caplog.messages == [
+            "Halved: the rewrite halved was applied nowhere: the width 16 is no multiple of 32 (1 times)"
+        ]
+        caplog.clear()
+        optimise_model(Toy(), example, [], backend, {}, any_size=True)
+        assert not caplog.messages, "nothing there that it could be applied to"
+    cpu.activate()
 
 
 @pytest.fixture

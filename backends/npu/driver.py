@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
@@ -186,6 +186,8 @@ class NpuDriver(Driver):
     name = "npu"
     api_version = (1, 1)
     priority = 20
+    requires = ("torch==2.13.*", "torch-npu==2.13.0")
+    variables = ("ASCEND", "TORCH_NPU", "TASK_QUEUE_ENABLE")
 
     def probe(self) -> Probe:
         """Look for torch_npu, CANN, an NPU and the permission to use it, importing none of them."""
@@ -227,6 +229,12 @@ class NpuDriver(Driver):
             torch.npu.config.allow_internal_format = True  # torch_npu would silently leave weights as they are
         log.info("opened %s, generation %s, on torch_npu %s", soc, generation.name, version("torch_npu"))
         return NpuBackend(chosen, soc, generation)
+
+    def devices(self, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Each NPU that the process sees, unless the option ``device`` names one."""
+        if "device" in options:
+            return (options,)
+        return tuple({**options, "device": index} for index in range(_import_torch_npu().npu.device_count()))
 
     def _read(self, options: Mapping[str, Any]) -> NpuOptions:
         # HAL_NPU_EMULATOR=1, and {"emulator": true} in a config.

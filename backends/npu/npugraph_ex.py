@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hal.batch import Batch
 from hal.compile.lower import lower
-from hal.compile.optimise import OptimisedStep, kept_whole, optimise
-from hal.compile.trace import example_batch, trace_step
+from hal.compile.optimise import OptimisedStep, optimise_model
+from hal.compile.trace import example_batch
 from hal.errors import GraphError, HalError
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
@@ -150,11 +150,8 @@ class ExDecoder(GraphDecoder):
         example = example_batch(size, size, size, columns=2 * size + 3, device=self._npu.device.torch)
         known = next((each for each in self._lowered if each[0].traced.serves(example)), None)
         if known is None:
-            trace = partial(
-                trace_step, self._model, example, self._cache.layers, whole=kept_whole(self._npu),
-                any_size=size > 1, decompose=False,
-            )  # fmt: skip
-            step = optimise(trace, self._npu, self._config.passes)
+            passes = self._config.passes
+            step = optimise_model(self._model, example, self._cache.layers, self._npu, passes, any_size=size > 1)
             step.hoist(self._npu)
             known = step, lower(step.traced.graph.graph)
             self._lowered.append(known)

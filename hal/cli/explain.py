@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +51,7 @@ def command(
     why it was not; where the step was split; and, on devices that count them, what a layer launches before and after.
     """
     import hal
+    from hal.backend import OWN_COMPILERS
     from hal.config import read
     from hal.runtime.checkpoint import Checkpoint
 
@@ -69,6 +69,9 @@ def command(
     print_table(("stage", "calls", "seconds"), [*rows, ("split" if split else "lower", "", f"{seconds:.3f}")])
     click.echo()
     print_table(("rewrite", "applied", "at most", "ms", "why not elsewhere"), _rewrites(step))
+    compiler = on.config.compilation.of("decode").compiler
+    if compiler not in OWN_COMPILERS:
+        click.echo(f"\nthe driver's own {compiler} compiles the lowered step further; its own changes are not shown")
     if split is not None:
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
@@ -86,9 +89,9 @@ def _compiled(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, S
     import attrs
 
     from hal.batch import Batch
-    from hal.compile.optimise import kept_whole, optimise
+    from hal.compile.optimise import optimise_model
     from hal.compile.split import split
-    from hal.compile.trace import example_batch, trace_step
+    from hal.compile.trace import example_batch
     from hal.kv_cache import KVCacheSpec
 
     config = on.config.compilation.of("decode")
@@ -99,10 +102,7 @@ def _compiled(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, S
     piecewise = config.compiler == "piecewise"
     sizes = (11, 3, 5) if piecewise else (size, size, size)
     example = example_batch(*sizes, columns=2 * size + 3 if not piecewise else 7, device=on.device.torch)
-    trace = partial(
-        trace_step, model, example, cache.layers, whole=kept_whole(on), any_size=piecewise or size > 1, decompose=False
-    )
-    step = optimise(trace, on, config.passes)
+    step = optimise_model(model, example, cache.layers, on, config.passes, any_size=piecewise or size > 1)
     began, fields = time.perf_counter(), [each.name for each in attrs.fields(Batch)]
     if piecewise:
         at = on.splitting_ops(config)

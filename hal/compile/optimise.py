@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,14 +14,18 @@ from torch import Tensor, fx
 
 from hal import ops
 from hal.backend import Backend
+from hal.batch import Batch
 from hal.compile.clean import CLEANUPS, common_subexpressions
 from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower, source_of
 from hal.compile.passes import PassManager, Report
 from hal.compile.rewrite import Rewrite, fusions, prepare
 from hal.compile.split import operation_of
-from hal.compile.trace import TracedStep
+from hal.compile.trace import Caches, TracedStep, trace_step
 from hal.errors import ConfigError, nearest
+from hal.nn import CausalLM
+
+log = logging.getLogger("hal.compile")
 
 
 @attrs.frozen
@@ -74,6 +80,29 @@ def kept_whole(backend: Backend) -> frozenset[str]:
     return frozenset(
         each.name for each in ops.catalogue().values() if not each.fused or each.name in backend.kernels
     )  # fmt: skip
+
+
+def optimise_model(
+    model: CausalLM, example: Batch, caches: Caches, backend: Backend, passes: Mapping[str, bool], *, any_size: bool
+) -> OptimisedStep:
+    """Trace a model's step as it runs on ``example``, and rewrite it for a backend; see :func:`optimise`.
+
+    Warns of every rewrite whose place was found and that was applied nowhere: somebody expects what it brings.
+
+    Args:
+        model: loaded on the backend.
+        example: a batch of the sizes to trace for; see :func:`hal.compile.trace.example_batch`.
+        caches: that the step writes.
+        backend: whose rewrites are applied.
+        passes: by name, which of them to leave out (False).
+        any_size: whether the trace is to serve batches of other sizes.
+    """
+    trace = partial(trace_step, model, example, caches, whole=kept_whole(backend), any_size=any_size, decompose=False)
+    step = optimise(trace, backend, passes)
+    log.info("optimised a step of %s:\n%s", type(model).__name__, step.report)
+    for warning in step.report.missed():
+        log.warning("%s: %s", type(model).__name__, warning)
+    return step
 
 
 def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[str, bool]) -> OptimisedStep:

@@ -67,6 +67,15 @@ class Report:
             warnings.append(f"{name} was applied {applied[name]} times, and {count} were expected: {found}")
         return warnings
 
+    def missed(self) -> list[str]:
+        """A warning for every rewrite whose structure was found and that was applied nowhere, with the reasons."""
+        return [
+            f"the rewrite {each.name} was applied nowhere: "
+            + "; ".join(f"{reason} ({times} times)" for reason, times in each.reasons.most_common(3))
+            for each in self.passes
+            if each.near_misses and not each.matches
+        ]
+
     def __str__(self) -> str:
         lines = []
         for each in self.passes:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import partial
 
 from torch import Tensor
 
 from hal.backend import Backend
 from hal.batch import Batch
-from hal.compile.optimise import OptimisedStep, kept_whole, optimise
-from hal.compile.trace import Caches, batch_tensors, example_batch, trace_step
+from hal.compile.optimise import OptimisedStep, optimise_model
+from hal.compile.trace import Caches, batch_tensors, example_batch
 from hal.config import CompilationConfig
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
-
-log = logging.getLogger("hal.runtime")
 
 
 class OptimisedModel:
@@ -48,12 +44,8 @@ class OptimisedModel:
 
     def _optimise(self, example: Batch) -> tuple[OptimisedStep, Callable[..., tuple[Tensor]]]:
         size = example.num_sequences
-        trace = partial(
-            trace_step, self._model, example, self._cache.layers, whole=kept_whole(self._backend), any_size=size > 1,
-            decompose=False,
-        )  # fmt: skip
-        step = optimise(trace, self._backend, self._config.passes)
-        log.info("optimised the decode step for %s:\n%s", "one sequence" if size == 1 else "more", step.report)
+        passes = self._config.passes
+        step = optimise_model(self._model, example, self._cache.layers, self._backend, passes, any_size=size > 1)
         step.hoist(self._backend)
         return step, step.lowered()
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hal.batch import Batch
-from hal.compile.optimise import OptimisedStep, kept_whole, optimise
+from hal.compile.optimise import OptimisedStep, optimise_model
 from hal.compile.split import SplitStep, operation_of, split
-from hal.compile.trace import example_batch, trace_step
+from hal.compile.trace import example_batch
 from hal.errors import CompileError, ConfigError
 from hal.graph import Graph
 from hal.runtime.tokens import BY_TOKEN, FIELDS, TokenBucket, TokenStep
@@ -62,11 +62,8 @@ class PiecewiseStep(TokenStep):
         backend = self._backend
         # All sizes differ, so that they are different ones in the trace.
         example = example_batch(11, 3, 5, columns=7, device=backend.device.torch)
-        trace = partial(
-            trace_step, self._model, example, self._cache.layers, whole=kept_whole(backend), any_size=True,
-            decompose=False,
-        )  # fmt: skip
-        step = self.optimised = optimise(trace, backend, self._config.passes)
+        step = optimise_model(self._model, example, self._cache.layers, backend, self._config.passes, any_size=True)
+        self.optimised = step
         if conditions := step.traced.conditions:
             raise CompileError(
                 f"{type(self._model).__name__} does not do the same for all sizes: it asks for {', '.join(conditions)}",

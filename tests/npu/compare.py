@@ -20,6 +20,7 @@ from torch import Tensor
 
 import checkpoints
 import hal
+from hal.backend import IN_PIECES
 from hal.runtime.checkpoint import Checkpoint
 
 BLOCK = 128
@@ -29,6 +30,9 @@ FAMILIES = ("qwen3", "llama")
 NEW_TOKENS = 64
 BUCKETS = ((1, 2, 4, 8), (2, 4, 8), (3, 6), (1, 5))
 """Lists of capture sizes that random configurations take turns with."""
+
+PREFILLS = (16, 64, 256)
+"""Capture sizes of prefills, where those are captured: some prompts fit them, and some are longer."""
 
 MEAN_RATIO = 1.05
 """How far from float32 the NPU's logits may lie, root mean square over all, in units of the CPU's distance."""
@@ -232,12 +236,15 @@ class Run:
 
 def open_backend(name: str, dtype: str, compiler: str, plan: Plan, buckets: Sequence[int] | None) -> hal.Backend:
     """A backend for a plan; it becomes the active one."""
+    compilation: dict[str, Any] = {"compiler": compiler, "capture_sizes": buckets and list(buckets)}
+    if compiler in IN_PIECES:
+        compilation["prefill"] = {"capture_sizes": list(PREFILLS)}
     return hal.open(
         {
             "backend": name,
             "dtype": dtype,
             "max_prefill_tokens": plan.max_prefill_tokens,
-            "compilation": {"compiler": compiler, "capture_sizes": buckets and list(buckets)},
+            "compilation": compilation,
             "cache": {"num_tokens": plan.num_blocks * BLOCK, "block_size": BLOCK},
         }
     )

@@ -1,4 +1,7 @@
-"""Every mode against eager, in bfloat16 and in int8, on held-out text: what schemes.py prints at greater length."""
+"""Every mode, in bfloat16 and in int8: against the CPU, and against eager on held-out text.
+
+The latter is what schemes.py prints at greater length.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import compare
 import pytest
 import schemes
 import torch
@@ -13,7 +17,8 @@ import torch
 import hal
 
 SEQUENCES, WINDOW = 3, 40
-MODES = ("graph", "piecewise", "npugraph_ex")
+MODES = ("graph", "piecewise", "piecewise_eager", "npugraph_ex")
+BUCKETS = (1, 2, 4, 8)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,6 +50,22 @@ def measured(made: Any, scheme: str, backend: str, mode: str, stream: list[int])
 @pytest.fixture(scope="module", params=["bfloat16", "w8a8", "w8a8_dynamic"])
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def case(made: Any, scheme: str) -> compare.Case:
+    """Texts to continue, in mixed batches of 1 to 9, and what the CPU makes of them."""
+    path, dtype = made[scheme]
+    return compare.trained_case(path, dtype, BUCKETS, 16)
+
+
+@pytest.mark.parametrize("mode", ["eager", *MODES])
+def test_the_cpus_tokens(case: compare.Case, mode: str) -> None:
+    """Prefill and decode: logits as near to float32's as the CPU's, and its greedy tokens, but where two are equal."""
+    model, backend = compare.on_npu(case, mode)
+    report = compare.compare(compare.run(compare.new_runner(model, backend), case.plan, case.rounded.texts), case)
+    assert report.choices > 1000
+    assert report.ties < 0.02 * report.choices
 
 
 @pytest.fixture(scope="module")
