@@ -14,7 +14,15 @@ author = "The torch-hal authors"
 project_copyright = author
 version = release = hal.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "declarations", "emulated", "generations"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "declarations",
+    "emulated",
+    "generations",
+]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -33,6 +41,7 @@ nitpicky = True
 nitpick_ignore = [
     # Names of torch and the standard library: links to other projects' documentation would need the network to build.
     ("py:class", "Tensor"),
+    ("py:class", "Config"),
     # Constants of a class's own module, which docstrings name without it; the API page shows the class as hal.X.
     ("py:data", "DUMMY_BLOCK"),
     ("py:data", "DEFAULT_TOLERANCE"),

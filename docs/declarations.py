@@ -1,7 +1,8 @@
 """Directives that render what hal declares in code, so that no page can say something else.
 
-``operations`` lists every operation of ``hal.ops``; ``config-keys`` lists the keys of an attrs configuration class.
-Both write reStructuredText, so a Markdown page uses them inside ``{eval-rst}``.
+``operations`` lists every operation of ``hal.ops``; ``config-keys`` lists the keys of an attrs configuration class;
+``driver-api`` lists what each version of the driver API added. All write reStructuredText, so a Markdown page uses them
+inside ``{eval-rst}``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
 from hal import ops, registry
+from hal.driver import ADDED
 from hal.errors import HalError
 from hal.ops import Operation
 
@@ -95,6 +97,16 @@ class ConfigKeys(SphinxDirective):
                 "",
             ]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+class DriverApi(SphinxDirective):
+    """What each minor version of the driver API added."""
+
+    def run(self) -> list[nodes.Node]:
+        """Render :data:`hal.driver.ADDED`."""
+        rows = [["driver API", "added, with defaults"], ["1.0", "the beginning"]]
+        rows += [[f"{major}.{minor}", _code(names)] for (major, minor), names in sorted(ADDED.items())]
+        return self.parse_text_to_nodes("\n".join(_table(rows, widths=(15, 85), header=True)))
 
 
 def _coverage() -> dict[str, frozenset[str] | None]:
@@ -219,4 +231,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-signature", _name_factories)
     app.add_directive("operations", Operations)
     app.add_directive("config-keys", ConfigKeys)
+    app.add_directive("driver-api", DriverApi)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import attrs
@@ -13,9 +14,16 @@ from hal.backend import Backend
 API_VERSION = (1, 1)
 """The driver API of this release. A driver of the same major version and no higher minor version loads.
 
-1.1 added ``Driver.probe_for``, ``Backend.explain``, ``Backend.counting_launches``, ``Device.reset_peak``, and to
-``Limits`` capture sizes and streams. All have defaults, so a driver for 1.0 loads as it is.
+What a minor version adds has a default, so a driver for 1.0 loads as it is. :data:`ADDED` says what that was.
 """
+ADDED = MappingProxyType({
+    (1, 1): (
+        "Driver.probe_for", "Driver.requires", "Driver.variables", "Driver.devices", "Backend.explain",
+        "Backend.counting_launches", "Backend.decoder", "Backend.prepare_deq_scale", "Device.reset_peak",
+        "Limits.capture_sizes", "Limits.max_streams", "Limits.streams_per_graph",
+    ),
+})  # fmt: skip
+"""By minor version of the driver API, what it added for drivers to define or to give."""
 
 
 @attrs.frozen
@@ -44,11 +52,17 @@ class Driver(ABC):
         name: the entry point's name, and what a config says to choose it.
         api_version: the driver API that it was written for, such as ``(1, 0)``.
         priority: ``auto`` takes the available driver of highest priority.
+        requires: the packages that it is known to work with, as requirements such as ``torch==2.13.*``. Nothing is
+            refused for them; ``hal doctor`` compares what is installed, and warns.
+        variables: how the names begin of the environment variables that matter to it beside ``HAL_*``, such as
+            ``ACME_``. ``hal doctor`` shows them, so name none that holds a secret.
     """
 
     name: ClassVar[str]
     api_version: ClassVar[tuple[int, int]]
     priority: ClassVar[int] = 0
+    requires: ClassVar[tuple[str, ...]] = ()
+    variables: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def probe(self) -> Probe:
@@ -71,3 +85,16 @@ class Driver(ABC):
         Args:
             options: the config's ``options``; read them with :func:`hal.config.read` so that unknown ones are errors.
         """
+
+    def devices(self, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The options with which :meth:`open` opens each device that there is, one after the other.
+
+        ``hal doctor`` asks, after it has opened the driver with ``options``, and examines each. May import anything.
+
+        Args:
+            options: the user's. A device that they name is the only one to return.
+
+        Returns:
+            ``options`` alone by default, which is right where there is one device.
+        """
+        return (options,)

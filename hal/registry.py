@@ -185,10 +185,12 @@ def _negotiate(name: str, cls: Any) -> Driver:
             f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x",
         )
     if minor > API_VERSION[1]:
+        unknown = sorted(name for name in vars(cls) if not hasattr(Driver, name) and name not in Driver.__annotations__)
+        own = f"; of what it defines, nothing here would call {', '.join(unknown)}" if unknown else ""
         absent = ", ".join(f"{major}.{each}" for each in range(API_VERSION[1] + 1, minor + 1))
         raise DriverIncompatible(
             f"the driver {name} needs driver API {major}.{minor}; this torch-hal has {_version(API_VERSION)} "
-            f"and lacks what {absent} added",
+            f"and lacks what {absent} added{own}",
             "upgrade torch-hal, or install an older release of the driver",
         )
     return cls()

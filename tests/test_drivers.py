@@ -16,6 +16,7 @@ from stevedore.extension import ExtensionManager
 
 import hal
 from hal import registry
+from hal.driver import ADDED, API_VERSION
 from hal.errors import (
     BackendNotActive,
     ConfigError,
@@ -55,6 +56,8 @@ class Raising(Acme):
 
 class NextMinor(Acme):
     api_version = (1, 3)
+    def prefetch(self):
+        return None
 
 class NextMajor(Acme):
     api_version = (2, 0)
@@ -139,7 +142,8 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("acme_driver:NextMinor", DriverIncompatible, r"needs driver API 1\.3; .* has 1\.1 and lacks what 1\.2, 1\.3"),
+        ("acme_driver:NextMinor", DriverIncompatible,
+         r"needs driver API 1\.3; .* has 1\.1 and lacks what 1\.2, 1\.3 added; .* nothing here would call prefetch\n"),
         ("acme_driver:NextMajor", DriverIncompatible, r"written for driver API 2\.x"),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
@@ -155,10 +159,33 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
         hal.open("acme")
 
 
-def test_an_older_minor_version_loads(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("minor", range(API_VERSION[1] + 1))
+def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: Path, minor: int) -> None:
+    """It defines what 1.0 asks for, and nothing that came later."""
+    vendor.install(acme="acme_driver:Acme")
+    driver = registry.load_driver("acme")
+    later = {name.partition(".")[2] for names in ADDED.values() for name in names if name.startswith("Driver.")}
+    assert not later & set(vars(type(driver)))
+    type(driver).api_version = (API_VERSION[0], minor)
+    backend = hal.open({"backend": "acme", "dtype": "float32"})
+    runner = hal.Runner(hal.load_model(trained, backend), backend)
+    tokens = list(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=3)))
+    assert len(tokens) == 3
+    hal.open("cpu")
+
+
+def test_a_later_hal_loads_todays_drivers(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "API_VERSION", (1, 3))
     vendor.install(acme="acme_driver:NextMinor")
     assert hal.open("acme", activate=False).name == "acme"
+
+
+def test_what_versions_added_is_there_and_all_of_it_is_for_drivers() -> None:
+    assert max(ADDED) == API_VERSION
+    for names in ADDED.values():
+        for name in names:
+            owner, _, attribute = name.partition(".")
+            assert hasattr(getattr(hal, owner), attribute) or attribute in attrs.fields_dict(getattr(hal, owner)), name
 
 
 def test_an_unknown_driver_names_the_known_ones(vendor: Vendor) -> None:

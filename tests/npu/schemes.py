@@ -78,9 +78,11 @@ def make(scheme: str, to: Path, calibration: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-def runner(path: Path, dtype: str, backend: str, compiler: str, sequences: int, window: int) -> hal.Runner:
+def runner(
+    path: Path, dtype: str, backend: str, compiler: str, sequences: int, window: int, **compilation: Any
+) -> hal.Runner:
     """A runner whose buckets are met and missed."""
-    compilation: dict[str, Any] = {"compiler": compiler}
+    compilation["compiler"] = compiler
     if compiler != "eager":
         compilation["capture_sizes"] = sorted({1, 2, sequences + 1})
     if compiler == "piecewise":

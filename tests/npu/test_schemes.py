@@ -85,6 +85,18 @@ def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: s
     assert torch.equal(found.choices[sure], eager.choices[sure])
 
 
+@pytest.mark.parametrize("int8", ["w8a8", "w8a8_dynamic"])
+def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, stream: list[int]) -> None:
+    """Their kernels do not round to bfloat16 between the norm or the activation and the integers; all else is eager."""
+    path, dtype = made[int8]
+    passes = {name: False for name in hal.open("npu").pass_names if name.endswith("quantize")}
+    assert len(passes) == 4
+    on = schemes.runner(path, dtype, "npu", "graph", SEQUENCES, WINDOW, passes=passes)
+    found = schemes.held_out.decoded_perplexity(on, stream, SEQUENCES, WINDOW)
+    eager = schemes.runner(path, dtype, "npu", "eager", SEQUENCES, WINDOW)
+    assert found == pytest.approx(schemes.held_out.decoded_perplexity(eager, stream, SEQUENCES, WINDOW), rel=1e-9)
+
+
 def test_eager_is_the_cpu(made: Any, scheme: str, eager: schemes.Found, stream: list[int]) -> None:
     cpu = measured(made, scheme, "cpu", "eager", stream)
     assert eager.decoded == pytest.approx(cpu.decoded, rel=2e-3 if scheme == "bfloat16" else 2e-2)

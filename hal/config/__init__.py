@@ -1,0 +1,33 @@
+"""Configuration: frozen attrs classes, read strictly from a dict, JSON or TOML text, a file, or ``HAL_*`` variables.
+
+Reading never coerces and never ignores: an unknown key, a wrong type or a duplicate key is a :class:`ConfigError` that
+names the place and the nearest known key. Drivers and models read their own options with :func:`read` too.
+"""
+
+from __future__ import annotations
+
+from hal.config.environment import CACHE_DIR, cache_folder, environment_mapping, environment_options
+from hal.config.reading import read, read_model_config
+from hal.config.settings import ALIASES, CacheConfig, CompilationConfig, Config, DTypeName, PhaseConfig
+from hal.config.sources import Source, load, to_mapping
+from hal.config.text import parse_json, read_file
+
+__all__ = [
+    "ALIASES",
+    "CACHE_DIR",
+    "CacheConfig",
+    "CompilationConfig",
+    "Config",
+    "DTypeName",
+    "PhaseConfig",
+    "Source",
+    "cache_folder",
+    "environment_mapping",
+    "environment_options",
+    "load",
+    "parse_json",
+    "read",
+    "read_file",
+    "read_model_config",
+    "to_mapping",
+]

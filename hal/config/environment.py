@@ -1,0 +1,84 @@
+"""``HAL_*`` variables: of the configuration, of drivers, and where compiled code is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_origin, get_type_hints
+
+import attrs
+
+from hal.config.settings import Config
+from hal.config.text import parse_json
+from hal.errors import ConfigError
+
+CACHE_DIR = "HAL_CACHE_DIR"
+"""The variable that names the folder for what hal compiles; it is no part of a configuration."""
+
+
+def cache_folder(name: str) -> Path:
+    """Where to keep what is compiled for ``name``: in ``HAL_CACHE_DIR``, ``XDG_CACHE_HOME``/torch-hal, or ~/.cache."""
+    if own := os.environ.get(CACHE_DIR):
+        return Path(own).expanduser().absolute() / name
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home.absolute() / "torch-hal" / name
+
+
+def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
+    """Read ``HAL_BACKEND``, ``HAL_CACHE``, ... into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets a key of a table.
+
+    Values are JSON where that parses (``HAL_STRICT=true``), else text. ``HAL_<DRIVER>_*`` is left to that driver (see
+    :func:`environment_options`), and ``HAL_CACHE_DIR`` to what it says; any other unknown ``HAL_*`` is reported by
+    :func:`read`.
+    """
+    environ = os.environ if environ is None else environ
+    drivers = tuple(driver_names)
+    mapping: dict[str, Any] = {}
+    wholes: set[tuple[str, ...]] = set()
+    for variable, text in sorted(environ.items()):
+        if (
+            not variable.startswith("HAL_")
+            or variable == CACHE_DIR
+            or any(_option_of(variable, driver) for driver in drivers)
+        ):
+            continue
+        path = variable.removeprefix("HAL_").lower().split("__")
+        table = mapping
+        for depth, key in enumerate(path[:-1], start=1):
+            if tuple(path[:depth]) in wholes:
+                raise ConfigError(f"{variable} sets a key inside {key}, which is set as a whole too", "set one of them")
+            table = table.setdefault(key, {})
+        if path[-1] in table:  # names differ in case, or a lower-case one came after the keys of its table
+            raise ConfigError(f"{variable} sets {'.'.join(path)}, which another variable sets too", "set one of them")
+        table[path[-1]] = _environment_value(path, text, variable)
+        wholes.add(tuple(path))
+    return mapping
+
+
+def environment_options(driver_name: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A driver's options from ``HAL_<DRIVER>_<OPTION>``: ``HAL_ACME_CARDS=2`` is ``{"cards": 2}`` for ``acme``."""
+    environ = os.environ if environ is None else environ
+    options = ((_option_of(variable, driver_name), text) for variable, text in sorted(environ.items()))
+    return {option: _environment_value(["options", option], text, option) for option, text in options if option}
+
+
+def _option_of(variable: str, driver_name: str) -> str:
+    """The option of a driver that a variable sets, or nothing; two underscores are for the tables of Config."""
+    option = variable.removeprefix(f"HAL_{driver_name.upper().replace('-', '_')}_")
+    return option.lower() if option != variable and not option.startswith("_") else ""
+
+
+def _environment_value(path: list[str], text: str, variable: str) -> Any:
+    cls: Any = Config
+    for key in path:
+        cls = get_type_hints(cls).get(key) if attrs.has(cls) else None
+    if cls is str or get_origin(cls) is Literal:
+        return text
+    if text.lstrip().startswith("{"):
+        return parse_json(text, variable)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

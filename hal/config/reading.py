@@ -1,0 +1,148 @@
+"""From a mapping to an attrs class, strictly: nothing is coerced, and nothing is ignored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import attrs
+import cattrs
+from cattrs.errors import ForbiddenExtraKeysError
+
+from hal.config.text import kind_of
+from hal.errors import ConfigError, nearest
+
+T = TypeVar("T")
+log = logging.getLogger("hal.config")
+
+
+def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
+    """Build the attrs class ``cls`` from ``mapping``, strictly. ``where`` names the mapping in errors."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{where} must be a table of keys and values, not {kind_of(mapping)}", "write it as {...}")
+    try:
+        return _CONVERTER.structure(dict(mapping), cls)
+    except cattrs.BaseValidationError as error:
+        problems = cattrs.transform_error(error, path=where, format_exception=_format)
+    except RecursionError:
+        problems = [f"{where} is nested too deeply"]
+    raise ConfigError("; ".join(problems), f"correct them; the keys here: {', '.join(_keys(cls)) or 'none'}")
+
+
+# What a checkpoint's config.json says about training, generation or itself, and what RopeParameters reads.
+_INERT_MODEL_KEYS = frozenset({
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype", "transformers_version", "use_cache",
+})  # fmt: skip
+
+
+def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
+    """Build a model's attrs class from a checkpoint's config.json.
+
+    Keys that cannot change what inference computes (or that others read, as the rope parameters) are left out; any
+    other key that ``cls`` does not know is named in a warning. A null stands for the default, unless None is a value.
+
+    Raises:
+        ConfigError: a required key is missing, or a value is not one that the model takes.
+    """
+    known = set(_keys(cls))
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "config.json says the weights are quantised",
+            "load it with hal.load_model, which reads int8 weights, or use one in float32, bfloat16 or float16",
+        )
+    unread = sorted(key for key in config if key not in known | _INERT_MODEL_KEYS and config[key] is not None)
+    if unread:
+        log.warning("config.json has keys that %s does not read: %s", cls.__name__, ", ".join(unread))
+    kinds = get_type_hints(cls)
+    given = {key: config[key] for key in known & set(config) if config[key] is not None or _is_optional(kinds[key])}
+    return read(cls, given, "config.json")
+
+
+def _keys(cls: type) -> list[str]:
+    return [field.name for field in attrs.fields(cls)] if attrs.has(cls) else []
+
+
+def _format(error: BaseException, expected: type | None) -> str:
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = _keys(error.cl)
+        return "; ".join(
+            f"unknown key {name!r} ({nearest(str(name), known)})" for name in sorted(map(str, error.extra_fields))
+        )
+    if isinstance(error, KeyError):
+        return f"required key {error.args[0]!r} is missing"
+    return str(error)
+
+
+def _has_origin(origin: Any) -> Callable[[Any], bool]:
+    return lambda kind: get_origin(kind) is origin
+
+
+def _strict(kind: type) -> Any:
+    def structure(value: Any, _: Any) -> Any:
+        # bool is a subclass of int in Python; a config that says `true` for a number is a mistake.
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise ValueError(f"expected {kind.__name__}, found {kind_of(value)}")
+        return value
+
+    return structure
+
+
+def _structure_tuple(value: Any, annotation: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"expected a list, found {kind_of(value)}")
+    element = get_args(annotation)[0]
+    return tuple(_CONVERTER.structure(item, element) for item in value)
+
+
+def _structure_union(value: Any, annotation: Any) -> Any:
+    if value is None:
+        return None
+    (some,) = (member for member in get_args(annotation) if member is not type(None))
+    return _CONVERTER.structure(value, some)
+
+
+def _is_optional(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType) and type(None) in get_args(annotation)
+
+
+def _structure_literal(value: Any, annotation: Any) -> Any:
+    known = get_args(annotation)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"unknown value {value!r:.60} ({nearest(str(value), known)})")
+    return value
+
+
+def _structure_dict(value: Any, _: Any) -> Any:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"expected a table with text keys, found {kind_of(value)}")
+    return value
+
+
+def _structure_table(cls: type) -> Any:
+    structure: Any = cattrs.gen.make_dict_structure_fn(
+        cls, _CONVERTER, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
+    )
+
+    def checked(value: Any, kind: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"expected a table, found {kind_of(value)}")
+        return structure(value, kind)
+
+    return checked
+
+
+_CONVERTER = cattrs.Converter(detailed_validation=True)
+_CONVERTER.register_structure_hook_factory(attrs.has, _structure_table)
+for _primitive in (str, int, float, bool):
+    _CONVERTER.register_structure_hook(_primitive, _strict(_primitive))
+_CONVERTER.register_structure_hook_func(_has_origin(tuple), _structure_tuple)
+_CONVERTER.register_structure_hook_func(_has_origin(dict), _structure_dict)
+_CONVERTER.register_structure_hook_func(_has_origin(Literal), _structure_literal)
+_CONVERTER.register_structure_hook_func(_is_optional, _structure_union)

@@ -1,0 +1,47 @@
+"""A configuration in any of the forms that an integrator may hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hal.config.environment import environment_mapping
+from hal.config.reading import read
+from hal.config.settings import Config
+from hal.config.text import kind_of, parse_json, read_file
+from hal.errors import ConfigError
+
+Source = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
+    """Read a :class:`Config` from whatever an integrator holds.
+
+    Args:
+        source: a Config (returned as it is), a mapping, JSON text (begins with ``{``), a path ending in ``.json`` or
+            ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables.
+        driver_names: drivers whose own ``HAL_<DRIVER>_*`` variables are left to them, if source is None.
+
+    Raises:
+        ConfigError: the source cannot be read or holds a key or value that Config does not know.
+    """
+    if isinstance(source, Config):
+        return source
+    if source is None:
+        return read(Config, environment_mapping(driver_names=driver_names), "environment")
+    return read(Config, to_mapping(source))
+
+
+def to_mapping(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The mapping that a source of :func:`load` (other than the environment) spells."""
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return parse_json(source, "config text")
+    if isinstance(source, os.PathLike) or str(source).endswith((".json", ".toml")):
+        return read_file(Path(source))
+    if not isinstance(source, str):
+        raise ConfigError(f"cannot read a config from {kind_of(source)}", "pass a mapping, JSON text, a path or a name")
+    return {"backend": source}

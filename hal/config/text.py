@@ -1,0 +1,53 @@
+"""JSON and TOML, as mappings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hal.errors import ConfigError
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """Parse a ``.json`` or ``.toml`` file into a mapping; raises ConfigError for anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the config file {path}: {error}", "check the path and its permissions"
+        ) from None
+    if path.suffix != ".toml":
+        return parse_json(text, str(path))
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", "correct the file") from None
+
+
+def parse_json(text: str, where: str) -> Mapping[str, Any]:
+    """Parse one JSON object. A key given twice is an error, because one of the two would be silently ignored."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"given twice: {', '.join(twice)}")
+        return table
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}", "correct the text") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must hold a JSON object, not {kind_of(value)}", "write it as {...}")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """A value as errors show it."""
+    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
