@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from hal.cli import backends, bench, explain, generate, operations, quantize
+from hal.cli import backends, bench, compare, doctor, explain, generate, new_driver, operations, quantize
 from hal.cli.console import logging_to_stderr
 from hal.cli.contributed import ContributedCommands
 from hal.version import __version__
@@ -25,7 +25,10 @@ def main(context: click.Context, verbose: bool) -> None:
 
 main.add_command(generate.command, "generate")
 main.add_command(bench.command, "bench")
+main.add_command(compare.command, "compare")
 main.add_command(quantize.command, "quantize")
 main.add_command(backends.command, "backends")
+main.add_command(doctor.command, "doctor")
+main.add_command(new_driver.command, "new-driver")
 main.add_command(explain.command, "explain")
 main.add_command(operations.command, "ops")

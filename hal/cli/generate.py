@@ -80,8 +80,8 @@ def command(
     from hal.config import read
     from hal.runtime.checkpoint import Checkpoint
 
-    texts = [*prompts, *(_lines(prompts_file) if prompts_file else ())]
-    _check(texts)
+    texts = [*prompts, *(prompt_lines(prompts_file) if prompts_file else ())]
+    check_prompts(texts)
     settings = settings_of(backend, dtype, compiler, compilation_config)
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
@@ -124,7 +124,7 @@ def _print_texts(
     click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
 
 
-def _lines(file: BinaryIO) -> list[str]:
+def prompt_lines(file: BinaryIO) -> list[str]:
     try:
         text = file.read().decode()
     except UnicodeDecodeError as error:
@@ -134,7 +134,7 @@ def _lines(file: BinaryIO) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def _check(texts: list[str]) -> None:
+def check_prompts(texts: list[str]) -> None:
     if not texts:
         raise click.UsageError("There is no prompt: give --prompt, or --prompts-file with at least one line.")
     for index, text in enumerate(texts):

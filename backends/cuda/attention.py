@@ -1,0 +1,226 @@
+"""Attention over the paged cache by torch's own functions, and the choice between kernels for a step.
+
+What varies from call to call is chosen by what the host knows, so that nothing waits for the GPU. In a capture only
+what reads its lengths on the device is used: then one graph serves all lengths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.errors import CaptureError
+from hal.ops.declaration import Kernel
+
+PAGE = 256
+"""Flash attention (its second version, torch's) reads a cache in place in blocks of a multiple of so many tokens."""
+WIDEST_HEAD, HEAD_MULTIPLE = 256, 8
+LONG_PREFILL = 32
+"""New tokens of a sequence from which on a prefill is given to the kernel for long ones."""
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def one_query_each(tokens: int, starts: list[int]) -> bool:
+    """Whether every sequence has one query, and no token is left over."""
+    return starts == list(range(tokens + 1))
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether what is launched now is captured into a graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class ByLength:
+    """``paged_attention`` by one kernel, long prefills by another.
+
+    Args:
+        short: decodes, and prefills few tokens a sequence; reads lengths on the device.
+        long: prefills.
+
+    Attributes:
+        captured: what graphs capture.
+    """
+
+    def __init__(self, short: Kernel, long: Kernel) -> None:
+        self.captured, self._long = short, long
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        scale: float,
+        causal: bool,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See :func:`hal.ops.paged_attention`."""
+        tokens, sequences = query.shape[0], kv_lens.shape[0]
+        # The longest has at least the mean. A decode is told by its shape, which costs nothing.
+        long = tokens > sequences and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
+        attend = self._long if long else self.captured
+        attended: Tensor = attend(
+            query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host, kv_lens_host,
+            scale, causal, sliding_window,
+        )  # fmt: skip
+        return attended
+
+
+class TorchAttention:
+    """``paged_attention`` by torch's flash attention for sequences of different lengths, else by its dot product.
+
+    Flash attention reads the cache in place where its blocks are multiples of :data:`PAGE` tokens and this release of
+    torch passes block tables on. Otherwise keys and values are gathered first.
+
+    Args:
+        flash: whether torch has flash attention for this device.
+    """
+
+    def __init__(self, *, flash: bool) -> None:
+        self._flash = flash
+        # torch.nn.attention.varlen calls the same, and has changed its arguments with each release since 2.10.
+        names = {each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+        self.pages = flash and {"block_table", "seqused_k"} <= names
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        scale: float,
+        causal: bool,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See :func:`hal.ops.paged_attention`."""
+        tokens, _, head_dim = query.shape
+        starts = query_start_loc_host.tolist()
+        captured, decodes = capturing(query), one_query_each(tokens, starts)
+        queried = tokens if captured else starts[-1]
+        if not queried:
+            return torch.zeros_like(query, memory_format=torch.contiguous_format)
+        flash = (
+            self._flash and query.dtype in HALVES and head_dim <= WIDEST_HEAD and head_dim % HEAD_MULTIPLE == 0
+        )  # fmt: skip
+        block_size = key_cache.shape[1]
+        if flash and self.pages and block_size % PAGE == 0:
+            longest = tokens if captured else int(query_start_loc_host.diff().max())
+            attended = _flash(
+                query[:queried], key_cache, value_cache, query_start_loc, query_start_loc, 1 if decodes else longest,
+                block_table.shape[1] * block_size, scale, causal, sliding_window,
+                seqused_k=kv_lens.contiguous(), block_table=block_table.contiguous(),
+            )  # fmt: skip
+            if captured and not decodes:  # rows past the last sequence are not written
+                past = torch.arange(tokens, device=query.device) >= query_start_loc[-1]
+                return attended.masked_fill(past[:, None, None], 0.0)
+        elif decodes and (captured or not flash):
+            return decode(query, key_cache, value_cache, block_table, kv_lens, scale, sliding_window)
+        elif captured:
+            raise CaptureError(
+                "a prefill's attention by torch gathers as many keys as the sequences have, which no replay can change",
+                'capture decode steps only; or leave the option kernels.paged_attention out, or set it to "triton"',
+            )
+        elif flash:
+            ends = functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            keys, values = gathered(key_cache, value_cache, block_table, kv_lens, kv_lens_host)
+            attended = _flash(
+                query[:queried], keys, values, query_start_loc, ends, int(query_start_loc_host.diff().max()),
+                int(kv_lens_host.max()), scale, causal, sliding_window,
+            )  # fmt: skip
+        else:
+            return one_by_one(
+                query, key_cache, value_cache, block_table, starts, kv_lens_host.tolist(), scale, causal, sliding_window
+            )
+        return attended if queried == tokens else functional.pad(attended, (0, 0, 0, 0, 0, tokens - queried))
+
+
+def _flash(
+    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, longest_query: int, longest: int,
+    scale: float, causal: bool, window: int | None, **paged: Tensor,
+) -> Tensor:  # fmt: skip
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
+        query, keys, values, starts.contiguous(), ends, longest_query, longest, 0.0, causal and window is None, False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        # With a causal mask it is 0 by itself, and must be left out for a decode's heads to be taken together.
+        window_size_right=0 if causal and window is not None else -1,
+        **paged,
+    )[0]  # fmt: skip
+    return attended
+
+
+def gathered(
+    key_cache: Tensor, value_cache: Tensor, block_table: Tensor, kv_lens: Tensor, kv_lens_host: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[all tokens, num_kv_heads, head_dim]`` of the sequences, one after the other."""
+    total, block_size = int(kv_lens_host.sum()), key_cache.shape[1]
+    row = torch.repeat_interleave(
+        torch.arange(kv_lens.shape[0], device=kv_lens.device), kv_lens.long(), output_size=total
+    )
+    position = torch.arange(total, device=kv_lens.device) - (kv_lens.cumsum(0) - kv_lens)[row]
+    slots = block_table[row, position // block_size].long() * block_size + position % block_size
+    return key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
+
+
+def decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, kv_lens: Tensor, scale: float,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """One query a sequence, over all slots that its blocks have; what it does not see is hidden.
+
+    Lengths are read on the device only. The heads that share a key head become its rows, so that no head is repeated.
+    """
+    sequences, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (key_cache, value_cache))
+    slot = torch.arange(keys.shape[1], device=query.device)
+    seen = slot < kv_lens[:, None]
+    if window is not None:
+        seen &= slot >= kv_lens[:, None] - window
+    # What nobody filled may hold NaN, which no mask of scores would hide.
+    keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
+    attended = functional.scaled_dot_product_attention(
+        query.reshape(sequences, kv_heads, heads // kv_heads, head_dim), keys, values,
+        attn_mask=seen[:, None, None, :], scale=scale,
+    )  # fmt: skip
+    return attended.reshape(sequences, heads, head_dim).masked_fill((kv_lens == 0)[:, None, None], 0.0)
+
+
+def one_by_one(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, starts: list[int], lengths: list[int],
+    scale: float, causal: bool, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Any number of queries a sequence, a call for each."""
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    for row, length in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
+        if length == 0 or start == end:
+            continue
+        blocks = block_table[row, : math.ceil(length / key_cache.shape[1])].long()
+        keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (key_cache, value_cache))
+        at = torch.arange(length - (end - start), length, device=query.device)[:, None]
+        slot = torch.arange(length, device=query.device)
+        mask = slot <= at if causal else torch.ones(1, length, dtype=torch.bool, device=query.device)
+        if window is not None:
+            mask = mask & (slot > at - window)
+        attended = functional.scaled_dot_product_attention(
+            query[start:end].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        output[start:end] = attended[0].transpose(0, 1)
+    return output

@@ -1,0 +1,209 @@
+"""CUDA graphs behind hal's Graph.
+
+Kernels read lengths on the device, so a replay has nothing to update in the graph. Its host values are copied to the
+tensors on the device that the captured calls were given beside them, through pinned memory of their own, so that the
+caller may change them at once and no replay meets lengths that are not its own. A kernel that plans on the host
+(FlashInfer's attention) plans anew before each replay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hal import ops
+from hal.errors import GraphError, HalError, HostValueError
+from hal.graph import Graph
+from hal.ops.declaration import Kernel, Operation
+from hal.stream import Stream
+
+from .attention import one_query_each
+from .failures import capture_error, first_line
+
+if TYPE_CHECKING:
+    from .driver import CudaBackend
+    from .flashinfer_attention import GraphPlan
+
+QUERIES = "query_start_loc_host"
+
+
+class CudaGraph(Graph):
+    """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._index = backend.device.torch.index
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._twins: dict[str, list[Tensor]] = {}
+        self._plans: list[GraphPlan] = []
+        self._decodes: Tensor | None = None
+        self._kept: Any = None
+
+    def dump(self, path: Path) -> None:
+        """Write CUDA's listing of the graph's nodes, in Graphviz's language."""
+        self._require_capture("dump")
+        assert self._graph is not None
+        self._graph.debug_dump(str(path))
+
+    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+        if pool is not None and not (isinstance(pool, tuple) and [type(each) for each in pool] == [int, int]):
+            raise GraphError(
+                f"{pool!r} is not the pool of a CUDA graph", "pass the pool of another graph of this backend"
+            )
+        with torch.cuda.device(self._index):
+            on = self._stream(stream)
+            # Always one that is known here: if a capture breaks, torch's graph does not tell the one that it made.
+            pool = torch.cuda.graph_pool_handle() if pool is None else pool
+            try:
+                self._warm_up(fn, on)
+                with torch.cuda.stream(on), ops.intercepted(self._watch(recording=True)):
+                    made = self._record(fn, pool)
+            except HalError:
+                raise
+            except Exception as error:
+                raise capture_error(error) from error
+        self._kept = made if self._holds else None
+        return tree_map_only(Tensor, lambda each: weakly(each) if each.is_cuda else each, made), pool
+
+    def _warm_up(self, fn: Callable[[], Any], on: torch.cuda.Stream) -> None:
+        """Run it once: what loads, compiles, tunes or allocates at a first call does so outside the capture."""
+        on.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(on), ops.intercepted(self._watch(recording=False)):
+            fn()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph's pool cannot use what is left over in others
+
+    def _record(self, fn: Callable[[], Any], pool: Any) -> Any:
+        # Not torch.cuda.graph: if the end of a capture fails, that leaves its stream and its pool behind.
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for dump()
+        # Other threads may copy and allocate meanwhile.
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            made = fn()
+        except BaseException as error:
+            try:
+                self._end(pool)
+            except RuntimeError as end:
+                error.add_note(f"the capture's end: {first_line(end)}")
+            raise
+        self._end(pool)
+        self._graph.instantiate()
+        return made
+
+    def _end(self, pool: Any) -> None:
+        assert self._graph is not None
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            # torch leaves the allocator in the capture then, and every later release of memory would fail.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._index, pool)
+                torch._C._cuda_releasePool(self._index, pool)
+            raise
+
+    def _stream(self, stream: Stream | None) -> torch.cuda.Stream:
+        if stream is None:
+            return self._backend.capture_stream
+        given = stream.torch
+        return torch.cuda.Stream(
+            stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
+        )
+
+    def _watch(self, *, recording: bool) -> Callable[[Operation, Kernel], Kernel]:
+        """The interception of calls with host values: plans are made before the capture, names are noted in it."""
+        thread = threading.get_ident()
+
+        def wrap(operation: Operation, kernel: Kernel) -> Kernel:
+            if not operation.host:
+                return kernel
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != thread:
+                    return kernel(*args, **kwargs)
+                arguments = operation.arguments(args, kwargs)
+                if recording:
+                    self._note(operation, arguments)
+                plan = next((each for each in self._plans if each.serves(arguments)), None)
+                if plan is None and not recording and hasattr(kernel, "for_graph"):
+                    plan = kernel.for_graph(arguments)
+                    self._plans += [] if plan is None else [plan]
+                if plan is not None:
+                    return plan.run(arguments)
+                return getattr(kernel, "captured", kernel)(*args, **kwargs)
+
+            return watched
+
+        return wrap
+
+    def _note(self, operation: Operation, arguments: Mapping[str, Any]) -> None:
+        for name in operation.host:
+            self.host_values.record(name, arguments[name], operation.name)
+            twin, twins = arguments.get(name.removesuffix("_host")), self._twins.setdefault(name, [])
+            if isinstance(twin, Tensor) and twin.is_cuda and all(each.data_ptr() != twin.data_ptr() for each in twins):
+                twins.append(twin)
+        starts = arguments.get(QUERIES)
+        if starts is not None and one_query_each(arguments["query"].shape[0], starts.tolist()):
+            self._decodes = starts.clone()
+
+    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+        if self._decodes is not None and not torch.equal(host_values[QUERIES], self._decodes):
+            raise HostValueError(
+                f"the graph was captured with {QUERIES} {self._decodes.tolist()}, which no replay can change",
+                "replay it for one query a sequence, or capture another graph",
+            )
+        if torch.cuda.current_device() == self._index:
+            self._start(host_values)
+        else:  # of another thread, say, which begins with device 0
+            with torch.cuda.device(self._index):
+                self._start(host_values)
+
+    def _start(self, host_values: Mapping[str, Tensor]) -> None:
+        assert self._graph is not None
+        for plan in self._plans:
+            plan.update(host_values)
+        for name, twins in self._twins.items():
+            if not twins or (name == QUERIES and self._decodes is not None):  # it is as it was
+                continue
+            # torch gives pinned memory out again only when the copies from it are done.
+            value = host_values[name]
+            staged = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+            for twin in twins:
+                twin.copy_(staged, non_blocking=True)
+        self._graph.replay()
+
+    def _let_go(self) -> None:
+        self._kept = None
+
+    def _release(self) -> None:
+        graph, self._graph = self._graph, None
+        self._kept = self._decodes = None
+        self._twins, self._plans = {}, []
+        if graph is not None:
+            graph.reset()
+
+
+def weakly(tensor: Tensor) -> Tensor:
+    """The same memory as another tensor, without holding it."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, reach(tensor))
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage,
+        0,
+        tensor.shape,
+        tensor.stride(),
+    )
+
+
+def reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()

@@ -1,0 +1,67 @@
+"""SwiGLU's activation: alone, and before quantising."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import require, warps
+from .interpreter import rounded
+from .quantization import require_quantizer, store_quantized
+
+
+@triton.jit(do_not_specialize=["count"])
+def _silu(x, result, scale, offset, scales, count, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    mask = (row < count)[:, None] & (column < width)[None, :]
+    gate_at = x + row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + width, mask=mask, other=0.0).to(tl.float32)
+    values = gate / (1.0 + tl.exp(-gate)) * up
+    at = result + row[:, None] * width + column[None, :]
+    if scale is None and scales is None:
+        tl.store(at, rounded(values, result.dtype.element_ty), mask=mask)
+    else:
+        store_quantized(values, at, mask, scale, offset, scales, row, row < count)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See :func:`hal.ops.silu_and_mul`."""
+    return _launch("silu_and_mul", x, x.dtype)
+
+
+def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """See :func:`hal.ops.silu_and_mul_quantize`. The product stays in float32 between."""
+    require_quantizer("silu_and_mul_quantize", x, x.shape[-1] // 2, scale, offset)
+    return _launch("silu_and_mul_quantize", x, torch.int8, scale, offset)
+
+
+def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.silu_and_mul_dynamic_quantize`. The product stays in float32 between."""
+    require(x.dim() >= 2, "silu_and_mul_dynamic_quantize", x)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    return _launch("silu_and_mul_dynamic_quantize", x, torch.int8, scales=scales), scales
+
+
+def _launch(
+    operation: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    require(x.shape[-1] % 2 == 0, operation, x)
+    x, width = x.contiguous(), x.shape[-1] // 2
+    result = torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
+    count = result.numel() // max(width, 1)
+    # A row's own scale needs the whole row in one program.
+    block = triton.next_power_of_2(width) if scales is not None else min(triton.next_power_of_2(width), 1024)
+    tile_rows = max(1024 // block, 1)
+    _silu[triton.cdiv(count, tile_rows), triton.cdiv(width, block)](
+        x, result, scale, offset, scales, count, width, tile_rows, block, num_warps=warps(tile_rows * block)
+    )
+    return result

@@ -1,0 +1,293 @@
+"""Attention over the paged cache, for decode and prefill alike.
+
+A program takes some queries of one sequence, and of their heads those that share a key head, so that the head's keys
+are read once for all of them. Which sequence it is, and how long, is read on the device, and grids depend on shapes
+alone: a captured launch serves all lengths. Where there are too few programs to fill the device, each sequence's keys are
+split among several, and a second kernel adds up their parts.
+
+Sources: Dao, *FlashAttention-2*, 2023; Dao et al., *Flash-Decoding for long-context inference*, 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import INTEGERS, require, unit_stride
+from .interpreter import bound, dot, rounded
+
+MOST_SPLITS = 64
+LEAST_KEYS = 256
+"""Of a split: with fewer, adding up its part costs as much as it saves."""
+
+
+@triton.jit
+def _owner(block, query_start_loc, sequences, queries: tl.constexpr):
+    """The sequence of a block of queries: ``sequences`` for tokens past the last one.
+
+    A sequence whose first token is ``start`` begins at block ``start // queries + its index``: that leaves each room for
+    all its blocks, the last perhaps not full, whatever the lengths, within ``tokens // queries + sequences + 1``.
+    """
+    owner = 0
+    for first in range(1, bound(sequences + 1), 128):
+        index = first + tl.arange(0, 128)
+        start = tl.load(query_start_loc + index, mask=index <= sequences, other=0)
+        if queries > 1:
+            start = start // queries + index
+        owner += tl.sum(((start <= block) & (index <= sequences)).to(tl.int32), 0)
+    return owner
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "splits", "table_sequence"])
+def _attend(
+    query, key_cache, value_cache, block_table, query_start_loc, kv_lens, result, sums, bests, totals,
+    tokens, sequences, splits, query_token, query_head, table_sequence, scale, window,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
+    causal: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Writes ``result``; or where ``sums`` is given, a split's part: weighted sums of values, largest score, weights."""
+    group: tl.constexpr = num_heads // num_kv_heads
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = _owner(block, query_start_loc, sequences, queries)
+    begin = tl.load(query_start_loc + sequence)
+    end = tl.load(query_start_loc + sequence + 1, mask=sequence < sequences, other=tokens)
+    length = tl.load(kv_lens + sequence, mask=sequence < sequences, other=0)
+    first = begin + (block - (begin // queries + sequence)) * queries if queries > 1 else block
+    if first >= end:
+        return
+
+    # Row by row, the heads of the first query, then those of the next.
+    row = tl.arange(0, rows)
+    token = first + row // group
+    head = kv_head * group + row % group
+    real = (row < queries * group) & (token < end)
+    position = token + (length - end)
+    column = tl.arange(0, width)
+    taken = real[:, None] & (column < head_dim)[None, :]
+    at = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + column[None, :]
+    q = tl.load(at, mask=taken, other=0.0)
+
+    # The keys that any of the queries sees, and of these the split's share.
+    low, high = 0, length
+    if causal:
+        high = tl.minimum(length, tl.minimum(first + queries, end) + (length - end))
+    if window is not None:
+        low = tl.maximum(first + (length - end) - window + 1, 0)
+    if sums is not None:
+        share = (tl.maximum(high - low, 0) + splits * keys - 1) // (splits * keys) * keys
+        low += split * share
+        high = tl.minimum(high, low + share)
+
+    best = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    summed = tl.zeros([rows, width], tl.float32)
+    table = block_table + sequence.to(tl.int64) * table_sequence
+    inner = kv_head * head_dim + column
+    for start in range(bound(low), bound(high), keys):
+        slot = start + tl.arange(0, keys)
+        filled = slot < high
+        page = tl.load(table + slot // block_size, mask=filled, other=0).to(tl.int64)
+        row_at = (page * block_size + slot % block_size) * (num_kv_heads * head_dim)
+        cached = row_at[:, None] + inner[None, :]
+        there = filled[:, None] & (column < head_dim)[None, :]
+        k = tl.load(key_cache + cached, mask=there, other=0.0)
+        scores = dot(q, tl.trans(k)) * scale
+        seen = real[:, None] & filled[None, :]
+        if causal:
+            seen = seen & (slot[None, :] <= position[:, None])
+        if window is not None:
+            seen = seen & (slot[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        better = tl.maximum(best, tl.max(scores, 1))
+        # A row that has seen no key yet: infinity less infinity would be NaN.
+        base = tl.where(better == float("-inf"), 0.0, better)
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(best - base)
+        # As flash attention does, weights are rounded to the values' dtype for the product; their sum is not.
+        v = tl.load(value_cache + cached, mask=there, other=0.0)
+        summed = summed * kept[:, None] + dot(rounded(weights, v.dtype), v)
+        total = total * kept + tl.sum(weights, 1)
+        best = better
+
+    out_row = token.to(tl.int64) * num_heads + head
+    if sums is None:
+        summed = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            result + out_row[:, None] * head_dim + column[None, :], rounded(summed, result.dtype.element_ty), mask=taken
+        )
+    else:
+        part = out_row * splits + split
+        tl.store(bests + part, best, mask=real)
+        tl.store(totals + part, total, mask=real)
+        # Of a part that saw no key nothing is read.
+        tl.store(sums + part[:, None] * head_dim + column[None, :], summed, mask=taken & (total != 0.0)[:, None])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(sums, bests, totals, result, splits, head_dim: tl.constexpr, most: tl.constexpr, width: tl.constexpr):
+    """Add up the parts of one head of one token, always in the same order."""
+    row = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, most), tl.arange(0, width)
+    part = row * splits + split
+    total = tl.load(totals + part, mask=split < splits, other=0.0)
+    used = total != 0.0
+    best = tl.load(bests + part, mask=used, other=float("-inf"))
+    largest = tl.max(best, 0)
+    factor = tl.where(used, tl.exp2(best - tl.where(largest == float("-inf"), 0.0, largest)), 0.0)
+    mask = used[:, None] & (column < head_dim)[None, :]
+    values = tl.load(sums + part[:, None] * head_dim + column[None, :], mask=mask, other=0.0)
+    whole = tl.sum(total * factor, 0)
+    summed = tl.sum(values * factor[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(result + row * head_dim + column, rounded(summed, result.dtype.element_ty), mask=column < head_dim)
+
+
+@attrs.frozen
+class Tiles:
+    """How the work is cut.
+
+    Attributes:
+        queries: tokens that a program takes.
+        rows: a power of two, at least 16, for the tensor cores: heads of all queries that share a key head.
+        keys: that are loaded at once, likewise.
+        warps: of a program.
+        stages: how far loads run ahead.
+    """
+
+    queries: int
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles(tokens: int, sequences: int, group: int, width: int, itemsize: int) -> Tiles:
+    """By shapes alone: one query for each program where no more tokens than sequences are given, which is a decode.
+
+    Args:
+        tokens: new ones, of all sequences.
+        sequences: in the batch.
+        group: query heads that share a key head.
+        width: of a head, padded to a power of two.
+        itemsize: bytes of an element.
+    """
+    # With more of any of these, compiled for sm_80 or sm_90, a program's registers spill. Float32, which tensor cores do
+    # not multiply, needs the most.
+    if itemsize > 2:
+        keys, most, warps, stages = 16, 32, 8, 2
+    elif width > 128:
+        keys, most, warps, stages = 32, 64, 8, 2
+    else:
+        keys, most, warps, stages = 64, 128, 8, 3
+    if tokens <= sequences:
+        rows = max(16, triton.next_power_of_2(group))
+        return Tiles(1, rows, keys, 4, stages)
+    rows = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(tokens * group)))
+    return Tiles(rows // group, rows, keys, warps if rows == most else 4, 2)
+
+
+def splits(programs: int, keys: int, processors: int) -> int:
+    """Among how many programs each sequence's keys are split, by shapes alone.
+
+    Args:
+        programs: without a split.
+        keys: the most that a query can see.
+        processors: of the device, which two programs each would fill.
+    """
+    return max(1, min(2 * processors // max(programs, 1), keys // LEAST_KEYS, MOST_SPLITS))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    # Of a CPU, which only the interpreter runs on, a number that makes it split as a GPU would.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    query_start_loc_host: Tensor,
+    kv_lens_host: Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+) -> Tensor:
+    """See :func:`hal.ops.paged_attention`. Lengths are read on the device; those on the host are not looked at."""
+    tokens, num_heads, _ = query.shape
+    sequences, max_blocks = block_table.shape
+    capacity = max_blocks * key_cache.shape[1]
+    chosen = tiles(
+        tokens, sequences, num_heads // key_cache.shape[2], triton.next_power_of_2(query.shape[2]), query.itemsize
+    )
+    programs = blocks(tokens, sequences, chosen.queries) * key_cache.shape[2]
+    visible = capacity if sliding_window is None else min(capacity, sliding_window + chosen.queries)
+    parts = splits(programs, visible, _processors(query.device))
+    return attend(
+        query, key_cache, value_cache, block_table, query_start_loc, kv_lens, scale, causal, sliding_window,
+        chosen, parts,
+    )  # fmt: skip
+
+
+def blocks(tokens: int, sequences: int, queries: int) -> int:
+    """Blocks of queries, some perhaps empty, that serve any lengths which add up to ``tokens``. See :func:`_owner`."""
+    return tokens if queries == 1 else tokens // queries + sequences + 1
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    chosen: Tiles,
+    parts: int,
+) -> Tensor:
+    """:func:`paged_attention`, cut as the last two arguments say: any cut gives the result, at some speed."""
+    tokens, num_heads, head_dim = query.shape
+    sequences, num_kv_heads = block_table.shape[0], key_cache.shape[2]
+    _require(query, key_cache, value_cache, block_table, query_start_loc, kv_lens)
+    query, block_table = unit_stride(query), unit_stride(block_table)
+    width = max(16, triton.next_power_of_2(head_dim))
+    result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    sums = bests = totals = None
+    if parts > 1:
+        shape = (tokens, num_heads, parts)
+        sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+        bests, totals = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    _attend[blocks(tokens, sequences, chosen.queries), num_kv_heads, parts](
+        query, key_cache, value_cache, block_table, query_start_loc.contiguous(), kv_lens.contiguous(),
+        result, sums, bests, totals, tokens, sequences, parts, query.stride(0), query.stride(1), block_table.stride(0),
+        scale * math.log2(math.e), sliding_window, num_heads, num_kv_heads, head_dim, key_cache.shape[1], causal,
+        chosen.queries, chosen.rows, chosen.keys, width, num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    if parts > 1:
+        _combine[(tokens * num_heads,)](
+            sums, bests, totals, result, parts, head_dim, triton.next_power_of_2(parts), width, num_warps=4
+        )
+    return result
+
+
+def _require(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, kv_lens: Tensor
+) -> None:
+    fits = query.dim() == 3 and key_cache.dim() == 4 and key_cache.shape[3] == query.shape[2]
+    fits = fits and query.shape[1] % key_cache.shape[2] == 0 and value_cache.shape == key_cache.shape
+    fits = fits and key_cache.dtype is value_cache.dtype is query.dtype
+    fits = fits and key_cache.is_contiguous() and value_cache.is_contiguous()
+    sequences = block_table.shape[0]
+    fits = fits and query_start_loc.shape == (sequences + 1,) and kv_lens.shape == (sequences,)
+    fits = fits and all(each.dtype in INTEGERS for each in (block_table, query_start_loc, kv_lens))
+    require(fits, "paged_attention", query, key_cache, value_cache, block_table, query_start_loc, kv_lens)

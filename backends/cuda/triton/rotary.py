@@ -1,0 +1,165 @@
+"""Rotary positions: alone, and with what surrounds them in a layer (norms of heads before, the cache after)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import require, unit_stride
+from .cache import require_cache
+from .interpreter import rounded
+
+
+@triton.jit
+def _heads(
+    query, key, value, query_weight, key_weight, cos, sin, new_query, new_key, new_value, slot_mapping,
+    query_token, query_head, key_token, key_head, value_token, value_head, cos_token, sin_token, eps,
+    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    heads: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """A token's heads, ``heads`` at a time: first those of query, then of key, then, where it is given, of value."""
+    dtype: tl.constexpr = new_query.dtype.element_ty
+    half: tl.constexpr = head_dim // 2
+    query_tiles: tl.constexpr = (num_heads + heads - 1) // heads
+    kv_tiles: tl.constexpr = (num_kv_heads + heads - 1) // heads
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, block)[None, :]
+    place = token
+    if slot_mapping is not None:
+        place = tl.load(slot_mapping + token).to(tl.int64)
+
+    if tile < query_tiles + kv_tiles:
+        # Chosen by select, not by branch: the compiler still knows how pointers are aligned.
+        of_query = tile < query_tiles
+        head = tl.where(of_query, tile, tile - query_tiles) * heads + tl.arange(0, heads)[:, None]
+        mask = (head < tl.where(of_query, num_heads, num_kv_heads)) & (column < half)
+        source = tl.where(of_query, query + token * query_token, key + token * key_token)
+        source = source + head * tl.where(of_query, query_head, key_head) + column
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+        if query_weight is not None:
+            weight = tl.where(of_query, query_weight, key_weight) + column
+            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            inverse = tl.rsqrt(squares / head_dim + eps)[:, None]
+            of_first = tl.load(weight, mask=column < half, other=0.0).to(tl.float32)
+            of_second = tl.load(weight + half, mask=column < half, other=0.0).to(tl.float32)
+            first = rounded(first * inverse * of_first, dtype).to(tl.float32)
+            second = rounded(second * inverse * of_second, dtype).to(tl.float32)
+        # The second halves of cos and sin repeat the first.
+        cosine = tl.load(cos + token * cos_token + column, mask=column < half, other=0.0).to(tl.float32)
+        sine = tl.load(sin + token * sin_token + column, mask=column < half, other=0.0).to(tl.float32)
+        target = tl.where(
+            of_query, new_query + token * (num_heads * head_dim), new_key + place * (num_kv_heads * head_dim)
+        )
+        target = target + head * head_dim + column
+        tl.store(target, rounded(first * cosine - second * sine, dtype), mask=mask)
+        tl.store(target + half, rounded(second * cosine + first * sine, dtype), mask=mask)
+    elif value is not None:
+        head = (tile - query_tiles - kv_tiles) * heads + tl.arange(0, heads)[:, None]
+        mask = (head < num_kv_heads) & (column < half)
+        source = value + token * value_token + head * value_head + column
+        target = new_value + place * (num_kv_heads * head_dim) + head * head_dim + column
+        tl.store(target, tl.load(source, mask=mask), mask=mask)
+        tl.store(target + half, tl.load(source + half, mask=mask), mask=mask)
+
+
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.rotary_embedding`. Heads in a packed projection are read where they are."""
+    new_query, new_key = _empty(query), _empty(key)
+    _launch("rotary_embedding", query, key, cos, sin, new_query, new_key)
+    return new_query, new_key
+
+
+def split_qkv_rmsnorm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope`. Value is a view of ``qkv``."""
+    query, key, value = _split("split_qkv_rmsnorm_rope", qkv, q_weight, num_heads, num_kv_heads)
+    new_query, new_key = _empty(query), _empty(key)
+    norms = q_weight, k_weight, eps
+    _launch("split_qkv_rmsnorm_rope", query, key, cos, sin, new_query, new_key, norms=norms)
+    return new_query, new_key, value
+
+
+def split_qkv_rmsnorm_rope_cache(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. Key and value go straight into their slots."""
+    operation = "split_qkv_rmsnorm_rope_cache"
+    query, key, value = _split(operation, qkv, q_weight, num_heads, num_kv_heads)
+    require_cache(operation, key, key_cache, value_cache, slot_mapping)
+    new_query = _empty(query)
+    written = value, value_cache, slot_mapping.contiguous()
+    norms = q_weight, k_weight, eps
+    _launch(operation, query, key, cos, sin, new_query, key_cache, norms=norms, written=written)
+    return new_query
+
+
+def _split(operation: str, qkv: Tensor, weight: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
+    """Views ``[tokens, heads, head_dim]`` of query, key and value."""
+    counts, head_dim = (num_heads, num_kv_heads, num_kv_heads), weight.shape[0]
+    require(qkv.dim() == 2 and qkv.shape[1] == sum(counts) * head_dim, operation, qkv, weight)
+    heads = unit_stride(qkv).unflatten(1, (sum(counts), head_dim))
+    return list(heads.split(counts, dim=1))
+
+
+def _launch(
+    operation: str,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    new_query: Tensor,
+    new_key: Tensor,
+    *,
+    norms: tuple[Tensor, Tensor, float] | tuple[None, None, float] = (None, None, 0.0),
+    written: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None),
+) -> None:
+    """``norms``: both weights and epsilon. ``written``: value, its cache and the slots, for new_key and it."""
+    tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    (query_weight, key_weight, eps), (value, new_value, slots) = norms, written
+    fits = key.shape[0] == tokens and key.shape[2] == head_dim and head_dim % 2 == 0
+    fits = fits and cos.shape == sin.shape == (tokens, head_dim) and key.dtype is cos.dtype is sin.dtype is query.dtype
+    require(fits, operation, query, key, cos, sin)
+    if query_weight is not None and key_weight is not None:
+        fits = query_weight.shape == key_weight.shape == (head_dim,)
+        require(
+            fits and query_weight.dtype is key_weight.dtype is query.dtype, operation, query, query_weight, key_weight
+        )
+        query_weight, key_weight = unit_stride(query_weight), unit_stride(key_weight)
+    query, key, cos, sin = unit_stride(query), unit_stride(key), unit_stride(cos), unit_stride(sin)
+    block = max(triton.next_power_of_2(head_dim // 2), 1)
+    heads = max(512 // block, 1)
+    kv_tiles = triton.cdiv(num_kv_heads, heads)
+    tiles = triton.cdiv(num_heads, heads) + kv_tiles * (1 if value is None else 2)
+    _heads[tokens, tiles](
+        query, key, value, query_weight, key_weight, cos, sin, new_query, new_key, new_value, slots,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        0 if value is None else value.stride(0), 0 if value is None else value.stride(1),
+        cos.stride(0), sin.stride(0), eps, num_heads, num_kv_heads, head_dim, heads, block, num_warps=2,
+    )  # fmt: skip
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Contiguous, whatever the strides of ``like``."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

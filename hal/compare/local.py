@@ -1,0 +1,201 @@
+"""Comparing single calls: the second backend's kernel on what the first's got, so that no earlier difference counts.
+
+Both runs take each step, the second first, on the same tokens. The calls of the two are matched by their order. Then,
+for each call of the first, the second's kernel gets the same arguments, copied to its device with their strides, but
+
+- a weight is the second model's own, which its backend may have prepared: what its matching call was given;
+- the KV cache is a third one, of the second backend, which only its kernel for ``store_kv_cache`` writes, from the keys
+  and values of the first run. So attention is compared over the same keys and values, whatever the caches' layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.backend import Backend
+from hal.compare.errors import CompareError
+from hal.compare.measure import error, results_of, shape_of
+from hal.compare.results import Call, Outcome
+from hal.compare.texts import fill
+from hal.errors import HalError
+from hal.nn import CausalLM
+from hal.ops import Operation
+from hal.runtime.runner import Runner
+
+
+@attrs.frozen(eq=False)
+class Side:
+    """A backend, the model that it loaded, and what runs it."""
+
+    backend: Backend
+    model: CausalLM
+    runner: Runner
+
+
+@attrs.frozen(eq=False)
+class Evidence:
+    """A call in full: each side's arguments by name, before the call, and the results of both, on the CPU."""
+
+    call: Call
+    operation: Operation
+    first_arguments: dict[str, Any]
+    second_arguments: dict[str, Any]
+    first_results: dict[str, Tensor]
+    second_results: dict[str, Tensor]
+
+
+class TheirCalls:
+    """Records the second's own run of a step: which operations it calls, with which weights and caches."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._own = _tensors_of(side.model)
+        self.calls: list[tuple[Call, dict[str, Any]]] = []
+
+    def __call__(self, call: Call, operation: Operation, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the kernel."""
+        given = operation.arguments(args, {})
+        self.calls.append((call, {name: value for name, value in given.items() if id(value) in self._own}))
+        return _blaming(self._side.backend, call, kernel, args)
+
+
+class OurCalls:
+    """Compares each call of the first's run with what the second's kernel makes of it.
+
+    Args:
+        first: the reference.
+        second: the other.
+        keep: whether :attr:`evidence` is wanted, which takes copies of what is written in place.
+
+    Attributes:
+        theirs: the second's run of the same step.
+        outcomes: of the calls so far.
+        broken: the first of them that is out of tolerance.
+        evidence: that call in full.
+        not_compared: what could not be, and why.
+    """
+
+    def __init__(self, first: Side, second: Side, *, keep: bool) -> None:
+        self._first, self._second, self._keep = first, second, keep
+        self._dtype = first.runner.spec.dtype
+        self._own = _tensors_of(first.model)
+        self._mirror = second.backend.kv_cache(second.runner.spec)
+        fill(self._mirror)
+        self._caches = {
+            id(ours): mirrored
+            for layer, mirror in zip(first.runner.cache.layers, self._mirror.layers, strict=True)
+            for ours, mirrored in zip(layer, mirror, strict=True)
+        }
+        alike = first.backend.cache_layout == second.backend.cache_layout
+        self._unlike_caches = frozenset() if alike else {*self._caches, *map(id, self._caches.values())}
+        self.theirs: list[tuple[Call, dict[str, Any]]] = []
+        self.outcomes: list[Outcome] = []
+        self.broken: Outcome | None = None
+        self.evidence: Evidence | None = None
+        self.not_compared: dict[str, str] = {}
+
+    def __call__(self, call: Call, operation: Operation, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run the kernel, and the second's, and compare."""
+        own = self._their_own(call)
+        ours = operation.arguments(args, {})
+        theirs = {name: self._counterpart(operation, name, value, own) for name, value in ours.items()}
+        kept = self._keep and self.broken is None
+        ours_before, theirs_before = (_on_cpu(each) if kept else {} for each in (ours, theirs))
+        returned = kernel(*args)
+        second = self._second.backend
+        their_kernel = getattr(second.ops, operation.name)
+        with second.explaining(), torch.inference_mode():
+            answered = _blaming(second, call, their_kernel, tuple(theirs.values()))
+            expected, found = self._results(operation, ours, returned), self._results(operation, theirs, answered)
+            worst = error(operation, self._dtype, found, expected)
+        outcome = Outcome(
+            call,
+            worst,
+            {name: shape_of(value) for name, value in ours.items()},
+            tuple(shape_of(result) for result in expected.values()),
+        )
+        self.outcomes.append(outcome)
+        if worst.ratio > 1 and self.broken is None:
+            self.broken = outcome
+            if kept:
+                results = _on_cpu(expected), _on_cpu(found)
+                self.evidence = Evidence(call, operation, ours_before, theirs_before, *results)
+        return returned
+
+    def _their_own(self, call: Call) -> dict[str, Any]:
+        match, own = self.theirs[call.number] if call.number < len(self.theirs) else (None, {})
+        if match is None or (match.operation, match.path) != (call.operation, call.path):
+            found = "nothing more" if match is None else f"{match.operation} in {match.path}"
+            raise CompareError(
+                f"call {call.number} of step {call.step} is {call.operation} in {call.path} on "
+                f"{self._first.backend.name}, and {found} on {self._second.backend.name}",
+                "compare backends on which the model calls the same operations",
+            )
+        return own
+
+    def _counterpart(self, operation: Operation, name: str, value: Any, own: Mapping[str, Any]) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if (mirrored := self._caches.get(id(value))) is not None:
+            return mirrored
+        if id(value) in self._own and name in own:
+            return own[name]
+        host = name in operation.host
+        return transplant(value, torch.device("cpu") if host else self._second.backend.device.torch)
+
+    def _results(self, operation: Operation, arguments: Mapping[str, Any], returned: Any) -> dict[str, Tensor]:
+        """What a call returned and wrote."""
+        written = {}
+        for name in operation.mutates:
+            if id(arguments[name]) not in self._unlike_caches:
+                written[name] = arguments[name]
+                continue
+            self.not_compared[operation.name] = (
+                f"{operation.name}: {self._first.backend.name} and {self._second.backend.name} lay their caches out "
+                "differently; what it wrote is compared by the attention that reads it"
+            )
+        return results_of(returned) | written
+
+
+def transplant(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device`` with the same strides, which a kernel may read wrongly."""
+    if tensor.is_mkldnn:
+        return tensor.to_dense().to(device)
+    copy = memory_of(tensor).to(device, copy=True)
+    return copy if tensor.is_contiguous() else copy.as_strided(tensor.shape, tensor.stride())
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The tensor if it is contiguous; else the memory from its first element to its last, in one dimension."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((extent,), (1,), tensor.storage_offset())
+
+
+def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    cpu = torch.device("cpu")
+    return {name: transplant(each, cpu) if isinstance(each, Tensor) else each for name, each in values.items()}
+
+
+def _tensors_of(model: CausalLM) -> frozenset[int]:
+    """By identity, since a packed weight has no address: modules hand operations the very objects that they hold."""
+    return frozenset(map(id, [*model.parameters(), *model.buffers()]))
+
+
+def _blaming(backend: Backend, call: Call, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call a kernel of ``backend``; say where it was if it raises."""
+    try:
+        return kernel(*args)
+    except HalError:
+        raise
+    except Exception as raised:
+        raise CompareError(
+            f"{call.operation} of the backend {backend.name} raised {raised!r:.300} in {call.path}, step {call.step}",
+            "repair that kernel first; the run stops where it raises",
+        ) from raised

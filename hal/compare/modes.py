@@ -1,0 +1,112 @@
+"""The modes of one backend on the same tokens. A compiled step calls no operations that could be compared one by one.
+
+What it leaves in the KV cache can be read in every mode: each layer's keys and values, whichever their layout. The
+first layer whose keys and values differ has been given something wrong, or computes its own keys and values wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.backend import Backend
+from hal.compare.backends import configure
+from hal.compare.errors import CompareError
+from hal.compare.results import Comparison, Row
+from hal.compare.rounding import Disturbance
+from hal.compare.states import LOGITS, Drifts
+from hal.compare.texts import Prompts, Texts, new_runner
+from hal.compare.watch import Watch
+from hal.config import CompilationConfig
+from hal.kv_cache import DUMMY_BLOCK
+from hal.runtime.buckets import bucket_for
+from hal.runtime.checkpoint import Checkpoint
+from hal.runtime.loading import load_model
+from hal.runtime.runner import Runner
+
+EAGER = "eager"
+
+
+def compare_modes(
+    checkpoint: str | Path | Checkpoint, backend: Backend, compilers: Sequence[str], prompts: Prompts
+) -> tuple[Comparison, ...]:
+    """Run the prompts in every mode, and compare each with the first.
+
+    Args:
+        checkpoint: loaded once, so that all modes have the same weights in the same form.
+        backend: opened, and active. Its config's ``compilation`` holds for all modes but for the compiler.
+        compilers: the modes; the first is the reference.
+        prompts: all run together, in one prefill and decode steps of all.
+
+    Returns:
+        One for each mode after the first.
+
+    Raises:
+        CompareError: fewer than two modes, or one twice.
+        ConfigError: a mode that the backend does not have.
+        CaptureError: a graph cannot be captured.
+        CompileError: the model cannot be compiled.
+        NumericsError: the reference gives NaN.
+    """
+    if len(set(compilers)) < 2 or len(set(compilers)) < len(compilers):
+        raise CompareError(f"the modes to compare are {', '.join(compilers) or 'none'}", "give two or more, each once")
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    base = backend.config.compilation
+    modes = {name: _fitted(attrs.evolve(base, compiler=name), backend, prompts) for name in compilers}
+    for compilation in modes.values():  # what is refused is so before anything is loaded
+        configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
+    model = load_model(opened, backend)
+    runners = {}
+    for name in dict.fromkeys((EAGER, *modes)):
+        compilation = modes.get(name, CompilationConfig())
+        configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
+        runners[name] = new_runner(model, backend)
+    configure(backend, prompts, backend.block_size, CompilationConfig(), backend.config.dtype)
+    beside, watch = new_runner(model, backend), Watch(model)
+    disturbance = Disturbance(beside.spec.dtype)
+    reference, *others = compilers
+    drifts = {name: Drifts() for name in others}
+    texts = Texts(prompts, beside.spec.block_size, model.max_length)
+    while running := texts.running:
+        states = {name: _state(texts, runner) for name, runner in runners.items()}
+        with watch.step(texts.step, disturbance):
+            disturbed = _state(texts, beside)
+        for name in others:
+            tokens = drifts[name].step(states[reference], states[name], (states[EAGER], disturbed), running)
+        texts.take(tokens)
+    return tuple(_comparison(reference, name, found, texts) for name, found in drifts.items())
+
+
+def _fitted(config: CompilationConfig, backend: Backend, prompts: Prompts) -> CompilationConfig:
+    """Unless the config says which sizes to capture, leave out those that so few prompts cannot fill."""
+    if config.capture_sizes is not None or config.max_capture_size is not None:
+        return config
+    return attrs.evolve(config, max_capture_size=bucket_for(len(prompts.token_ids), list(backend.limits.capture_sizes)))
+
+
+def _state(texts: Texts, runner: Runner) -> dict[str, Tensor]:
+    logits = texts.run(runner)
+    with runner.backend.explaining(), torch.inference_mode():
+        written = {
+            f"layer {index} (keys and values)": torch.stack([each[DUMMY_BLOCK + 1 :].float().cpu() for each in layer])
+            for index, layer in enumerate(runner.cache.layers)
+        }
+    return {**written, LOGITS: logits}
+
+
+def _comparison(reference: str, name: str, drifts: Drifts, texts: Texts) -> Comparison:
+    return Comparison(
+        first=reference,
+        second=name,
+        steps=texts.step,
+        tokens=texts.chosen,
+        rows=tuple(Row(layer, 0, None, drifts.largest(layer), drifts.rounding(layer)) for layer in drifts.layers),
+        broken=None,
+        departure=drifts.departure(),
+        choices=drifts.choices(),
+        not_compared=(),
+    )

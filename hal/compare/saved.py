@@ -1,0 +1,128 @@
+"""A call on disk: its arguments and both results as safetensors, and what else replaying it takes as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hal import ops
+from hal.compare.local import Evidence, memory_of, transplant
+from hal.config import parse_json
+from hal.errors import ConfigError
+from hal.ops import Operation
+
+CALL, TENSORS = "call.json", "call.safetensors"
+SIDES = ("first", "second")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or holds a call already, before anything is run.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if not folder.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder for {folder}", "make it first")
+    if (folder / CALL).exists():
+        raise ConfigError(f"{folder} holds a saved call already", "give another folder, or remove it")
+
+
+def save(evidence: Evidence, backends: tuple[str, str], dtype: torch.dtype, folder: Path) -> None:
+    """Write ``call.json`` and ``call.safetensors`` into ``folder``, which is made.
+
+    Tensors are named ``SIDE.argument.NAME`` and ``SIDE.result.NAME``. An argument that both sides have alike is written
+    once, for the first; weights that a backend prepared, and caches of another layout, are written for each. One that
+    was not contiguous is written as the memory that it spans, with what lies between, for a kernel may read that.
+    """
+    tensors: dict[str, Tensor] = {}
+    arguments = [
+        _described(name, value, evidence.second_arguments[name], tensors)
+        for name, value in evidence.first_arguments.items()
+    ]
+    for side, results in zip(SIDES, (evidence.first_results, evidence.second_results), strict=True):
+        tensors |= {f"{side}.result.{name}": result.contiguous().clone() for name, result in results.items()}
+    call = {
+        "version": 1,
+        "backends": list(backends),
+        "dtype": str(dtype).removeprefix("torch."),
+        **attrs.asdict(evidence.call),
+        "arguments": arguments,
+    }
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / TENSORS)
+    (folder / CALL).write_text(json.dumps(call, indent=1) + "\n", encoding="utf-8")
+
+
+def _described(name: str, first: Any, second: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if isinstance(first, torch.dtype):
+        return {"name": name, "dtype": str(first).removeprefix("torch.")}
+    if not isinstance(first, Tensor):
+        return {"name": name, "value": first}
+    alike = first.dtype == second.dtype and first.stride() == second.stride() and torch.equal(first, second)
+    layouts = {}
+    for side, tensor in zip(SIDES, (first,) if alike else (first, second), strict=False):
+        tensors[f"{side}.argument.{name}"] = memory_of(tensor).clone()
+        layouts[side] = {"shape": list(tensor.shape), "strides": list(tensor.stride())}
+    return {"name": name, "layouts": layouts}
+
+
+@attrs.frozen(eq=False)
+class SavedCall:
+    """A call that was saved.
+
+    Attributes:
+        operation: what was called.
+        about: all that call.json says.
+    """
+
+    operation: Operation
+    about: dict[str, Any]
+    _tensors: dict[str, Tensor]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> SavedCall:
+        """Read a folder that ``hal compare --save`` wrote.
+
+        Raises:
+            ConfigError: it holds no saved call.
+        """
+        folder = Path(folder)
+        try:
+            text, tensors = (folder / CALL).read_text(encoding="utf-8"), load_file(folder / TENSORS)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} holds no saved call: {error}", "give a folder of `hal compare --save`"
+            ) from None
+        about = dict(parse_json(text, str(folder / CALL)))
+        return cls(ops.operation(about["operation"]), about, tensors)
+
+    def arguments(self, side: str, device: torch.device | str = "cpu") -> list[Any]:
+        """The arguments by position, with the strides that they had, in tensors that may be written.
+
+        Args:
+            side: ``first`` or ``second``, whose weights and caches to take.
+            device: for all but host values, which stay on the CPU.
+        """
+        return [self._argument(each, side, torch.device(device)) for each in self.about["arguments"]]
+
+    def results(self, side: str) -> dict[str, Tensor]:
+        """What the call gave on a side, by name, and what it wrote in place, by the argument's name."""
+        prefix = f"{side}.result."
+        return {name.removeprefix(prefix): tensor for name, tensor in self._tensors.items() if name.startswith(prefix)}
+
+    def _argument(self, described: dict[str, Any], side: str, device: torch.device) -> Any:
+        name = described["name"]
+        if "dtype" in described:
+            return getattr(torch, described["dtype"])
+        if "layouts" not in described:
+            return described["value"]
+        side = side if side in described["layouts"] else "first"
+        layout, memory = described["layouts"][side], self._tensors[f"{side}.argument.{name}"]
+        tensor = memory.as_strided(layout["shape"], layout["strides"])
+        return transplant(tensor, torch.device("cpu") if name in self.operation.host else device)

@@ -1,0 +1,146 @@
+"""What a device is asked to compute: a product, the operations of a decoder's step, attention, and a graph of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.backend import Backend
+from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
+from hal.ops import Draw
+from hal.ops.agreement import assert_agree
+
+OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_mul", "greedy_sample")
+"""With attention, what a decoder's step is made of. The conformance suite has them all."""
+SAMPLES = 2
+SIZE = 64
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 128
+BLOCKS = 2
+"""Of each of two sequences."""
+EPSILON = 1e-6
+
+
+class Skipped(Exception):
+    """The backend does not offer what was to be checked; says what."""
+
+
+def checks(backend: Backend) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Names, and functions that say what they did.
+
+    They raise AssertionError where a result is wrong, and Skipped where there is nothing to check. ``backend`` must be
+    active.
+    """
+    yield "matmul", partial(_matmul, backend)
+    for name in OPERATIONS:
+        yield name, partial(_operation, backend, name)
+    yield "attention", partial(_attention, backend)
+    yield "graph", partial(_graph, backend)
+
+
+def _matmul(backend: Backend) -> str:
+    for dtype in backend.limits.dtypes:
+        draw = Draw(dtype)
+        # Of -1, 0 and 1, so that every dtype holds every sum exactly.
+        left, right = (draw.integers(-1, 2, SIZE, SIZE).to(dtype) for _ in range(2))
+        found = left.to(backend.device.torch) @ right.to(backend.device.torch)
+        torch.testing.assert_close(found.cpu(), (left.float() @ right.float()).to(dtype), rtol=0, atol=0)
+    return f"{SIZE} x {SIZE}, {_names(backend.limits.dtypes)}"
+
+
+def _operation(backend: Backend, name: str) -> str:
+    operation = ops.operation(name)
+    for dtype in backend.limits.dtypes:
+        drawn = (operation.samples(Draw(dtype, device)) for device in (backend.device.torch, "cpu"))
+        for sample, again in islice(zip(*drawn, strict=True), SAMPLES):
+            expected = operation.reference(*again)
+            if name == "linear":
+                sample = (sample[0], backend.prepare_weight(sample[1], shared=False), *sample[2:])
+            assert_agree(operation, dtype, operation.function(*sample), expected)
+    kind = "kernel" if name in backend.kernels else "reference"
+    return f"{kind}, {_names(backend.limits.dtypes)}"
+
+
+def _attention(backend: Backend) -> str:
+    for dtype in backend.limits.dtypes:
+        _Attention(backend, dtype).check()
+    return f"blocks of {backend.block_size}, {_names(backend.limits.dtypes)}"
+
+
+def _graph(backend: Backend) -> str:
+    if "graph" not in backend.compilers:
+        raise Skipped("the backend captures no graphs")
+    dtype, device = backend.limits.dtypes[0], backend.device.torch
+    norm, attention, draw = ops.operation("rms_norm"), _Attention(backend, dtype), Draw(dtype)
+    first, second, weight = draw.normal(2, SIZE), draw.normal(2, SIZE), draw.normal(SIZE)
+    x, on_device = first.to(device), weight.to(device)
+    graph = backend.graph()
+    try:
+        attended, normed = graph.capture(lambda: (attention.run(), ops.rms_norm(x, on_device, EPSILON)))
+        for rows, lengths in ((second, attention.later), (first, attention.lengths)):
+            x.copy_(rows)
+            graph.replay(**attention.update(lengths))
+            backend.device.synchronize()
+            attention.compare(attended, "of a replayed graph")
+            assert_agree(norm, dtype, normed, norm.reference(rows, weight, EPSILON), "of a replayed graph")
+    finally:
+        graph.reset()
+    return "captured, and replayed twice with new inputs and lengths"
+
+
+class _Attention:
+    """One decode step of two sequences, over a cache of the backend's own, and over a canonical one on the CPU."""
+
+    def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
+        self.backend, self.dtype = backend, dtype
+        self.operation, store = ops.operation("paged_attention"), ops.operation("store_kv_cache")
+        dims, size, draw = backend.limits.head_dims, backend.block_size, Draw(dtype)
+        head_dim = HEAD_DIM if not dims or HEAD_DIM in dims else dims[0]
+        spec = KVCacheSpec(1, KV_HEADS, head_dim, dtype, num_blocks=1 + 2 * BLOCKS, block_size=size)
+        key, value = (draw.normal(2 * BLOCKS * size, KV_HEADS, head_dim) for _ in range(2))
+        slots = torch.arange(size, (1 + 2 * BLOCKS) * size, dtype=torch.int32)
+        self.query, self.scale = draw.normal(2, HEADS, head_dim), head_dim**-0.5
+        self.table = torch.arange(1, 1 + 2 * BLOCKS, dtype=torch.int32).view(2, BLOCKS)
+        self.starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+        self.lengths = torch.tensor([size + 1, 1], dtype=torch.int32)
+        self.later = torch.tensor([(size + 1) // 2, BLOCKS * size], dtype=torch.int32)
+        self.now = self.lengths.clone()
+        device = backend.device.torch
+        with torch.inference_mode():
+            cache, here = backend.kv_cache(spec), canonical_kv_cache(spec, torch.device("cpu"))
+            store.function(key.to(device), value.to(device), *cache.layers[0], slots.to(device))
+            store.reference(key, value, *here.layers[0], slots)
+        self.expected = partial(self._call, self.operation.reference, here, "cpu")
+        self._there = [each.to(device) for each in (self.query, self.table, self.starts, self.now)]
+        self._cache = cache
+
+    def check(self) -> None:
+        self.compare(self.run(), "")
+
+    def run(self) -> Any:
+        query, table, starts, lengths = self._there
+        arguments = (query, *self._cache.layers[0], table, starts, lengths, self.starts, self.now, self.scale, True)
+        with torch.inference_mode():
+            return ops.paged_attention(*arguments, None)
+
+    def update(self, lengths: Tensor) -> dict[str, Tensor]:
+        """Give the sequences other lengths; returns the host values for a replay."""
+        self._there[3].copy_(lengths)
+        self.now.copy_(lengths)
+        return {"query_start_loc_host": self.starts.clone(), "kv_lens_host": lengths.clone()}
+
+    def compare(self, found: Any, what: str) -> None:
+        assert_agree(self.operation, self.dtype, found, self.expected(), what)
+
+    def _call(self, function: Callable[..., Any], cache: KVCache, device: str) -> Any:
+        given = (self.query, *cache.layers[0], self.table, self.starts, self.now, self.starts, self.now, self.scale)
+        return function(*given, True, None)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(each).removeprefix("torch.") for each in dtypes)

@@ -1,0 +1,135 @@
+"""The examination: what is here, and each driver in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cattrs
+
+from hal.doctor import host
+from hal.doctor.findings import Check, Device, Driver, Findings, Measures
+from hal.doctor.privacy import without_names
+from hal.doctor.process import Ending, run_python
+from hal.errors import ConfigError
+from hal.version import __version__
+
+
+def examine(
+    only: str | None, options: Mapping[str, Any], seconds: float, say: Callable[[str], None] = lambda text: None
+) -> Findings:
+    """Examine everything.
+
+    Args:
+        only: the driver to examine; None for all. It must then be available, too, for all to be well.
+        options: of that driver, beyond its environment's. What it cannot read of them is an error.
+        seconds: that each driver may take.
+        say: is told what begins.
+
+    Raises:
+        DriverNotFound: there is no driver ``only``.
+        ConfigError: ``options`` are not for it.
+    """
+    drivers = host.installed_drivers(only)
+    say("examining torch")
+    torch = host.torch_found(seconds)
+    for driver in drivers:
+        say(f"examining the driver {driver.name}")
+        _examine(driver, options, seconds)
+    from hal.driver import API_VERSION
+
+    well = all(each.status != "broken" and (only is None or each.status == "works") for each in drivers)
+    return without_names(
+        Findings(
+            hal=__version__,
+            driver_api=".".join(map(str, API_VERSION)),
+            python=f"{platform.python_implementation()} {platform.python_version()}",
+            platform=platform.platform(),
+            cores=os.cpu_count() or 1,
+            torch=torch,
+            variables=host.variables(drivers),
+            packages=host.packages(drivers),
+            drivers=drivers,
+            ok=bool(torch.version) and well and any(each.status == "works" for each in drivers),
+        )
+    )
+
+
+def _examine(driver: Driver, options: Mapping[str, Any], seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "findings"
+        file.touch()
+        arguments = ["-m", "hal.doctor.subject", driver.name, json.dumps(options), str(file), str(seconds)]
+        ending = run_python(arguments, seconds)
+        told = list(_lines(file))
+    at, failed, done = "starting Python", None, False
+    for key, value in told:
+        match key:
+            case "at":
+                at = value
+            case "failed":
+                failed = value
+            case "done":
+                done = True
+            case _:
+                _note(driver, key, value)
+    if failed is not None and failed["kind"] == ConfigError.__name__ and options:
+        raise ConfigError(failed["problem"], failed["remedy"])
+    _conclude(driver, at, failed, ending, done)
+
+
+def _lines(file: Path) -> Iterator[tuple[str, Any]]:
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):  # else it was cut off
+            yield from json.loads(line).items()
+
+
+def _note(driver: Driver, key: str, value: Any) -> None:
+    match key:
+        case "driver":
+            for name, each in value.items():
+                setattr(driver, name, each)
+        case "probe":
+            driver.status = "works" if value["available"] else "unavailable"
+            driver.reason, driver.hint, driver.probe_ms = value["reason"], value["hint"], value["ms"]
+        case "device":
+            driver.devices.append(cattrs.structure(value, Device))
+        case "check":
+            driver.devices[-1].checks.append(cattrs.structure(value, Check))
+        case "measures":
+            driver.devices[-1].measures = cattrs.structure(value, Measures)
+
+
+def _conclude(driver: Driver, at: str, failed: Mapping[str, str] | None, ending: Ending, done: bool) -> None:
+    """Say what is broken, if anything is."""
+    wrong = [check.name for device in driver.devices for check in device.checks if check.outcome == "failed"]
+    if failed is not None:
+        driver.reason, driver.hint = f"{at}: {failed['problem']}", failed["remedy"]
+    elif ending.code is None:
+        driver.reason = f"{at}: {ending}"
+        driver.hint = "see in the log what it waits for; --timeout gives it more time"
+    elif ending.code != 0 or not done:
+        driver.reason, driver.hint = f"{at}: {ending}", "see the log, and report it to the driver's vendor"
+    elif wrong:
+        driver.reason = f"failed: {', '.join(dict.fromkeys(wrong))}"
+        driver.hint = "see the checks"
+    else:
+        return
+    driver.status, driver.log = "broken", ending.log
+
+
+def summary(findings: Findings) -> str:
+    """One sentence on the whole."""
+    broken = [each.name for each in findings.drivers if each.status == "broken"]
+    if broken:
+        return f"broken: {', '.join(broken)}"
+    if not findings.torch.version:
+        return "torch cannot be imported"
+    if findings.ok:
+        return "everything that is available works"
+    return "no driver that was examined can run here"

@@ -1,0 +1,118 @@
+"""What is here before any driver is asked: Python, torch, packages, variables, and which drivers are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+from packaging.requirements import InvalidRequirement, Requirement
+
+from hal.doctor import findings
+from hal.doctor.process import package_file, run_python
+from hal.errors import DriverNotFound, HalError, nearest
+
+DISTRIBUTION = "torch-hal"
+DRIVERS = "hal.drivers"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+VISIBLE = "_VISIBLE_DEVICES"
+"""How the variables end by which the vendors' runtimes hide devices."""
+
+
+def installed_drivers(only: str | None) -> list[findings.Driver]:
+    """Every installed driver, or the one of that name. Imports none.
+
+    Raises:
+        DriverNotFound: there is none of that name.
+    """
+    found: dict[str, findings.Driver] = {}
+    for entry in importlib.metadata.entry_points(group=DRIVERS):
+        package, version = (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
+        found.setdefault(entry.name, findings.Driver(entry.name, entry.value, package, version))
+    if only is not None and only not in found:
+        raise DriverNotFound(f"no driver {only!r} is installed", nearest(only, found))
+    return [each for name, each in sorted(found.items()) if only in (None, name)]
+
+
+def import_torch_alone() -> None:
+    """Import torch into this process without the vendors' packages, even if the environment asks for them.
+
+    What they do when they are imported is for the processes that may crash.
+
+    Raises:
+        HalError: torch cannot be imported.
+    """
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise HalError(f"torch cannot be imported: {error}", "reinstall torch") from error
+    finally:
+        del os.environ[AUTOLOAD]
+        if before is not None:
+            os.environ[AUTOLOAD] = before
+
+
+def torch_found(seconds: float) -> findings.Torch:
+    """What torch is installed, and whether ``import torch`` works here by itself, in at most ``seconds``."""
+    facts, problem = _import_torch(seconds, os.environ)
+    if not problem:
+        return facts
+    facts, alone = _import_torch(seconds, {**os.environ, AUTOLOAD: "0"})
+    if alone:
+        return attrs.evolve(facts, imports=False, problem=alone, remedy="reinstall torch")
+    return attrs.evolve(
+        facts,
+        imports=False,
+        problem=f"without hal, `import torch` fails, because it imports a vendor's package that does: {problem}",
+        remedy=f"set {AUTOLOAD}=0, or import hal before torch",
+    )
+
+
+def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.Torch, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "facts.json"
+        ending = run_python([package_file("torch_facts.py"), str(file)], seconds, environ)
+        if ending.code == 0 and file.exists():
+            return findings.Torch(**json.loads(file.read_text(encoding="utf-8"))), ""
+    said = next((line for line in reversed(ending.log) if line.strip()), "")
+    return findings.Torch(), f"{ending}: {said}" if said else str(ending)
+
+
+def packages(drivers: Iterable[findings.Driver]) -> list[findings.Package]:
+    """What hal and the drivers need, beside what is installed."""
+    try:
+        own = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        own = []
+    needed = [(DISTRIBUTION, each) for each in own]
+    needed += [(each.name, requirement) for each in drivers for requirement in each.requires]
+    return [package for by, requirement in needed for package in _package(by, requirement)]
+
+
+def _package(required_by: str, text: str) -> Iterator[findings.Package]:
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement:
+        yield findings.Package(text, required_by, "not a requirement that packaging can read", None, False)
+        return
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return
+    try:
+        found = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        yield findings.Package(requirement.name, required_by, str(requirement.specifier), None, False)
+        return
+    fits = requirement.specifier.contains(found, prereleases=True)
+    yield findings.Package(requirement.name, required_by, str(requirement.specifier), found, fits)
+
+
+def variables(drivers: Iterable[findings.Driver], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables that matter: hal's, those that hide devices, and those that the drivers name."""
+    prefixes = ("HAL_", AUTOLOAD, *(prefix for each in drivers for prefix in each.variables if prefix))
+    return {name: text for name, text in sorted(environ.items()) if name.startswith(prefixes) or name.endswith(VISIBLE)}

@@ -1,0 +1,120 @@
+"""The program that examines one driver, in a process of its own.
+
+``python -m hal.doctor.subject NAME OPTIONS FILE LIMIT`` appends what it finds to FILE as it goes, an object a line with
+one key each, so that whoever started it knows how far it came if it does not return: ``at`` says what begins, and
+``done`` that it reached the end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hal.doctor.findings import Check, Device
+from hal.errors import HalError
+
+Tell = Callable[[str, Any], None]
+REPORT = "report it to the driver's vendor"
+
+
+def examine(name: str, options: Mapping[str, Any], tell: Tell) -> None:
+    """Load, probe and open the driver ``name``, and examine its devices.
+
+    ``tell`` writes a key and its value to the file.
+    """
+    import hal
+    from hal.config import environment_options
+    from hal.driver import Probe
+    from hal.errors import DriverIncompatible
+    from hal.registry import load_driver
+
+    tell("at", "importing the driver")
+    driver = load_driver(name)
+    tell(
+        "driver",
+        {
+            "api_version": ".".join(map(str, driver.api_version)),
+            "priority": driver.priority,
+            "requires": list(map(str, driver.requires)),
+            "variables": list(map(str, driver.variables)),
+        },
+    )
+    options = {**environment_options(name), **options}
+    tell("at", "probing")
+    start = time.perf_counter()
+    probe: Any = driver.probe_for(options)
+    took = time.perf_counter() - start
+    if not isinstance(probe, Probe):
+        raise DriverIncompatible(f"the probe returned {probe!r}, not a hal.Probe", REPORT)
+    tell("probe", {**attrs.asdict(probe), "ms": round(took * 1e3, 1)})
+    if not probe.available:
+        return
+    tell("at", "opening the driver")
+    backend = hal.open({"backend": name, "options": options})
+    places = list(driver.devices(options))
+    if not places:
+        raise DriverIncompatible("the driver could be opened, and its `devices` says that there is none", REPORT)
+    for number, place in enumerate(places):
+        if number or place != options:
+            tell("at", f"opening the driver with the options {dict(place)}")
+            backend = hal.open({"backend": name, "options": place})
+        tell("device", attrs.asdict(Device(str(backend.device.torch), backend.device.name)))
+        examine_device(backend, tell)
+
+
+def examine_device(backend: Any, tell: Tell) -> None:
+    """Check and measure the device of ``backend``, which is active."""
+    from hal.doctor.checks import Skipped, checks
+    from hal.doctor.measure import measures
+
+    for name, check in checks(backend):
+        tell("at", f"checking {name} on {backend.device.torch}")
+        try:
+            with backend.explaining():
+                found = Check(name, "passed", check())
+        except Skipped as reason:
+            found = Check(name, "skipped", str(reason))
+        except HalError as error:
+            found = Check(name, "failed", error.problem, error.remedy)
+        except AssertionError as error:  # a wrong result; its message has several lines, and the last ones say how far
+            found = Check(name, "failed", " ".join(str(error).split()), f"{REPORT}, or run its conformance tests")
+        except Exception as error:
+            traceback.print_exc()
+            found = Check(name, "failed", f"it raised {error!r}", REPORT)
+        tell("check", attrs.asdict(found))
+    tell("at", f"measuring {backend.device.torch}")
+    with backend.explaining():
+        tell("measures", attrs.asdict(measures(backend)))
+
+
+def main(name: str, options: str, file: str, limit: str) -> None:
+    """Examine, and catch whatever can be caught."""
+    faulthandler.dump_traceback_later(0.9 * float(limit))  # says on stderr where it hangs, before it is killed
+    with Path(file).open("a", encoding="utf-8") as stream:
+
+        def tell(key: str, value: Any) -> None:
+            stream.write(json.dumps({key: value}) + "\n")
+            stream.flush()
+
+        try:
+            examine(name, json.loads(options), tell)
+        except HalError as error:
+            tell("failed", {"kind": type(error).__name__, "problem": error.problem, "remedy": error.remedy})
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            tell("failed", {"kind": type(error).__name__, "problem": f"it raised {error!r}", "remedy": REPORT})
+        else:
+            tell("at", "ending the process")
+            tell("done", True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

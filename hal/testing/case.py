@@ -1,0 +1,68 @@
+"""A case: one thing that a driver must do, under a name that lists of exceptions can match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from hal.backend import active_backend
+
+
+class NotApplicable(Exception):
+    """A case does not concern this backend, for the reason given; it counts as skipped."""
+
+
+class Failure(AssertionError):
+    """An operation that does not do what it declares.
+
+    Args:
+        problems: what is wrong, a sentence each.
+        operation: its name.
+        shapes: its arguments, readable.
+        size: elements of all its arguments, to find the smallest that fails.
+    """
+
+    def __init__(self, problems: list[str], operation: str, shapes: str, size: int) -> None:
+        super().__init__("\n".join([f"{operation}({shapes})", *problems]))
+        self.operation = operation
+        self.shapes = shapes
+        self.size = size
+
+
+@attrs.frozen
+class Case:
+    """One case.
+
+    Attributes:
+        name: ``area/subject/...``, stable from run to run.
+        check: raises what is wrong.
+    """
+
+    name: str
+    check: Callable[[], None]
+
+    @property
+    def area(self) -> str:
+        """The first part of the name."""
+        return self.name.partition("/")[0]
+
+    def run(self) -> None:
+        """Check it; whichever backend was active before is so again afterwards.
+
+        Raises:
+            AssertionError: the driver does other than it must.
+            NotApplicable: the case does not concern this backend.
+        """
+        before = active_backend()
+        try:
+            self.check()
+        finally:
+            if before is not None:
+                before.activate()
+
+
+def require(condition: bool, problem: str) -> None:
+    """Raise AssertionError with ``problem`` unless ``condition`` holds."""
+    if not condition:
+        raise AssertionError(problem)

@@ -1,0 +1,91 @@
+"""Small random models, written as checkpoints of each family would be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HEAD_DIM = 64
+"""Preferred; a backend that lacks it gets the nearest that it has."""
+COMMON: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True,
+        "attention_bias": False,
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False,
+        "attention_bias": True, "mlp_bias": False,
+    },
+}  # fmt: skip
+"""By the name that cases have, what config.json has beside :data:`COMMON`."""
+
+_folders: list[TemporaryDirectory[str]] = []
+
+
+@lru_cache(maxsize=16)
+def checkpoint(family: str, head_dim: int = HEAD_DIM) -> Path:
+    """The folder of a family's checkpoint, which lasts as long as the process. Weights are drawn from a fixed seed.
+
+    Their values are ones that every floating dtype holds exactly, so that all runs compute with the same.
+    """
+    config = COMMON | FAMILIES[family] | {"head_dim": head_dim}
+    folder = TemporaryDirectory(prefix=f"hal-conformance-{family}-")
+    _folders.append(folder)
+    path = Path(folder.name)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    generator = torch.Generator().manual_seed(len(family))
+    weights = {name: _drawn(name, shape, generator) for name, shape in _shapes(config)}
+    save_file(weights, str(path / "model.safetensors"))
+    return path
+
+
+def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("bias"):
+        values = noise * 0.5
+    elif len(shape) == 1:  # norms are near one; those of queries above it, so that attention has preferences
+        values = (2.0 if name.endswith("q_norm.weight") else 1.0) + 0.1 * noise
+    else:
+        values = noise * shape[1] ** -0.5 * (2.0 if name.endswith("q_proj.weight") else 1.0)
+    return (values * 64).round() / 64 if len(shape) == 1 else values.bfloat16().half().float()
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (config["vocab_size"], width)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{norm}.weight", (width,)
+        for part, rows, columns in (
+            ("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width), ("o_proj", width, queries),
+        ):  # fmt: skip
+            yield f"{prefix}.self_attn.{part}.weight", (rows, columns)
+            if config["attention_bias"]:
+                yield f"{prefix}.self_attn.{part}.bias", (rows,)
+        if config["model_type"] == "qwen3":
+            for norm in ("q_norm", "k_norm"):
+                yield f"{prefix}.self_attn.{norm}.weight", (head,)
+        for part, rows, columns in (
+            ("gate_proj", inner, width),
+            ("up_proj", inner, width),
+            ("down_proj", width, inner),
+        ):
+            yield f"{prefix}.mlp.{part}.weight", (rows, columns)
+    yield "model.norm.weight", (width,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], width)

@@ -1,0 +1,116 @@
+"""The hook: what a vendor says about a driver, and the cases that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+from hal.backend import Backend
+from hal.errors import ConfigError, DriverUnavailable, nearest
+from hal.testing import devices, errors, graphs, leaks, limits, memory, models, operations, rewrites, runners, streams
+from hal.testing.case import Case, NotApplicable
+from hal.testing.target import Target
+
+AREAS: tuple[ModuleType, ...] = (
+    devices, streams, memory, operations, rewrites, graphs, runners, models, errors, limits, leaks,
+)  # fmt: skip
+"""The modules that make cases."""
+
+
+@attrs.frozen(kw_only=True)
+class Conformance:
+    """A driver to be examined; a test module has one under the name ``conformance``.
+
+    Patterns match names of cases as file names are matched (``fnmatch``): ``operations/rms_norm/float16/*``. One that
+    matches no case is an error.
+
+    Attributes:
+        backend: the driver's name.
+        config: keys of the configuration that it is opened with, such as ``{"options": {"device_index": 0}}``.
+        unsupported: by pattern, why the driver does without; such cases are skipped.
+        failing: by pattern, why cases fail for now. One that passes is an error.
+        open: opens the backend in place of the driver's entry point, each time a new one.
+    """
+
+    backend: str
+    config: Mapping[str, Any] = attrs.field(factory=dict)
+    unsupported: Mapping[str, str] = attrs.field(factory=dict)
+    failing: Mapping[str, str] = attrs.field(factory=dict)
+    open: Callable[[], Backend] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for pattern, reason in [*self.unsupported.items(), *self.failing.items()]:
+            if not (isinstance(reason, str) and reason.strip()):
+                raise ConfigError(f"the exception {pattern!r} has no reason", "say why, in words")
+
+    @property
+    def title(self) -> str:
+        """What the report calls it: the driver's name, and what it is configured with."""
+        return " ".join([self.backend, *(f"{key}={value}" for key, value in self.config.items())])
+
+    @cached_property
+    def target(self) -> Target:
+        """What is examined."""
+        return Target(self.backend, self.config, self.open)
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """Every case for this backend. Opens it, because its limits and compilers decide which there are.
+
+        A driver that cannot run here has one case, which says so; one that cannot be opened has one that fails.
+        """
+        try:
+            self.target.backend  # noqa: B018 (opens it)
+        except Exception as error:  # reported by the case, so that the run goes on
+            return (Case("devices/open", partial(_not_opened, error)),)
+        return (Case("devices/open", lambda: None), *self._made())
+
+    def _made(self) -> Iterator[Case]:
+        for area in AREAS:
+            yield from area.cases(self.target)
+
+    def case(self, name: str) -> Case:
+        """The case of a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for each in self.cases:
+            if each.name == name:
+                return each
+        raise ConfigError(f"there is no case {name!r}", nearest(name, (each.name for each in self.cases)))
+
+    def exception(self, name: str) -> tuple[str, str] | None:
+        """``("unsupported" | "failing", reason)`` of the first pattern that matches a case's name, or None."""
+        for kind, patterns in (("unsupported", self.unsupported), ("failing", self.failing)):
+            for pattern, reason in patterns.items():
+                if fnmatchcase(name, pattern):
+                    return kind, reason
+        return None
+
+    def check_patterns(self) -> None:
+        """Raise ConfigError if a pattern matches no case, unless the driver could not be opened here."""
+        names = [each.name for each in self.cases]
+        if len(names) == 1:
+            return
+        for pattern in (*self.unsupported, *self.failing):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"the exception {pattern!r} matches none of the {len(names)} cases of the backend {self.backend}",
+                    f"take it out, or correct it; {nearest(pattern, {_subject(name) for name in names})}",
+                )
+
+
+def _subject(name: str) -> str:
+    return "/".join([*name.split("/")[:2], "*"])
+
+
+def _not_opened(error: Exception) -> None:
+    if isinstance(error, DriverUnavailable):
+        raise NotApplicable(f"{error.problem}; {error.remedy}")
+    raise error

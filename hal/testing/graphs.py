@@ -1,0 +1,246 @@
+"""Graphs: capture and replay, host values, pools, and what may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.backend import Backend
+from hal.errors import CaptureError, GraphError
+from hal.graph import Graph
+from hal.testing import host_values
+from hal.testing.case import Case, require
+from hal.testing.replays import check_replay
+from hal.testing.target import Target
+
+SHAPE = (32, 64)
+Check = Callable[[Backend], None]
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``graphs/<what>``, ``graphs/host-values/<what>`` and ``graphs/replay/<operation>``"""
+    checks: list[tuple[str, Check]] = [
+        ("inputs-in-place", _inputs_in_place), ("addresses", _addresses), ("structure", _structure),
+        ("no-python", _glue), ("pool", _pool), ("several", _several), ("hold", _hold), ("reset", _reset),
+        ("order-of-use", _order_of_use), ("error-inside", _error_inside), ("value-read", _value_read),
+        ("on-a-stream", _on_a_stream), ("back-to-back", _back_to_back), ("written-in-place", _written_in_place),
+        ("dump", _dump), *((f"host-values/{name}", check) for name, check in host_values.CHECKS.items()),
+    ]  # fmt: skip
+    for name, check in checks:
+        yield Case(f"graphs/{name}", partial(_on, target, check))
+    for operation in ops.catalogue().values():
+        yield Case(f"graphs/replay/{operation.name}", partial(check_replay, target, operation))
+
+
+def _on(target: Target, check: Check) -> None:
+    check(target.activated())
+
+
+def _input(backend: Backend, value: float = 1.0) -> Tensor:
+    return torch.full(SHAPE, value, dtype=backend.limits.dtypes[0], device=backend.device.torch)
+
+
+def _holds(tensor: Tensor, value: float, what: str) -> None:
+    found = sorted(set(tensor.cpu().float().flatten().tolist()))
+    require(found == [value], f"{what}: {found[:4]} in place of {value}")
+
+
+def _inputs_in_place(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    output = graph.capture(lambda: x * 2 + 1)
+    for value in (1.0, 5.0, -3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        _holds(output, 2 * value + 1, f"a replay after the input was set to {value}")
+
+
+def _addresses(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    output = graph.capture(lambda: x * 2)
+    place = output.data_ptr()
+    for _ in range(3):
+        graph.replay()
+    require(graph.outputs is output, "Graph.outputs is not what capture() returned")
+    require(graph.outputs.data_ptr() == place, "the output moved")
+
+
+def _structure(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    made = graph.capture(lambda: {"twice": x * 2, "both": (x + 1, [x - 1])})
+    x.fill_(4.0)
+    graph.replay()
+    _holds(made["twice"], 8.0, "a tensor in a dict")
+    _holds(made["both"][0], 5.0, "a tensor in a tuple")
+    _holds(made["both"][1][0], 3.0, "a tensor in a list")
+
+
+def _glue(backend: Backend) -> None:
+    """What stands between operations is replayed, too: views, parts, casts, constants."""
+    x, graph = _input(backend), backend.graph()
+    weight = torch.ones(SHAPE[1], dtype=x.dtype, device=x.device)
+
+    def function() -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        both = torch.cat((second + 1, first), dim=-1)
+        normed = ops.rms_norm(both.float().to(x.dtype), weight, 1e-6)
+        return (normed.t().contiguous().t() + both)[1:5]
+
+    output = graph.capture(function)
+    for value in (3.0, 0.5):
+        x.fill_(value)
+        graph.replay()
+        expected = function().cpu()
+        torch.testing.assert_close(output.cpu(), expected)
+
+
+def _pool(backend: Backend) -> None:
+    x = _input(backend)
+    first, second = backend.graph(), backend.graph()
+    large = first.capture(lambda: (x + 1) * 2)
+    small = second.capture(lambda: (x[:4] + 3) * 2, pool=first.pool)
+    for value in (1.0, 2.0, 7.0):
+        x.fill_(value)
+        second.replay()
+        _holds(small, (value + 3) * 2, "the smaller graph of a pool")
+        first.replay()
+        _holds(large, (value + 1) * 2, "the larger graph of a pool")
+
+
+def _several(backend: Backend) -> None:
+    x = _input(backend)
+    graphs = [backend.graph() for _ in range(6)]
+    outputs = [graph.capture(partial(torch.mul, x, number)) for number, graph in enumerate(graphs)]
+    x.fill_(3.0)
+    for number in (4, 0, 5, 1, 3, 2):
+        graphs[number].replay()
+    for number, output in enumerate(outputs):
+        _holds(output, 3.0 * number, f"graph {number} of several without a shared pool")
+
+
+def _hold(backend: Backend) -> None:
+    """Outputs that are held stay as they are while other graphs of the pool are captured and replayed."""
+    x = _input(backend)
+    first, second = backend.graph(), backend.graph()
+    held = first.capture(lambda: x + 1, hold=True)
+    x.fill_(5.0)
+    first.replay()
+    other = second.capture(lambda: (held * 2, x * 3 + 7), pool=first.pool)
+    first.replay()
+    second.replay()
+    _holds(held, 6.0, "held outputs, after another graph of the pool")
+    _holds(other[0], 12.0, "what a graph computes of another's held outputs")
+    first.let_go()
+    second.replay()
+    _holds(other[1], 22.0, "a graph after another let go of its outputs")
+
+
+def _reset(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    graph.capture(lambda: x * 2)
+    graph.reset()
+    _refused(graph, "replay() after reset()")
+    output = graph.capture(lambda: x * 3)
+    x.fill_(2.0)
+    graph.replay()
+    _holds(output, 6.0, "a graph that was captured again after reset()")
+
+
+def _refused(graph: Graph, what: str) -> None:
+    try:
+        graph.replay()
+    except GraphError:
+        return
+    raise AssertionError(f"{what} raised no GraphError")
+
+
+def _order_of_use(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    _refused(graph, "replay() before capture()")
+    graph.capture(lambda: x * 2)
+    try:
+        graph.capture(lambda: x * 3)
+    except GraphError:
+        return
+    raise AssertionError("a second capture() without reset() raised no GraphError")
+
+
+def _error_inside(backend: Backend) -> None:
+    """What the function raises comes out, and leaves the graph and the device as if nothing had happened."""
+    x, graph = _input(backend), backend.graph()
+
+    def broken() -> Tensor:
+        y = x + 1
+        raise KeyError(f"planted, behind {y.shape}")
+
+    raised = False
+    try:
+        graph.capture(broken)
+    except (CaptureError, KeyError):
+        raised = True
+    require(raised, "capture() swallowed what the captured function raised")
+    _refused(graph, "replay() after a capture that failed")
+    output = graph.capture(lambda: x * 2)
+    x.fill_(4.0)
+    graph.replay()
+    _holds(output, 8.0, "a capture after one that failed")
+
+
+def _value_read(backend: Backend) -> None:
+    """A value that is read on the host is refused, or else followed; it is not frozen into the graph."""
+    x, graph = _input(backend), backend.graph()
+    try:
+        output = graph.capture(lambda: x * float(x[0, 0].item()))
+    except CaptureError as error:
+        require(bool(error.problem and error.remedy), "the CaptureError says nothing")
+    else:
+        x.fill_(3.0)
+        graph.replay()
+        _holds(output, 9.0, "a replay of a function that reads a value on the host")
+    graph.reset()
+    output = graph.capture(lambda: x + 1)
+    graph.replay()
+    _holds(output, float(x.cpu()[0, 0]) + 1, "a capture after one that was refused")
+
+
+def _on_a_stream(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    output = graph.capture(lambda: x * 3, stream=backend.device.stream())
+    x.fill_(2.0)
+    graph.replay()
+    _holds(output, 6.0, "a graph captured on a stream of the caller's")
+
+
+def _back_to_back(backend: Backend) -> None:
+    """Replays that are not waited for run in order with what is enqueued between them."""
+    x, graph, found = _input(backend), backend.graph(), []
+    output = graph.capture(lambda: (x * 2 + 1) * 2)
+    for number in range(10):
+        x.fill_(float(number))
+        graph.replay()
+        found.append(output.clone())
+    for number, each in enumerate(found):
+        _holds(each, 4.0 * number + 2, f"replay {number} of several without a wait")
+
+
+def _written_in_place(backend: Backend) -> None:
+    total, graph = _input(backend, 0.0), backend.graph()
+    graph.capture(lambda: total.add_(1))
+    total.fill_(0.0)
+    for _ in range(5):
+        graph.replay()
+    _holds(total, 5.0, "a tensor that five replays add 1 to")
+
+
+def _dump(backend: Backend) -> None:
+    x, graph = _input(backend), backend.graph()
+    graph.capture(lambda: x * 2)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.txt"
+        graph.dump(path)
+        require(path.exists() and path.stat().st_size > 0, "dump() wrote nothing")

@@ -1,0 +1,95 @@
+"""Memory: what a device says of it, and what happens when there is none left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from hal.errors import DeviceOutOfMemory
+from hal.testing.case import Case, NotApplicable, require
+from hal.testing.target import Target
+
+BYTES = 64 << 20
+"""Of the tensor that is watched: far above what else happens in a process."""
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``memory/...``"""
+    for name, check in (
+        ("statistics", _statistics), ("follows", _follows), ("peak", _peak), ("reset-peak", _reset_peak),
+        ("out-of-memory", _out_of_memory),
+    ):  # fmt: skip
+        yield Case(f"memory/{name}", partial(check, target))
+
+
+def _settled(target: Target) -> None:
+    gc.collect()
+    target.device.synchronize()
+    target.device.empty_cache()
+
+
+def _statistics(target: Target) -> None:
+    stats = target.device.memory_stats()
+    require(0 <= stats.allocated <= stats.peak, f"allocated is {stats.allocated}, and its peak {stats.peak}")
+    require(stats.allocated <= stats.reserved, f"{stats.allocated} bytes are allocated of {stats.reserved} reserved")
+    require(0 < stats.free <= stats.total, f"{stats.free} bytes are free of {stats.total}")
+
+
+def _follows(target: Target) -> None:
+    """A tensor shows while it is there, and is gone afterwards."""
+    _settled(target)
+    before = target.device.memory_stats()
+    held = torch.ones(BYTES, dtype=torch.uint8, device=target.device.torch)
+    target.device.synchronize()
+    during = target.device.memory_stats().allocated - before.allocated
+    require(during >= BYTES // 2, f"a tensor of {BYTES} bytes raised what is allocated by {during}")
+    del held
+    _settled(target)
+    left = target.device.memory_stats().allocated - before.allocated
+    require(left < BYTES // 2, f"{left} bytes stayed allocated of a tensor of {BYTES} that was dropped")
+
+
+def _peak(target: Target) -> None:
+    _settled(target)
+    before = target.device.memory_stats().allocated
+    held = torch.ones(BYTES, dtype=torch.uint8, device=target.device.torch)
+    target.device.synchronize()
+    del held
+    _settled(target)
+    peak = target.device.memory_stats().peak
+    require(peak >= before + BYTES // 2, f"the peak is {peak}, though {BYTES} bytes came on top of {before}")
+
+
+def _reset_peak(target: Target) -> None:
+    """Where the peak can be reset, it counts from then on; where not, the driver says so."""
+    _settled(target)
+    device = target.device
+    torch.ones(BYTES, dtype=torch.uint8, device=device.torch)
+    device.synchronize()
+    if device.reset_peak():
+        stats = device.memory_stats()
+        require(stats.peak < stats.allocated + BYTES // 2, "reset_peak() says that it did, and the peak stayed")
+    else:
+        stats = device.memory_stats()
+        require(stats.peak >= stats.allocated, "reset_peak() says that it cannot, and the peak was lost")
+
+
+def _out_of_memory(target: Target) -> None:
+    """Too large a tensor is an error that the driver can explain, and the next one is made."""
+    backend = target.activated()
+    device = backend.device
+    if device.torch.type == "cpu":
+        raise NotApplicable("the host's memory is the system's, and PyTorch has no error of its own for its end")
+    nbytes = device.memory_stats().total * 4
+    found: BaseException | None = None
+    try:
+        with backend.explaining():
+            torch.empty(nbytes, dtype=torch.uint8, device=device.torch).fill_(1)
+            device.synchronize()
+    except DeviceOutOfMemory as error:
+        found = error
+    require(found is not None, f"{nbytes} bytes were allocated, of {nbytes // 4} in all")
+    require(torch.ones(8, device=device.torch).cpu().tolist() == [1.0] * 8, "the device is of no use after that")

@@ -1,0 +1,78 @@
+"""The pytest plugin: makes a test of each case, and reports by area. Imports neither torch nor anything that does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hal.testing.report import Outcome, summary
+
+KEY = "hal_conformance"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test for each case of the module's ``conformance``."""
+    if "conformance_case" not in metafunc.fixturenames:
+        return
+    conformance: Any = getattr(metafunc.module, "conformance", None)
+    if conformance is None:
+        pytest.fail(
+            f"{metafunc.module.__name__} imports hal.testing.suite and has no `conformance`\n"
+            '  remedy: conformance = Conformance(backend="...")',
+            pytrace=False,
+        )
+    from hal.errors import HalError
+
+    try:
+        conformance.check_patterns()
+    except HalError as error:
+        pytest.fail(str(error), pytrace=False)
+    metafunc.parametrize("conformance_case", [_parameter(conformance, case) for case in conformance.cases])
+
+
+def _parameter(conformance: Any, case: Any) -> Any:
+    marks: list[pytest.MarkDecorator] = []
+    exception = conformance.exception(case.name)
+    if exception is not None:
+        kind, reason = exception
+        marks.append(
+            pytest.mark.skip(reason=reason) if kind == "unsupported" else pytest.mark.xfail(reason=reason, strict=True)
+        )
+    return pytest.param(case, marks=marks, id=case.name)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Say on each case's reports, which may come from another process, what it is a case of."""
+    case = _case_of(item)
+    if case is not None:
+        item.user_properties.append((KEY, [item.module.conformance.title, case.area, case.name]))  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Note the shapes at which an operation failed."""
+    report = yield
+    error: Any = call.excinfo.value if call.excinfo is not None else None
+    if _case_of(item) is not None and hasattr(error, "shapes"):
+        report.user_properties.append((f"{KEY}_shapes", [error.operation, error.shapes, error.size]))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The table by area, and the smallest shapes that fail."""
+    outcomes = [
+        Outcome.of(kind, dict(report.user_properties), KEY)
+        for kind in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+        for report in terminalreporter.stats.get(kind, ())
+        if any(name == KEY for name, _ in getattr(report, "user_properties", ()))
+    ]
+    for backend in dict.fromkeys(each.backend for each in outcomes):
+        terminalreporter.section(f"conformance of {backend}")
+        for line in summary([each for each in outcomes if each.backend == backend]):
+            terminalreporter.write_line(line)
+
+
+def _case_of(item: pytest.Item) -> Any:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("conformance_case")

@@ -1,0 +1,219 @@
+"""Drivers that are wrong on purpose, each in one way, and the twin that is not. All are the CPU driver but for that."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from hal.backends.cpu import kernels as right
+from hal.backends.cpu.driver import CpuBackend, CpuOptions
+from hal.backends.cpu.tape import Tape
+from torch import Tensor, fx
+
+import hal
+from hal import ops
+from hal.graph import Graph
+
+
+class Twin(CpuBackend):
+    """The CPU driver on torch's kernels, with parts replaced."""
+
+    def __init__(
+        self,
+        kernels: Mapping[str, Any] = MappingProxyType({}),
+        limits: hal.Limits | None = None,
+        rewrites: Sequence[Any] = (),
+        tape: Callable[[], Graph] = Tape,
+    ) -> None:
+        super().__init__(CpuOptions(native=False, pack_weights=False))
+        self.kernels = MappingProxyType({**self.kernels, **kernels})
+        self.limits = limits or self.limits
+        self.rewrites = tuple(rewrites)
+        self.compilers = ("eager", "graph")
+        self._tape = tape
+
+    def graph(self) -> Graph:
+        return self._tape()
+
+
+# Kernels
+
+
+def wrong_epsilon(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return right.rms_norm(x, weight, 1e-5)
+
+
+def accumulates_in_half(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.dtype != torch.float16:
+        return torch.nn.functional.linear(x, weight, bias)
+    total = x.new_zeros(*x.shape[:-1], weight.shape[0])
+    for column in range(x.shape[-1]):
+        total = total + x[..., column, None] * weight[:, column]
+    return total if bias is None else total + bias
+
+
+def sums_squares_in_half(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype != torch.float16:
+        return right.rms_norm(x, weight, eps)
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotates_in_place(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    rotated, other = right.rotary_embedding(query, key, cos, sin)
+    return query.copy_(rotated), other
+
+
+class KeepsScratch:
+    """Keeps its scratch memory for each shape, and forgets to renew the last row."""
+
+    def __init__(self) -> None:
+        self.scratch: dict[torch.Size, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kept = self.scratch.setdefault(x.shape, torch.zeros_like(x, dtype=torch.float32))
+        if x.shape[0] > 1:
+            kept[:-1] = x[:-1].float()
+        else:
+            kept.copy_(x.float())
+        return right.silu_and_mul(kept.clone()).to(x.dtype)
+
+
+class KeepsResult:
+    """Gives the same memory at every call."""
+
+    def __init__(self) -> None:
+        self.results: dict[Any, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        made = right.silu_and_mul(x)
+        return self.results.setdefault((made.shape, made.dtype), torch.empty_like(made)).copy_(made)
+
+
+def leaves_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    result = torch.empty(x.shape, dtype=x.dtype)
+    result[:-1] = right.rms_norm(x, weight, eps)[:-1]
+    return result
+
+
+def fills_padding(*arguments: Any) -> Tensor:
+    """A sequence of length 0 attends to one token that is not its own."""
+    given = list(arguments)
+    given[5], given[7] = given[5].clamp(min=1), given[7].clamp(min=1)
+    return right.paged_attention(*given)
+
+
+def stops_before_the_edge(*arguments: Any) -> Tensor:
+    """The last token of a full block is left out."""
+    given, size = list(arguments), arguments[1].shape[1]
+    for place in (5, 7):
+        lens = given[place]
+        given[place] = torch.where((lens % size == 0) & (lens > 1), lens - 1, lens)
+    return right.paged_attention(*given)
+
+
+def takes_no_48(*arguments: Any) -> Tensor:
+    if arguments[1].shape[1] == 48:
+        raise ValueError("blocks of 48 tokens")
+    return right.paged_attention(*arguments)
+
+
+class KeepsAll:
+    """Keeps every result."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.kept.append(right.silu_and_mul(x))
+        return self.kept[-1].clone()
+
+
+def swallows(x: Tensor) -> Tensor:
+    try:
+        return right.silu_and_mul(x)
+    except Exception:
+        return torch.zeros(1)
+
+
+def scratches_its_input(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    result = right.rms_norm(x, weight, eps)
+    x.mul_(0.5)
+    return result
+
+
+def writes_a_slot_more(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    right.store_kv_cache(key, value, key_cache, value_cache, slot_mapping)
+    slots = set(range(key_cache.shape[0] * key_cache.shape[1])) - set(slot_mapping.tolist())
+    key_cache.view(-1, *key_cache.shape[2:])[min(slots)] = 0
+
+
+def hides_nan(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return right.rms_norm(x, weight, eps).nan_to_num()
+
+
+# Graphs
+
+
+class StaleLengths(Tape):
+    """A replay reads the lengths of the capture."""
+
+    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+        super()._launch({name: tensor.clone() for name, tensor in self.host_values.items()})
+
+
+class LaunchesFirst(Tape):
+    """Launches, and looks at the host values then."""
+
+    def replay(self, **host_values: Any) -> None:
+        with torch.inference_mode():
+            for call in self._calls:
+                call()
+        super().replay(**host_values)
+
+
+class ForgetsErrors(Tape):
+    """Captures nothing where the function raised."""
+
+    def capture(self, fn: Callable[[], Any], **options: Any) -> Any:
+        try:
+            return super().capture(fn, **options)
+        except Exception:
+            return None
+
+
+class NeverDies(Tape):
+    """Keeps every graph."""
+
+    alive: list[Graph] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        NeverDies.alive.append(self)
+
+
+# Rewrites
+
+
+def blind(module: fx.GraphModule) -> int:
+    """Fuses the sum and the norm wherever they stand, and takes the sum for dead."""
+    count = 0
+    for norm in list(module.graph.nodes):
+        if norm.target is not torch.ops.hal.rms_norm.default:
+            continue
+        total = norm.args[0]
+        if total.op != "call_function" or total.target is not torch.ops.aten.add.Tensor:
+            continue
+        with module.graph.inserting_before(norm):
+            fused = module.graph.call_function(ops.operation("add_rms_norm").overload, (*total.args, *norm.args[1:]))
+            first = module.graph.call_function(operator.getitem, (fused, 0))
+        first.meta["val"] = norm.meta["val"]
+        norm.replace_all_uses_with(first)
+        module.graph.erase_node(norm)
+        total.replace_all_uses_with(total.args[0])
+        count += 1
+    return count

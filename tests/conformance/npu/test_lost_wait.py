@@ -1,0 +1,79 @@
+"""A wait that does nothing is caught where streams are asynchronous: the emulated NPU, in any order of its streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hal.backends.npu import emulator
+from hal.backends.npu.device import NpuDevice
+from hal.backends.npu.driver import NpuDriver
+
+import hal
+from hal.testing import Conformance
+
+
+class DeafStream(hal.Stream):
+    """Waits for nobody."""
+
+    def wait_stream(self, other: hal.Stream) -> None:
+        pass
+
+
+class DeafEvent(hal.Event):
+    """Holds nobody back."""
+
+    def wait(self, stream: hal.Stream) -> None:
+        pass
+
+
+class DeafStreams(NpuDevice):
+    def stream(self, *, priority: int = 0) -> hal.Stream:
+        return DeafStream(self.torch, priority=priority)
+
+
+class DeafEvents(NpuDevice):
+    def event(self, *, timing: bool = False) -> hal.Event:
+        return DeafEvent(self.torch, timing=timing)
+
+
+def opened(device: type[NpuDevice]) -> hal.Backend:
+    backend = NpuDriver().open({"emulator": "on"})
+    backend.device = device(backend.device.torch, backend.device.name)
+    return backend
+
+
+def conformance(device: type[NpuDevice]) -> Conformance:
+    return Conformance(backend="npu", open=partial(opened, device))
+
+
+@pytest.fixture(scope="module", params=[DeafStreams, DeafEvents], ids=["wait_stream", "Event.wait"])
+def deaf(request: pytest.FixtureRequest) -> Conformance:
+    return conformance(request.param)
+
+
+@pytest.fixture(scope="module")
+def twin() -> Conformance:
+    return conformance(NpuDevice)
+
+
+@pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
+def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: int) -> None:
+    streams = isinstance(deaf.target.device, DeafStreams)
+    lost: dict[bool, Callable[[], None]] = {
+        True: deaf.case("streams/wait-stream").run, False: deaf.case("events/wait").run,
+    }  # fmt: skip
+    with emulator.schedule(seed):
+        twin.case("streams/wait-stream").run()
+        twin.case("events/wait").run()
+        lost[not streams]()  # the other wait is as it should be
+        with pytest.raises(AssertionError, match="the wait is lost"):
+            lost[streams]()
+
+
+@pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
+def test_an_event_that_holds_back_none_of_several(twin: Conformance, seed: int) -> None:
+    with emulator.schedule(seed):
+        twin.case("events/across").run()
+        twin.case("events/record-again").run()

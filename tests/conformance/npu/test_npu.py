@@ -1,0 +1,8 @@
+"""The conformance suite on the NPU driver, over the emulated CANN."""
+
+from __future__ import annotations
+
+from hal.testing import Conformance
+from hal.testing.suite import *  # noqa: F403
+
+conformance = Conformance(backend="npu")

@@ -1,0 +1,8 @@
+"""The conformance suite on the NPU driver with its cache in FRACTAL_NZ and ATB's names left out: another layout."""
+
+from __future__ import annotations
+
+from hal.testing import Conformance
+from hal.testing.suite import *  # noqa: F403
+
+conformance = Conformance(backend="npu", config={"options": {"nz_cache": True, "nz_weights": True}})

@@ -1,0 +1,173 @@
+"""The hook as a vendor writes it, in a pytest run of its own: exceptions, reports, and what is wrong with a hook."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hal import ops
+from hal.errors import ConfigError
+from hal.testing import Conformance
+
+pytest_plugins = ["pytester"]
+
+HOOK = """
+from hal.testing import Conformance
+from hal.testing.suite import *  # noqa: F403
+
+{before}
+conformance = Conformance(backend={backend!r}, {more})
+"""
+BROKEN = """
+from types import MappingProxyType
+from hal.backends.cpu.driver import CpuBackend, CpuOptions
+
+def wrong(x, weight, eps):
+    return x * 2
+
+def opened():
+    backend = CpuBackend(CpuOptions(native=False, pack_weights=False))
+    backend.kernels = MappingProxyType({**backend.kernels, "rms_norm": wrong})
+    return backend
+"""
+UNAVAILABLE = """
+from hal.errors import DriverUnavailable
+
+def opened():
+    raise DriverUnavailable("there is no Acme card", "buy one")
+"""
+DECLARES = """
+from hal.ops import op
+
+def _samples(draw):
+    for rows in (1, 5):
+        yield (draw.normal(rows, 32),)
+
+@op(samples=_samples, namespace="acme")
+def acme_halve(x: "Tensor") -> "Tensor":
+    return x / 2
+
+acme_halve
+"""
+
+
+def run(
+    pytester: pytest.Pytester, chosen: str, more: str = "", before: str = "", backend: str = "cpu", *options: str
+) -> pytest.RunResult:
+    pytester.makepyfile(test_vendor=HOOK.format(backend=backend, more=more, before=before))
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rsxX", "-k", chosen, *options)
+
+
+def test_a_passing_run_and_its_table(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "devices/ or streams/")
+    result.assert_outcomes(passed=20)
+    result.stdout.fnmatch_lines([
+        "*conformance of cpu*",
+        "area * cases * passed * skipped * expected to fail * failed",
+        "devices * 13 * 13 * 0 * 0 * 0",
+        "streams * 7 * 7 * 0 * 0 * 0",
+        "all * 20 * 20 * 0 * 0 * 0",
+    ])  # fmt: skip
+
+
+def test_the_table_of_several_workers(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "streams/", "", "", "cpu", "-n", "2")
+    result.stdout.fnmatch_lines(["streams * 7 * 7 * 0 * 0 * 0"])
+
+
+def test_unsupported_is_skipped_with_its_reason(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "streams/", 'unsupported={"streams/pr*": "one queue only"}')
+    result.assert_outcomes(passed=6, skipped=1)
+    result.stdout.fnmatch_lines(["streams * 7 * 6 * 1 * 0 * 0", "SKIPPED*one queue only"])
+
+
+def test_failing_is_expected_to_fail_and_the_smallest_shapes_are_shown(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "operations/rms_norm/float32", "open=opened", BROKEN)
+    assert result.parseoutcomes()["failed"] >= 5
+    result.stdout.fnmatch_lines([
+        "*conformance of cpu*",
+        "rms_norm fails; the smallest shapes that show it: x float32[[]1, 64], weight float32[[]64], eps 1e-06 "
+        "(operations/rms_norm/float32/sample-0)",
+    ])  # fmt: skip
+    known = 'failing={"operations/rms_norm/float32/*[!y0]": "issue 12"}, open=opened'
+    result = run(pytester, "operations/rms_norm/float32/sample-1", known, BROKEN)
+    result.assert_outcomes(xfailed=1)
+    result.stdout.fnmatch_lines(["operations * 1 * 0 * 0 * 1 * 0", "XFAIL*issue 12"])
+
+
+def test_an_expected_failure_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "streams/", 'failing={"streams/order": "issue 12"}')
+    result.assert_outcomes(passed=6, failed=1)
+    result.stdout.fnmatch_lines(["*XPASS(strict)*issue 12*", "streams * 7 * 6 * 0 * 0 * 1"])
+
+
+@pytest.mark.parametrize("kind", ["unsupported", "failing"])
+def test_a_pattern_that_matches_nothing_is_an_error(pytester: pytest.Pytester, kind: str) -> None:
+    result = run(pytester, "streams/", f'{kind}={{"operations/rms_nrm/*": "typed in haste"}}')
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([
+        "*the exception 'operations/rms_nrm/*' matches none of the * cases of the backend cpu*",
+        "*did you mean 'operations/rms_norm/*'*",
+    ])  # fmt: skip
+
+
+def test_an_exception_without_a_reason_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'graphs/\\*' has no reason"):
+        Conformance(backend="cpu", unsupported={"graphs/*": " "})
+
+
+def test_unavailable_is_skipped_and_missing_fails(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "test_conformance", 'open=opened, failing={"graphs/*": "never seen here"}', UNAVAILABLE)
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*there is no Acme card; buy one"])
+    result = run(pytester, "test_conformance", backend="no-such-driver")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*no driver 'no-such-driver' is installed*"])
+
+
+def test_a_module_without_the_hook_is_told(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_vendor="from hal.testing.suite import *  # noqa: F403\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*has no `conformance`*"])
+
+
+def test_an_operation_is_covered_the_day_it_is_declared(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "acme_halve", "", "from torch import Tensor\n" + DECLARES)
+    outcomes = result.parseoutcomes()
+    assert outcomes["passed"] > 20, outcomes
+    assert set(outcomes) <= {"passed", "deselected"}
+
+
+def test_the_plugin_does_not_import_torch() -> None:
+    program = "import sys, hal.testing.plugin; sys.exit('torch' in sys.modules)"
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environ)
+
+
+def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:
+    conformance = Conformance(backend="cpu")
+    names = [each.name for each in conformance.cases]
+    assert len(set(names)) == len(names)
+    assert {each.area for each in conformance.cases} == {
+        "devices", "streams", "events", "memory", "operations", "rewrites", "graphs", "runners", "models", "errors",
+        "limits", "leaks",
+    }  # fmt: skip
+    for operation in ops.catalogue().values():
+        assert f"graphs/replay/{operation.name}" in names
+        assert f"leaks/operations/{operation.name}" in names
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            subject = f"operations/{operation.name}/{str(dtype).removeprefix('torch.')}"
+            count = sum(1 for _ in operation.samples(ops.Draw(dtype)))
+            assert {f"{subject}/sample-{number}" for number in range(count)} | {f"{subject}/node"} <= set(names)
+            assert not operation.fused or f"rewrites/{operation.name}/{str(dtype)[6:]}/another-reader" in names
+        edges = f"operations/{operation.name}/float32/rows-0" in names
+        assert edges or operation.host, f"{operation.name} is not tried without rows"
+
+
+def test_no_case_is_named_after_a_number_that_changes() -> None:
+    first, again = (tuple(each.name for each in Conformance(backend="cpu").cases) for _ in range(2))
+    assert first == again

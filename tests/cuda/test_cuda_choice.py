@@ -1,0 +1,185 @@
+"""Which library's kernel an operation gets, and what is said of one that cannot be had."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cuda.attention import ByLength, TorchAttention
+from hal.backends.cuda.choice import Library, choose
+from hal.backends.cuda.libraries import flashinfer_library, torch_library, triton_library
+
+from hal import ops
+from hal.errors import ConfigError
+
+TORCH = Library("torch", {"rms_norm": torch.add, "paged_attention": torch.sub})
+TRITON = Library("triton", {"rms_norm": torch.mul, "paged_attention": torch.div, "silu_and_mul": torch.neg})
+FLASHINFER = Library("flashinfer", {"paged_attention": torch.abs, "rms_norm": torch.sin})
+ABSENT = Library("flashinfer", problem="flashinfer is not installed", remedy="pip install flashinfer-python")
+
+
+def libraries_of(found: Any) -> dict[str, str]:
+    return {name: each.library for name, each in found.items()}
+
+
+def test_a_library_goes_before_torch_and_torch_before_ours_where_it_takes_one_launch() -> None:
+    found = choose([FLASHINFER, TRITON, TORCH], {})
+    assert libraries_of(found) == {
+        "paged_attention": "flashinfer", "rms_norm": "flashinfer", "silu_and_mul": "triton"
+    }  # fmt: skip
+    found = choose([ABSENT, TRITON, TORCH], {})
+    assert libraries_of(found) == {"paged_attention": "triton", "rms_norm": "torch", "silu_and_mul": "triton"}
+    assert found["rms_norm"].kernel is torch.add
+    without = Library("triton", problem="triton is not installed", remedy="pip install triton")
+    assert libraries_of(choose([ABSENT, without, TORCH], {})) == {"paged_attention": "torch", "rms_norm": "torch"}
+
+
+def test_a_choice_can_be_forced() -> None:
+    found = choose([FLASHINFER, TRITON, TORCH], {"rms_norm": "triton", "paged_attention": "torch"})
+    assert libraries_of(found) == {"paged_attention": "torch", "rms_norm": "triton", "silu_and_mul": "triton"}
+    assert "silu_and_mul" not in choose([FLASHINFER, TRITON, TORCH], {"silu_and_mul": "reference"})
+
+
+@pytest.mark.parametrize(
+    ("forced", "problem", "remedy"),
+    [
+        ({"rms_nrm": "torch"}, "names 'rms_nrm', which is no operation", "did you mean 'rms_norm'"),
+        ({"rms_norm": "cutlass"}, "'cutlass', which is no library", "known: flashinfer, reference, torch, triton"),
+        (
+            {"rms_norm": "flashinfer"},
+            "kernels.rms_norm is 'flashinfer': flashinfer is not installed",
+            "pip install flashinfer-python; or use triton, torch, reference",
+        ),
+        (
+            {"silu_and_mul": "torch"},
+            "kernels.silu_and_mul is 'torch': torch has no kernel for it",
+            "use triton, reference; flashinfer cannot (flashinfer is not installed)",
+        ),
+    ],
+)
+def test_what_cannot_be_forced_is_said(forced: dict[str, str], problem: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose([ABSENT, TRITON, TORCH], forced)
+    assert problem in caught.value.problem
+    assert remedy in caught.value.remedy
+
+
+def present(name: str) -> object:
+    return name
+
+
+def test_what_makes_triton_unusable() -> None:
+    missing = triton_library((9, 0), lambda name: None)
+    assert (missing.problem, missing.remedy) == ("triton is not installed", "pip install triton")
+    assert triton_library((7, 5), present).problem == "Triton needs compute capability 8.0, and the GPU has 7.5"
+    compiler = triton_library((9, 0), present, lambda name: None, {})
+    assert "no C compiler" in compiler.problem
+    assert not {*missing.kernels, *compiler.kernels}
+
+
+def test_what_makes_flashinfer_unusable(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    assert flashinfer_library(device, {}, lambda name: None).problem == "flashinfer is not installed"
+    only = lambda name: name == "flashinfer" or None  # noqa: E731
+    found = flashinfer_library(device, {}, only, lambda name: None, {"CUDA_HOME": str(tmp_path)})
+    assert "neither its compiled kernels nor nvcc" in found.problem
+    assert "flashinfer-jit-cache" in found.remedy
+
+
+def test_an_import_that_fails_is_a_reason() -> None:
+    """A library that says it is there and is not, as a broken installation would."""
+    import importlib.util
+
+    if importlib.util.find_spec("flashinfer") is not None:
+        pytest.skip("flashinfer is installed, and can be imported")
+    reference = {name: each.reference for name, each in ops.catalogue().items()}
+    found = flashinfer_library(torch.device("cpu"), reference, present, present)  # type: ignore[arg-type]
+    assert "flashinfer cannot be used: No module named 'flashinfer'" in found.problem
+    assert found.kernels == {}
+
+
+def test_torch_serves_what_models_cannot_do_without() -> None:
+    found = torch_library((8, 0))
+    assert {"embedding", "linear", "paged_attention", "rms_norm", "sample", "store_kv_cache"} <= set(found.kernels)
+    assert not set(found.kernels) - set(ops.catalogue())
+
+
+TABLE = """
+import json, sys
+import torch
+from hal.backends.cuda.libraries import kernels_for
+found = kernels_for(torch.device("cpu"), tuple(map(int, sys.argv[1:])), {})
+print(json.dumps({name: each.library for name, each in found.items()}))
+"""
+
+
+@cache
+def table(*capability: int) -> dict[str, str]:
+    """In a process of its own: it imports Triton, and tests of Triton's interpreter must be the first that do."""
+    command = [sys.executable, "-c", TABLE, *map(str, capability)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_operation_has_a_kernel_where_triton_is() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    found = table(9, 0)
+    assert set(ops.catalogue()) == set(found)
+    assert found["rms_norm"] in ("torch", "flashinfer")
+    assert found["split_qkv_rmsnorm_rope_cache"] == found["store_kv_cache"] == "triton"
+
+
+def test_torch_alone_serves_old_gpus() -> None:
+    found = table(7, 5)
+    assert "triton" not in found.values()
+    assert found["paged_attention"] in ("torch", "flashinfer")
+
+
+def test_the_page_says_which_library_an_operation_gets(repository: Path) -> None:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    text = (repository / "docs" / "cuda.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    said = {name: columns for name, *columns in rows if name in ops.catalogue()}
+    assert set(said) == set(ops.catalogue())
+    with_triton, without = table(9, 0), table(7, 5)
+    for name, (_, library, old) in said.items():
+        stands_in = "composed" if ops.operation(name).fused else "reference"
+        # Only torch for CUDA has the flash attention that long prefills go to.
+        assert with_triton[name].partition(",")[0] in ("flashinfer", library.partition(",")[0]), name
+        assert without.get(name, stands_in) in ("flashinfer", old), name
+
+
+class TestByLength:
+    """The one kernel or the other, by what the host knows."""
+
+    @pytest.mark.parametrize(
+        ("queries", "kind"),
+        [([1, 1, 1], "short"), ([0, 1, 1], "short"), ([5, 31], "short"), ([1, 32], "long"), ([40], "long")],
+    )
+    def test_it_depends_on_the_longest(self, queries: list[int], kind: str) -> None:
+        called: list[str] = []
+        attend = ByLength(lambda *args: called.append("short"), lambda *args: called.append("long"))
+        starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+        lengths = torch.tensor(queries, dtype=torch.int32)
+        query, cache = torch.zeros(sum(queries), 2, 8), torch.zeros(1, 4, 1, 8)
+        table = torch.zeros(len(queries), 1, dtype=torch.int32)
+        attend(query, cache, cache, table, starts, lengths, starts, lengths, 1.0, True, None)
+        assert called == [kind]
+        attend.captured()
+        assert called == [kind, "short"]
+
+
+def test_pages_are_read_in_place_only_by_flash_attention() -> None:
+    assert not TorchAttention(flash=False).pages

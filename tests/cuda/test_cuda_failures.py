@@ -1,0 +1,100 @@
+"""What is said of CUDA's errors, by the exceptions that torch raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hal.backends.cuda.failures import CAPTURE_REMEDIES, DEVICE_REMEDIES, capture_error, explain, first_line
+
+from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory
+
+TAIL = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB"
+        ),
+        torch.AcceleratorError("CUDA error: out of memory" + TAIL),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory(error: BaseException) -> None:
+    found = explain(error)
+    assert type(found) is DeviceOutOfMemory
+    assert "lower cache.num_tokens" in found.remedy
+    captured = capture_error(error)
+    assert "no memory left for the capture" in captured.problem
+    assert "lower compilation.max_capture_size" in captured.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "remedy"),
+    [
+        ("an illegal memory access was encountered", "memory that is not its own", "compute-sanitizer"),
+        ("misaligned address", "misaligned", "compute-sanitizer"),
+        ("device-side assert triggered", "a value out of range", "check the batch's indices"),
+        ("unspecified launch failure", "a kernel failed", "restart the process"),
+        ("no kernel image is available for execution on the device", "no code for this GPU's", "install a build"),
+        ("uncorrectable ECC error encountered", "memory is damaged", "nvidia-smi"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "older than the CUDA", "upgrade the driver"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "another process holds", "end that process"),
+        ("something that nobody has met", "the GPU failed: CUDA error: something", "run the step again"),
+    ],
+)  # fmt: skip
+def test_a_failure_of_the_device(text: str, says: str, remedy: str) -> None:
+    found = explain(torch.AcceleratorError(f"CUDA error: {text}{TAIL}"))
+    assert type(found) is DeviceError
+    assert says in found.problem
+    assert remedy in found.remedy
+    assert "stacktrace" not in found.problem
+
+
+def test_every_phrase_of_the_tables_is_looked_for() -> None:
+    for phrase, problem, remedy in DEVICE_REMEDIES:
+        found = explain(torch.AcceleratorError(f"CUDA error: {phrase}"))
+        assert found is not None
+        assert (problem in found.problem, found.remedy) == (True, remedy)
+    for phrase, cause, remedy in CAPTURE_REMEDIES:
+        captured = capture_error(RuntimeError(f"CUDA error: {phrase}"))
+        assert (cause in captured.problem, captured.remedy) == (True, remedy)
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), RuntimeError("shapes differ"), KeyError("CUDA")])
+def test_what_is_not_the_devices(error: Exception) -> None:
+    assert explain(error) is None
+
+
+def test_a_capture_that_breaks_says_why() -> None:
+    text = "CUDA error: operation not permitted when stream is capturing" + TAIL
+    found = capture_error(torch.AcceleratorError(text))
+    assert type(found) is CaptureError
+    assert "it synchronises" in found.problem
+    assert "move it out of the captured function" in found.remedy
+    copied = capture_error(RuntimeError(
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. Please "
+        "use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+    ))  # fmt: skip
+    assert "memory of the host that is not pinned" in copied.problem
+
+
+def test_what_the_end_of_a_capture_says_counts_too() -> None:
+    error = RuntimeError("a library failed")
+    error.add_note("the capture's end: CUDA error: capturing stream has unjoined work")
+    assert "it leaves a stream that was not joined" in capture_error(error).problem
+
+
+def test_any_other_exception_of_the_function() -> None:
+    found = capture_error(ZeroDivisionError("division by zero"))
+    assert found.problem == "the captured function failed: ZeroDivisionError: division by zero"
+    assert "run it eagerly" in found.remedy
+
+
+def test_the_first_line() -> None:
+    assert first_line(RuntimeError(f"\n  one{TAIL}")) == "one"

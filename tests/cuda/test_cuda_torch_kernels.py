@@ -1,0 +1,126 @@
+"""The kernels that are made of torch's functions, on the CPU: what they compute does not depend on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by_one
+from hal.backends.cuda.flashinfer_attention import Shape, pages_of
+from hal.backends.cuda.kernels import KERNELS, int8_product
+from torch import Tensor
+
+from hal import ops
+from hal.ops import Draw
+from hal.ops.agreement import assert_agree
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ATTENTION = TorchAttention(flash=False)
+TABLE: dict[str, Callable[..., Any]] = {**KERNELS, "paged_attention": ATTENTION}
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
+def test_it_meets_the_reference(seed: int, dtype: torch.dtype, name: str) -> None:
+    operation = ops.operation(name)
+    for sample, again in zip(
+        operation.samples(Draw(dtype, seed=seed)), operation.samples(Draw(dtype, seed=seed)), strict=True
+    ):
+        with torch.inference_mode():
+            found, expected = TABLE[name](*sample), operation.reference(*again)
+        assert_agree(operation, dtype, (found, sample), (expected, again), f"seed {seed}")
+
+
+@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
+def test_sequences_are_gathered_one_after_the_other(seed: int) -> None:
+    draw = Draw(seed=seed)
+    lengths = torch.tensor([5, 0, 16, 17, 1], dtype=torch.int32)
+    caches = draw.normal(20, 8, 2, 4), draw.normal(20, 8, 2, 4)
+    table = draw.permutation(20)[:15].view(5, 3)
+    for cache, found in zip(caches, gathered(*caches, table, lengths, lengths), strict=True):
+        rows = [cache[table[row].long()].flatten(0, 1)[:length] for row, length in enumerate(lengths.tolist())]
+        assert torch.equal(found, torch.cat(rows))
+
+
+def attention_case(draw: Draw, lengths: list[int], window: int | None) -> tuple[Any, ...]:
+    """Arguments of a decode, in blocks of 8."""
+    rows, columns = len(lengths), -(-max(lengths) // 8) + 1
+    kv_lens, starts = torch.tensor(lengths, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
+    caches = draw.normal(rows * columns, 8, 2, 16), draw.normal(rows * columns, 8, 2, 16)
+    table = draw.permutation(rows * columns).view(rows, columns)
+    return (draw.normal(rows, 6, 16), *caches, table, starts, kv_lens, starts, kv_lens, 0.3, True, window)
+
+
+@pytest.mark.parametrize("lengths", [[1], [8, 9, 7], [0, 16, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 8, 100])
+def test_decodes_two_ways(lengths: list[int], window: int | None) -> None:
+    """By a mask over all slots, as in a capture, and one by one; both hide what no sequence filled, even NaN."""
+    case = attention_case(Draw(seed=7), lengths, window)
+    query, keys, values, table, starts, kv_lens, _, _, scale, causal, _ = case
+    expected = ops.operation("paged_attention").reference(*case)
+    for row, length in enumerate(lengths):
+        slots = torch.arange(table.shape[1] * 8)
+        unused = table[row, slots // 8].long() * 8 + slots % 8
+        for cache in (keys, values):
+            cache.view(-1, 2, 16)[unused[length:]] = float("nan")
+    found = decode(query, keys, values, table, kv_lens, scale, window)
+    again = one_by_one(query, keys, values, table, starts.tolist(), lengths, scale, causal, window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 40])
+def test_the_product_of_int8_is_exact(rows: int) -> None:
+    """Also of fewer rows than cuBLAS takes."""
+    draw = Draw(seed=rows)
+    x = draw.integers(-128, 128, rows, 64, dtype=torch.int8)
+    weight = draw.integers(-128, 128, 24, 64, dtype=torch.int8)
+    assert torch.equal(int8_product(x, weight), x.int() @ weight.int().t())
+    assert int8_product(x.view(rows, 1, 64), weight).shape == (rows, 1, 24)
+
+
+@pytest.mark.parametrize("out", [16, 20])
+@pytest.mark.parametrize("width", [32, 36])
+def test_a_projection_of_any_width_is_served(width: int, out: int) -> None:
+    """cuBLAS takes multiples of 8; the rest runs the reference."""
+    draw = Draw(seed=1)
+    x, weight = (draw.integers(-128, 128, rows, width, dtype=torch.int8) for rows in (3, out))
+    scale, bias = draw.normal(out).abs() * 1e-4, draw.integers(-100, 100, out, dtype=torch.int32)
+    arguments = (x, weight, scale, bias, torch.float32)
+    expected = ops.operation("quant_linear_static").reference(*arguments)
+    torch.testing.assert_close(KERNELS["quant_linear_static"](*arguments), expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("lengths", [[1], [0], [8, 0, 17, 16], [0, 3]], ids=str)
+def test_where_a_plan_finds_its_blocks(lengths: list[int], block_size: int) -> None:
+    columns = 20
+    table = torch.arange(len(lengths) * columns).view(len(lengths), columns) * 10
+    ends, places, last = pages_of(torch.tensor(lengths, dtype=torch.int32), block_size, columns)
+    counts = [-(-length // block_size) for length in lengths]
+    expected = [table[row, :count] for row, count in enumerate(counts)]
+    assert torch.equal(table.flatten()[places], torch.cat(expected))
+    assert ends.tolist() == [sum(counts[:row]) for row in range(len(counts) + 1)]
+    spans = zip(ends.diff().tolist(), last.tolist(), strict=True)
+    # As FlashInfer works the lengths out again.
+    assert [max(count - 1, 0) * block_size + left for count, left in spans] == lengths
+    assert ends.dtype == last.dtype == torch.int32
+
+
+def test_what_flashinfer_takes() -> None:
+    def shape(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, **given: Any) -> Shape:
+        cache: Tensor = torch.empty(2, 16, 2, head_dim, dtype=dtype)
+        query = torch.empty(3, 8, head_dim, dtype=dtype)
+        arguments = {"query": query, "key_cache": cache, "scale": 0.1, "causal": True, "sliding_window": None, **given}
+        return Shape.of(arguments)
+
+    assert shape().taken
+    assert shape(sliding_window=4).taken
+    assert shape(sliding_window=4).settings()["window_left"] == 3
+    assert shape(causal=False).taken
+    for refused in (shape(80), shape(dtype=torch.float32), shape(causal=False, sliding_window=4)):
+        assert not refused.taken
+    assert (shape().heads, shape().kv_heads, shape().block_size, shape().tensor_cores) == (8, 2, 16, True)

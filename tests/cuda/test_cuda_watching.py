@@ -1,0 +1,112 @@
+"""What a CUDA graph notes of the calls in its capture, which needs no GPU: names, kernels for graphs, fixed queries."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cuda.attention import ByLength
+from hal.backends.cuda.graph import CudaGraph
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.errors import CaptureError, HostValueError
+
+ROWS = 3
+HOST = {"query_start_loc_host", "kv_lens_host"}
+
+
+class Kernel:
+    """Attention that only counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, query: Tensor, *others: Any) -> Tensor:
+        self.calls += 1
+        return query + 1
+
+
+@pytest.fixture
+def kernels() -> Iterator[tuple[Kernel, Kernel]]:
+    """The kernel for graphs and the one for long prefills, of the active backend."""
+    backend = hal.open("cpu")
+    short, long = Kernel(), Kernel()
+    attention = ByLength(short, long)
+    ops.activate(lambda each: attention if each.name == "paged_attention" else backend.resolve(each))
+    yield short, long
+    backend.activate()
+
+
+@pytest.fixture
+def graph() -> CudaGraph:
+    """One whose backend is no more than an index, which is all that watching needs."""
+    return CudaGraph(SimpleNamespace(device=SimpleNamespace(torch=torch.device("cuda", 0))))  # type: ignore[arg-type]
+
+
+def call(queries: list[int], lengths: Tensor | None = None) -> Tensor:
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    lengths = torch.tensor(queries, dtype=torch.int32) if lengths is None else lengths
+    cache, table = torch.zeros(4, 8, 1, 8), torch.zeros(len(queries), 2, dtype=torch.int32)
+    query = torch.zeros(int(starts[-1]), 2, 8)
+    attended: Tensor = ops.paged_attention(
+        query, cache, cache, table, starts, lengths, starts, lengths, 1.0, True, None
+    )
+    return attended
+
+
+def test_names_are_recorded_in_the_capture_and_not_before(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
+    with ops.intercepted(graph._watch(recording=False)):
+        call([1] * ROWS)
+    assert graph.host_values.items() == []
+    with ops.intercepted(graph._watch(recording=True)):
+        assert call([1] * ROWS).shape == (ROWS, 2, 8)
+    assert {name for name, _ in graph.host_values.items()} == HOST
+    assert kernels[0].calls == 2
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_graphs_take_the_kernel_that_reads_lengths_on_the_device(
+    graph: CudaGraph, kernels: tuple[Kernel, Kernel], recording: bool
+) -> None:
+    """For a long prefill too, and before the capture already, so that it is warm."""
+    short, long = kernels
+    call([40])
+    with ops.intercepted(graph._watch(recording=recording)):
+        call([40])
+    assert (short.calls, long.calls) == (1, 1)
+
+
+def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
+    with ops.intercepted(graph._watch(recording=True)):
+        call([1] * ROWS)
+    values = {"kv_lens_host": torch.ones(ROWS), "query_start_loc_host": torch.tensor([0, 2, 2, 3])}
+    with pytest.raises(HostValueError, match=r"captured with query_start_loc_host \[0, 1, 2, 3\], which no replay can"):
+        graph._launch(values)
+
+
+def test_those_of_a_prefill_are_not(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
+    with ops.intercepted(graph._watch(recording=True)):
+        call([2, 1])
+    assert graph._decodes is None
+
+
+def test_one_name_for_two_tensors_is_refused(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
+    with ops.intercepted(graph._watch(recording=True)):
+        call([1])
+        with pytest.raises(CaptureError, match="two launches in one capture take different tensors as"):
+            call([1])
+
+
+def test_calls_of_other_threads_are_left_alone(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
+    with ops.intercepted(graph._watch(recording=True)):
+        thread = threading.Thread(target=call, args=([40],))
+        thread.start()
+        thread.join()
+    assert graph.host_values.items() == []
+    assert kernels[1].calls == 1

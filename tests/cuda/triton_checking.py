@@ -1,0 +1,121 @@
+"""Running a Triton kernel between fences, against its operation's reference.
+
+In Triton's interpreter every tensor that the kernel is given, and every one that it allocates, ends where memory that
+may not be touched begins, or begins where it ends: a read or a write past either end kills the process. On a GPU
+compute-sanitizer does that work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from hal.backends.cuda.triton import KERNELS
+from hal.backends.cuda.triton.interpreter import INTERPRETED
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hal import ops
+from hal.ops import Sample
+from hal.ops.agreement import assert_agree
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")
+SIDES = ("before", "after")
+"""Where the fence is that a tensor touches."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(
+    name: str,
+    dtype: torch.dtype,
+    sample: Sample,
+    kernel: Callable[..., Any] | None = None,
+    sides: Sequence[str] = SIDES,
+) -> Any:
+    """The kernel's results, after comparing them with the reference's, and those of several runs bit by bit.
+
+    Host values are withheld: a graph is replayed with others than it was captured with.
+    """
+    operation = ops.operation(name)
+    places = {argument: place for place, argument in enumerate(operation.signature.parameters)}
+    expected = clones(sample)
+    wanted = operation.reference(*expected)
+    runs = []
+    for side in sides:
+        given = [fenced(value, side) if isinstance(value, Tensor) else value for value in sample]
+        for argument in operation.host:
+            given[places[argument]] = torch.full_like(sample[places[argument]], -(2**31))
+        before = clones(given)
+        with fencing(side):
+            found = (kernel or KERNELS[name])(*given)
+        for argument, place in places.items():
+            if isinstance(given[place], Tensor) and argument not in operation.mutates:
+                assert same_bits(given[place], before[place]), f"{name} wrote into {argument}"
+        mutated = [given[places[argument]] for argument in operation.mutates]
+        assert_agree(operation, dtype, (found, mutated), (wanted, [expected[places[a]] for a in operation.mutates]))
+        runs.append([value.clone() for value in tree_leaves((found, mutated)) if isinstance(value, Tensor)])
+    assert all(same_bits(one, other) for one, other in zip(runs[0], runs[-1], strict=True)), f"{name}: two runs differ"
+    return found
+
+
+def clones(values: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of one dtype are the same, NaN included."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.itemsize]
+    return torch.equal(first.view(integers), second.view(integers))
+
+
+def fenced(tensor: Tensor, side: str) -> Tensor:
+    """A copy with the same strides on the device. On the CPU it touches a fence, and gaps between rows are NaN."""
+    if tensor.numel() == 0:
+        return tensor.to(DEVICE)
+    single = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if DEVICE.type == "cpu":
+        memory = between_fences(count, tensor.dtype, side)
+    else:
+        memory = torch.empty(count, dtype=tensor.dtype, device=DEVICE)
+    memory.as_strided(single.shape, single.stride()).copy_(single)
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def between_fences(count: int, dtype: torch.dtype, side: str) -> Tensor:
+    """``count`` elements on the CPU that hold NaN, or a number that sticks out, and touch a fence on one side."""
+    page, size = mmap.PAGESIZE, count * dtype.itemsize
+    body = -(-size // page) * page
+    memory = mmap.mmap(-1, body + 2 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for fence in (start, start + page + body):
+        if _libc.mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    offset = page if side == "before" else page + body - size
+    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    return tensor.fill_(float("nan") if dtype.is_floating_point else 77)
+
+
+def fencing(side: str) -> AbstractContextManager[Any]:
+    """What the kernel allocates inside touches a fence; and it may not read a value of the device's back."""
+    return _Fencing(side) if DEVICE.type == "cpu" else nullcontext()
+
+
+class _Fencing(TorchDispatchMode):
+    def __init__(self, side: str) -> None:
+        super().__init__()
+        self._side = side
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a kernel's launch may not wait for a value"
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and result.numel():
+            return between_fences(result.numel(), result.dtype, self._side).view(result.shape)
+        return result

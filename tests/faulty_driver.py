@@ -1,0 +1,169 @@
+"""Drivers that a comparison must find fault with, or must not: the CPU's, each with one thing changed.
+
+A test installs it as the driver ``faulty``; its option ``fault`` says what is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from hal.backends.cpu.driver import CpuBackend, CpuDriver, CpuOptions
+from hal.backends.cpu.tape import Tape
+from safetensors.torch import load_file
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.config import read
+
+REFERENCE = {name: operation.reference for name, operation in ops.catalogue().items()}
+
+
+@attrs.frozen
+class FaultyOptions:
+    """What is changed, and for a wrong epsilon, in which norm.
+
+    Attributes:
+        fault: the name of a method of :class:`FaultyBackend`, or nothing.
+        weights: a file of safetensors.
+        norm: the weight in it of the norm with the wrong epsilon.
+        eps: the wrong one.
+    """
+
+    fault: str = "nothing"
+    weights: str = ""
+    norm: str = ""
+    eps: float = 1e-3
+
+
+class FaultyBackend(CpuBackend):
+    def __init__(self, options: FaultyOptions) -> None:
+        super().__init__(CpuOptions(native=False, pack_weights=False))
+        self.name, self.faulty, self.prepares, self.graph_of = "faulty", options, False, Tape
+        changed: dict[str, Any] = getattr(self, options.fault)()
+        self.kernels = {**self.kernels, **changed}  # type: ignore[assignment]
+
+    def graph(self) -> hal.Graph:
+        return self.graph_of(whole=self._native)
+
+    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+        return -weight if self.prepares else weight
+
+    def nothing(self) -> dict[str, Any]:
+        return {}
+
+    def epsilon(self) -> dict[str, Any]:
+        wrong = load_file(self.faulty.weights)[self.faulty.norm]
+
+        def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            if weight.shape == wrong.shape and torch.equal(weight, wrong.to(weight.dtype)):
+                eps = self.faulty.eps
+            return REFERENCE["rms_norm"](x, weight, eps)
+
+        return {"rms_norm": rms_norm}
+
+    def strides(self) -> dict[str, Any]:
+        """Takes every value for contiguous."""
+
+        def store_kv_cache(key: Tensor, value: Tensor, *rest: Tensor) -> None:
+            dense = torch.empty(value.shape)
+            REFERENCE["store_kv_cache"](key, value.as_strided(value.shape, dense.stride()), *rest)
+
+        return {"store_kv_cache": store_kv_cache}
+
+    def lengths(self) -> dict[str, Any]:
+        """Reads a token too many."""
+
+        def paged_attention(query: Tensor, *rest: Any) -> Tensor:
+            caches_and_table, (starts, lens), host, options = rest[:3], rest[3:5], rest[5:7], rest[7:]
+            more = lens + 1, host[1] + 1
+            return REFERENCE["paged_attention"](
+                query, *caches_and_table, starts, more[0], host[0], more[1], options[0], False, options[2]
+            )
+
+        return {"paged_attention": paged_attention}
+
+    def between(self) -> dict[str, Any]:
+        """Wrong while the model itself runs on it, and right when it is asked beside that."""
+
+        def silu_and_mul(x: Tensor) -> Tensor:
+            return REFERENCE["silu_and_mul"](x) * (1.01 if self.active else 1.0)
+
+        return {"silu_and_mul": silu_and_mul}
+
+    def narrow(self) -> dict[str, Any]:
+        """No fault: it computes in float32 only, on blocks of 48."""
+        self.limits = hal.Limits(dtypes=(torch.float32,), block_sizes=(48,))
+        return {}
+
+    def raises(self) -> dict[str, Any]:
+        def silu_and_mul(x: Tensor) -> Tensor:
+            raise ValueError("no such thing")
+
+        return {"silu_and_mul": silu_and_mul}
+
+    def nan(self) -> dict[str, Any]:
+        return {"silu_and_mul": lambda x: REFERENCE["silu_and_mul"](x) * float("nan")}
+
+    def crash(self) -> dict[str, Any]:
+        """Attention refuses what the rotary embedding gives it."""
+        return {"rotary_embedding": lambda query, key, *angles: (query.double(), key)}
+
+    def shape(self) -> dict[str, Any]:
+        """Half of the heads twice."""
+
+        def rotary_embedding(query: Tensor, key: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor]:
+            query, key = REFERENCE["rotary_embedding"](query, key, *angles)
+            return torch.cat((query, query), 1), key
+
+        def paged_attention(query: Tensor, *rest: Any) -> Tensor:
+            return REFERENCE["paged_attention"](query[:, : query.shape[1] // 2], *rest)
+
+        return {"rotary_embedding": rotary_embedding, "paged_attention": paged_attention}
+
+    def truncating(self) -> dict[str, Any]:
+        """To int8 without rounding."""
+
+        def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+            scaled = x.float() / scale + (0 if offset is None else offset)
+            return scaled.trunc().clamp(-128, 127).to(torch.int8)
+
+        return {"quantize": quantize}
+
+    def prepared(self) -> dict[str, Any]:
+        """No fault: weights are in another form, and a cache in another layout."""
+        self.prepares, self.cache_layout = True, "backwards"
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return REFERENCE["linear"](x, -weight, bias)
+
+        def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+            last = key_cache.shape[0] * key_cache.shape[1] - 1
+            REFERENCE["store_kv_cache"](key, value, key_cache, value_cache, last - slots)
+
+        def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> Tensor:
+            keys, values = (cache.flatten(0, 1).flip(0).view(cache.shape) for cache in (key_cache, value_cache))
+            return REFERENCE["paged_attention"](query, keys, values, *rest)
+
+        return {"linear": linear, "store_kv_cache": store_kv_cache, "paged_attention": paged_attention}
+
+    def stale(self) -> dict[str, Any]:
+        """No fault but in graphs: a replay takes the lengths of the capture."""
+
+        class StaleTape(Tape):
+            def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+                super()._launch({})
+
+        self.graph_of = StaleTape
+        return {}
+
+
+class FaultyDriver(CpuDriver):
+    name = "faulty"
+    priority = -1
+
+    def open(self, options: Mapping[str, Any]) -> FaultyBackend:  # type: ignore[override]
+        return FaultyBackend(read(FaultyOptions, options, "options of the faulty driver"))

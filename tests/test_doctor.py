@@ -1,0 +1,395 @@
+"""``hal doctor``: tells what works here, and survives whatever a vendor's package does to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import hal
+from hal.cli import main
+from hal.doctor import checks, findings, host
+from hal.doctor.findings import Findings
+
+ACME = """
+import attrs, os, torch
+import hal
+
+@attrs.frozen
+class Options:
+    card: int = 0
+    emulator: bool = False
+
+class Acme(hal.Driver):
+    name, api_version, priority = "acme", (1, 1), 7
+    requires = ("torch>=2", "a-package-that-is-not-there==1.0")
+    variables = ("ACME_",)
+
+    def probe(self):
+        return hal.Probe(True, "two cards")
+
+    def open(self, options):
+        chosen = hal.config.read(Options, options, "options of the acme driver")
+        return self.backend(chosen, kernels={})
+
+    def backend(self, chosen, **given):
+        return hal.Backend("acme", hal.HostDevice(f"card {chosen.card}"), **given)
+
+    def devices(self, options):
+        return [{**options, "card": card} for card in range(2)]
+
+class Absent(Acme):
+    def probe(self):
+        return hal.Probe(False, "there is no Acme card", "buy one")
+
+class WrongEpsilon(Acme):
+    def backend(self, chosen, **given):
+        norm = lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps + 0.1)
+        return super().backend(chosen, kernels={"rms_norm": norm})
+
+class RaisingKernel(Acme):
+    def backend(self, chosen, **given):
+        def silu_and_mul(x):
+            raise RuntimeError("unit 3 is on fire")
+        return super().backend(chosen, kernels={"silu_and_mul": silu_and_mul})
+
+class StaleGraph(hal.Graph):
+    '''Launches nothing at a replay, though host values are there.'''
+    def _capture(self, fn, pool, stream):
+        def wrap(operation, kernel):
+            def recorded(*args):
+                for name in operation.host:
+                    self.host_values.record(name, operation.arguments(args, {})[name], operation.name)
+                return kernel(*args)
+            return recorded
+        with hal.ops.intercepted(wrap):
+            return fn(), pool
+    def _launch(self, host_values): self.host_values.write(host_values)
+    def _release(self): pass
+    def dump(self, path): pass
+
+class Stale(Acme):
+    def backend(self, chosen, **given):
+        class Backend(hal.Backend):
+            def graph(self): return StaleGraph()
+        return Backend("acme", hal.HostDevice(), kernels={}, compilers=("graph",))
+
+class RaisesInProbe(Acme):
+    def probe(self):
+        raise OSError("bus error")
+
+class NoProbe(Acme):
+    def probe(self):
+        return None
+
+class RaisesInOpen(Acme):
+    def open(self, options):
+        raise hal.errors.DeviceError("the firmware is old", "update it")
+
+class NoDevices(Acme):
+    def devices(self, options):
+        return []
+
+class DiesInOpen(Acme):
+    def open(self, options):
+        os.abort()
+
+class DiesAtTheEnd(Acme):
+    def open(self, options):
+        import atexit
+        atexit.register(os.abort)
+        return super().open(options)
+
+class Talkative(Acme):
+    '''Writes to stdout, and leaves a child behind that keeps stderr open.'''
+    def open(self, options):
+        import subprocess
+        print("welcome to Acme")
+        subprocess.Popen(["sleep", "20"])
+        return super().open(options)
+
+class NextMinor(Acme):
+    api_version = (1, 99)
+"""
+BROKEN = {
+    "raises": "raise RuntimeError('no libacme.so')",
+    "exits": "raise SystemExit(0)",
+    "vanishes": "import os; os._exit(0)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "hangs": "import time\nwhile True: time.sleep(1)",
+}
+"""Modules of drivers that fail when they are imported, and what they do."""
+
+
+@attrs.frozen
+class Doctor:
+    """A site with one vendor's package."""
+
+    site: Path
+
+    def install(self, drivers: Mapping[str, str], **modules: str) -> None:
+        info = self.site / "acme-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        entries = [f"{name} = {target}" for name, target in drivers.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *entries]))
+        for name, text in {"acme_driver": ACME, **modules}.items():
+            (self.site / f"{name}.py").write_text(textwrap.dedent(text))
+
+    def run(self, *arguments: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+        kept = {
+            name: text for name, text in os.environ.items() if not name.startswith("HAL_") or name == "HAL_CACHE_DIR"
+        }
+        kept |= {"PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        result = subprocess.run(
+            [sys.executable, "-c", "from hal.cli import main; main()", "doctor", *arguments],
+            env=kept | environ, capture_output=True, text=True, timeout=400, check=False,
+        )  # fmt: skip
+        assert result.returncode == code, result.stdout + result.stderr
+        return result
+
+    def found(self, *arguments: str, code: int = 0, **environ: str) -> dict[str, Any]:
+        return dict(json.loads(self.run("--json", *arguments, code=code, **environ).stdout))
+
+    def driver(self, name: str, *arguments: str, code: int = 0, **environ: str) -> dict[str, Any]:
+        """What it says of one driver, examined alone."""
+        (driver,) = self.found("--backend", name, *arguments, code=code, **environ)["drivers"]
+        return dict(driver)
+
+
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    return Doctor(tmp_path / "site")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All installed drivers at once: good ones, and those that do not survive their own import."""
+    doctor = Doctor(tmp_path_factory.mktemp("everything") / "site")
+    broken = {name: text for name, text in BROKEN.items() if name != "hangs"}
+    drivers = {name: f"broken_{name}:Driver" for name in broken} | {"missing": "no_such_module:Driver"}
+    drivers |= {name: f"acme_driver:{name}" for name in re.findall(r"class (\w+)\(Acme\)", ACME)}
+    drivers["acme"] = "acme_driver:Acme"
+    doctor.install(drivers, **{f"broken_{name}": text for name, text in broken.items()})
+    return doctor.found(code=1)
+
+
+def of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [each for each in document["drivers"] if each["name"] == name]
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "logged"),
+    [
+        ("raises", "importing the driver: it raised RuntimeError('no libacme.so')", "no libacme.so"),
+        ("exits", "importing the driver: it raised SystemExit(0)", "raise SystemExit(0)"),
+        ("vanishes", "importing the driver: it exited with status 0", ""),
+        ("crashes", "importing the driver: it died of SIGSEGV", "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_a_package_that_fails_at_import_is_reported(
+    everything: dict[str, Any], name: str, reason: str, logged: str
+) -> None:
+    found = of(everything, name)
+    assert (found["status"], found["reason"], found["api_version"]) == ("broken", reason, None)
+    assert logged in "\n".join(found["log"])
+    assert found["hint"]
+
+
+def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) -> None:
+    assert everything["ok"] is False
+    cpu, acme, absent = (of(everything, name) for name in ("cpu", "acme", "Absent"))
+    assert cpu["status"] == acme["status"] == "works"
+    assert (absent["status"], absent["reason"], absent["hint"]) == ("unavailable", "there is no Acme card", "buy one")
+    assert "no_such_module" in of(everything, "missing")["reason"]
+    assert "needs driver API 1.99" in of(everything, "NextMinor")["reason"]
+    assert of(everything, "NextMinor")["status"] == "broken"
+
+
+def test_a_package_that_hangs_is_killed_and_shows_where(doctor: Doctor) -> None:
+    doctor.install({"hangs": "broken_hangs:Driver"}, broken_hangs=BROKEN["hangs"])
+    found = doctor.driver("hangs", "--timeout", "15", code=1)
+    assert (found["status"], found["reason"]) == ("broken", "importing the driver: it was killed after 15 s")
+    assert "--timeout" in found["hint"]
+    assert any("broken_hangs.py" in line and "line 2" in line for line in found["log"])
+
+
+def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
+    assert [device["name"] for device in of(everything, "acme")["devices"]] == ["card 0", "card 1"]
+    for name, graph in (("cpu", "passed"), ("acme", "skipped")):
+        for device in of(everything, name)["devices"]:
+            outcomes = {each["name"]: each["outcome"] for each in device["checks"]}
+            assert outcomes == dict.fromkeys(["matmul", *checks.OPERATIONS, "attention"], "passed") | {"graph": graph}
+            measures = device["measures"]
+            assert measures["copy_bytes"] == 64 << 20
+            assert 0.05 < measures["host_to_device_gb_per_s"] < 1000
+            assert 0.05 < measures["device_to_host_gb_per_s"] < 1000
+            assert 0.1 < measures["launch_us"] < 10_000
+            assert 0 < measures["memory_free_bytes"] < measures["memory_total_bytes"]
+
+
+def test_versions(everything: dict[str, Any]) -> None:
+    acme, cpu = of(everything, "acme"), of(everything, "cpu")
+    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "1.1", 7)
+    assert (cpu["package"], cpu["version"]) == ("torch-hal", hal.__version__)
+    assert everything["hal"] == hal.__version__
+    assert everything["driver_api"] == ".".join(map(str, hal.API_VERSION))
+    assert everything["schema"] == findings.SCHEMA
+    import torch
+
+    assert everything["torch"]["version"] == torch.__version__
+    assert everything["torch"]["git_version"] == torch.version.git_version
+    rows = {(each["required_by"], each["package"]): each for each in everything["packages"]}
+    assert rows["torch-hal", "torch"] | {"found": torch.__version__, "fits": True} == rows["torch-hal", "torch"]
+    assert rows["npu", "torch-npu"]["requirement"] == "==2.13.0"
+    assert rows["npu", "torch"]["requirement"] == "==2.13.*"
+    missing = rows["acme", "a-package-that-is-not-there"]
+    assert (missing["found"], missing["fits"]) == (None, False)
+
+
+def test_the_docs_describe_every_key_and_option(everything: dict[str, Any], repository: Path) -> None:
+    text = (repository / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert set(everything) == {field.name for field in attrs.fields(Findings)}
+    told = [*everything, *everything["torch"], *everything["packages"][0], *everything["drivers"][0]]
+    device = of(everything, "cpu")["devices"][0]
+    told += [*device, *device["checks"][0], *device["measures"]]
+    assert [key for key in told if f"`{key}`" not in text] == []
+    options = [name for option in main.commands["doctor"].params for name in option.opts]
+    assert [option for option in options if f"`{option}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("requirement", "fits"),
+    [("torch>=2", True), ("torch<2", False), ("torch!!", False), ("torch; python_version < '3'", None)],
+)
+def test_what_fits(requirement: str, fits: bool | None) -> None:
+    driver = findings.Driver("acme", "acme:Driver", "acme", "1.0", requires=[requirement])
+    rows = [each for each in host.packages([driver]) if each.required_by == "acme"]
+    assert [each.fits for each in rows] == ([] if fits is None else [fits])
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "detail"),
+    [
+        ("WrongEpsilon", "rms_norm", "rms_norm , torch.float32: Tensor-likes are not close!"),
+        ("RaisingKernel", "silu_and_mul", "it raised RuntimeError('unit 3 is on fire')"),
+        ("Stale", "graph", "of a replayed graph"),
+    ],
+)
+def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, detail: str) -> None:
+    found = of(everything, name)
+    assert (found["status"], found["reason"]) == ("broken", f"failed: {failed}")
+    for device in found["devices"]:
+        (check,) = [each for each in device["checks"] if each["outcome"] == "failed"]
+        assert check["name"] == failed
+        assert detail in check["detail"]
+        assert check["remedy"]
+        assert device["measures"] is not None, "a failed check does not end the examination"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "hint"),
+    [
+        ("RaisesInProbe", "probing: it raised OSError('bus error')", "report it"),
+        ("NoProbe", "probing: the probe returned None, not a hal.Probe", "report it"),
+        ("RaisesInOpen", "opening the driver: the firmware is old", "update it"),
+        ("NoDevices", "opening the driver: the driver could be opened, and its `devices` says", "report it"),
+        ("DiesInOpen", "opening the driver: it died of SIGABRT", "see the log"),
+        ("DiesAtTheEnd", "ending the process: it died of SIGABRT", "see the log"),
+    ],
+)
+def test_a_driver_that_fails_later_than_at_import(
+    everything: dict[str, Any], name: str, reason: str, hint: str
+) -> None:
+    found = of(everything, name)
+    assert found["status"] == "broken"
+    assert found["reason"].startswith(reason)
+    assert hint in found["hint"]
+
+
+def test_what_a_driver_writes_and_leaves_behind_disturbs_nothing(everything: dict[str, Any]) -> None:
+    assert of(everything, "Talkative")["status"] == "works"
+
+
+class TestOneDriver:
+    def test_it_works(self, doctor: Doctor) -> None:
+        doctor.install({"acme": "acme_driver:Acme"})
+        result = doctor.run("--backend", "acme")
+        assert result.stdout.splitlines()[-1] == "everything that is available works"
+        assert "acme: card 1 (cpu)" in result.stdout
+        (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith("a-package-that-is-not-there")]
+        assert row == ["a-package-that-is-not-there", "-", "acme", "==1.0", "not", "installed"]
+        assert result.stderr.splitlines() == ["examining torch ...", "examining the driver acme ..."]
+
+    def test_unavailable_is_not_what_was_asked_for(self, doctor: Doctor) -> None:
+        doctor.install({"absent": "acme_driver:Absent"})
+        result = doctor.run("--backend", "absent", code=1)
+        assert "there is no Acme card" in result.stdout
+        assert "buy one" in result.stdout
+        assert result.stdout.splitlines()[-1] == "no driver that was examined can run here"
+
+    def test_an_unknown_one_names_the_known(self, doctor: Doctor) -> None:
+        doctor.install({"acme": "acme_driver:Acme"})
+        assert "did you mean 'acme'?" in doctor.run("--backend", "acne", code=2).stderr
+
+    def test_options_come_from_its_environment(self, doctor: Doctor) -> None:
+        doctor.install({"acme": "acme_driver:Acme"})
+        found = doctor.driver("acme", code=1, HAL_ACME_NONSENSE="1")
+        assert "unknown key 'nonsense'" in found["reason"]
+
+    def test_emulate_is_an_option_that_not_all_have(self, doctor: Doctor) -> None:
+        doctor.install({"acme": "acme_driver:Acme"})
+        assert doctor.driver("acme", "--emulate")["status"] == "works"
+        assert "the driver cpu has no emulated device" in doctor.run("--backend", "cpu", "--emulate", code=2).stderr
+        assert "--emulate was given, and no driver" in doctor.run("--emulate", code=2).stderr
+
+
+class TestPrivacy:
+    def test_home_names_and_other_variables_stay_out(self, doctor: Doctor, tmp_path: Path) -> None:
+        doctor.install({"raises": "broken_raises:Driver", "acme": "acme_driver:Acme"}, broken_raises=BROKEN["raises"])
+        personal = {"HOME": str(tmp_path), "LOGNAME": "alice", "USER": "alice", "ACME_KEYS": "/data/alice/keys"}
+        mine = {"CUDA_VISIBLE_DEVICES": "3", "HAL_ACME_CARD": "1", "SECRET": "hunter2"}
+        shown = doctor.run("--backend", "raises", code=1, **personal, **mine).stdout
+        assert "~/site/broken_raises.py" in shown
+        document = doctor.run("--json", "--backend", "acme", **personal, **mine).stdout
+        for text in (shown, document):
+            assert "alice" not in text
+            assert "hunter2" not in text
+            assert str(tmp_path) not in text
+        variables = json.loads(document)["variables"]
+        variables.pop(host.AUTOLOAD, None)
+        variables.pop("HAL_CACHE_DIR", None)
+        assert variables == {"ACME_KEYS": "/data/USER/keys", "CUDA_VISIBLE_DEVICES": "3", "HAL_ACME_CARD": "1"}
+
+
+def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> None:
+    doctor.install({"acme": "acme_driver:Acme"}, acme_backend="raise ImportError('libacme.so is missing')")
+    (doctor.site / "acme-1.0.dist-info" / "entry_points.txt").write_text(
+        "[hal.drivers]\nacme = acme_driver:Acme\n[torch.backends]\nacme = acme_backend:load\n"
+    )
+    on = {host.AUTOLOAD: "0"}
+    assert doctor.found("--backend", "acme", **on)["torch"]["imports"] is True
+    found = doctor.found("--backend", "acme", **{host.AUTOLOAD: "1"}, code=1)
+    torch = found["torch"]
+    assert torch["imports"] is False
+    assert torch["version"], "it is imported without the vendors' packages"
+    assert "Failed to load the backend extension: acme" in torch["problem"]
+    assert host.AUTOLOAD in torch["remedy"]
+    # With the variable so set, hal cannot keep torch from importing the package either: the driver cannot be used.
+    assert of(found, "acme")["status"] == "broken"
+
+
+def test_without_torch_there_is_nothing_to_examine(doctor: Doctor) -> None:
+    doctor.install({}, torch="raise ImportError('libtorch.so is missing')")
+    result = doctor.run(code=2, **{host.AUTOLOAD: "0"})
+    assert result.stderr == "error: torch cannot be imported: libtorch.so is missing\nremedy: reinstall torch\n"

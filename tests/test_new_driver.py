@@ -1,0 +1,196 @@
+"""``hal new-driver``: what it writes is complete and clean, installs, and runs; what it cannot write it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Sequence
+from configparser import ConfigParser
+from pathlib import Path
+
+import attrs
+import pytest
+from click.testing import CliRunner, Result
+
+from hal.cli import main
+from hal.cli.new_driver import FILES
+
+NAME = "acme_x1"
+WRITTEN = {
+    ".gitignore", "README.md", "acme_x1_hal/__init__.py", "acme_x1_hal/driver.py", "acme_x1_hal/kernels.py",
+    "pyproject.toml", "tests/test_conformance.py",
+}  # fmt: skip
+
+
+def new_driver(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["new-driver", *map(str, arguments)])
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@attrs.frozen
+class Installed:
+    """The package, installed in an environment of its own."""
+
+    folder: Path
+    python: Path
+
+    def run(self, *arguments: str) -> str:
+        """Run Python there, from the package's folder; what it wrote."""
+        environ = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "PYTEST_"))}
+        environ |= {"HAL_CACHE_DIR": os.environ.get("HAL_CACHE_DIR", ""), "OMP_NUM_THREADS": "1"}
+        return checked([str(self.python), *arguments], self.folder, environ)
+
+    def hal(self, *arguments: str) -> str:
+        return self.run("-P", "-c", "from hal.cli import main; main()", *arguments)
+
+
+def checked(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> str:
+    result = subprocess.run(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vendor") / "acme"
+    result = new_driver(NAME, folder)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(written: Path) -> Installed:
+    """In a fresh environment that sees this one's packages, because nothing can be downloaded in a test."""
+    home = written.parent / "environment"
+    venv.create(home, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    here = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "parent.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in sorted(here)))
+    python = home / "bin" / "python"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    checked([str(python), "-m", "pip", "install", *options, "-e", str(written)], written)
+    return Installed(written, python)
+
+
+def test_it_writes_the_whole_package(written: Path) -> None:
+    assert files(written) == WRITTEN
+    for name in WRITTEN:
+        text = (written / name).read_text(encoding="utf-8")
+        assert "acme" in text.lower() or name in (".gitignore", "acme_x1_hal/kernels.py")
+        assert "${" not in text
+
+
+def test_it_says_what_it_wrote_and_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "acme-hal").mkdir()  # an empty one will do
+    result = new_driver("acme")
+    assert result.exit_code == 0, result.output
+    assert {f"acme-hal/{name}" for name in files(tmp_path / "acme-hal")} <= set(result.output.split())
+    for command in ("cd acme-hal", "pip install -e '.[test]'", "hal doctor --backend acme", "pytest"):
+        assert f"  {command}\n" in result.output
+
+
+def test_the_readme_counts_steps_that_name_what_is_there(written: Path) -> None:
+    readme = (written / "README.md").read_text(encoding="utf-8")
+    steps = [line.partition(".")[0] for line in readme.splitlines() if line[:1].isdigit()]
+    assert steps == [str(number) for number in range(1, len(steps) + 1)]
+    assert len(steps) >= 5
+    for name in WRITTEN:
+        if name.endswith(("driver.py", "kernels.py", "test_conformance.py")):
+            assert f"`{name}`" in readme
+
+
+def test_what_it_writes_is_clean(written: Path, repository: Path) -> None:
+    tools = Path(sys.executable).parent
+    for tool in ("ruff", "mypy"):
+        if not (tools / tool).exists():
+            pytest.skip(f"{tool} is not installed; the extra dev has it")
+    checked([str(tools / "ruff"), "check", "--no-cache", "."], written)
+    checked([str(tools / "ruff"), "format", "--no-cache", "--check", "."], written)
+    # hal's own types, from its sources; what mypy has to say of those is not asked here.
+    command = [str(tools / "mypy"), "--follow-imports=silent", f"--cache-dir={written.parent / 'mypy'}"]
+    environ = {**os.environ, "MYPYPATH": str(repository)}
+    assert "no issues found in 4 source files" in checked(command, written, environ)
+
+
+def test_the_templates_are_in_the_package(repository: Path) -> None:
+    parser = ConfigParser()
+    parser.read(repository / "setup.cfg")
+    patterns = parser["options.package_data"]["hal"].split()
+    shipped = {path.name for pattern in patterns for path in (repository / "hal").glob(pattern)}
+    assert {f"{template}.template" for template in FILES.values()} <= shipped
+    assert {path.name for path in (repository / "hal" / "template").iterdir()} <= shipped
+
+
+def test_installed_it_is_found(installed: Installed) -> None:
+    (row,) = [line for line in installed.hal("backends").splitlines() if line.startswith(NAME)]
+    assert row.split()[:4] == [NAME, "yes", "-1", "1.1"]
+    assert "the CPU stands in" in row
+    header, *rows = installed.hal("ops").splitlines()
+    column = header.index(NAME)
+    assert {row.split()[0] for row in rows if row[column:].strip() == "kernel"} == {"rms_norm", "silu_and_mul"}
+
+
+def test_installed_the_doctor_finds_nothing_wrong(installed: Installed) -> None:
+    assert installed.hal("doctor", "--backend", NAME).splitlines()[-1] == "everything that is available works"
+
+
+def test_installed_it_passes_conformance(installed: Installed) -> None:
+    written = installed.run("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    _, _, report = written.partition(f"conformance of {NAME}")[2].partition("\n")
+    columns, *rows = [line.split() for line in report.splitlines() if line]
+    assert (columns[:3], columns[-1]) == (["area", "cases", "passed"], "failed"), written
+    table = {row[0]: list(map(int, row[1:])) for row in rows if len(row) == 6 and row[1].isdigit()}
+    for area, (cases, passed, skipped, expected, failed) in table.items():
+        assert (expected, failed) == (0, 0), f"{area}: {written}"
+        assert passed == (0 if area == "graphs" else cases - skipped), f"{area}: {written}"
+    assert table["operations"][1] > 100
+    assert table["graphs"][2] > 10
+
+
+@pytest.mark.parametrize("name", ["Acme", "2acme", "acme-x1", "_acme", "", "class", "akmé", "a b", "../acme"])
+def test_a_name_must_be_an_identifier(name: str, tmp_path: Path) -> None:
+    result = new_driver(name, tmp_path / "folder")
+    assert result.exit_code == 2
+    assert f"error: a driver cannot be called {name!r}" in result.output
+    assert "remedy: take a lower-case Python identifier" in result.output
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("cpu", "a driver 'cpu' is installed already"), ("auto", "configurations"), ("compilation", "configurations")],
+)
+def test_a_name_must_be_free(name: str, problem: str, tmp_path: Path) -> None:
+    result = new_driver(name, tmp_path / "folder")
+    assert result.exit_code == 2
+    assert problem in result.output
+    assert "remedy: take another name" in result.output
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for folder, problem in ((tmp_path, "is not empty"), (tmp_path / "mine.txt", "is no folder")):
+        result = new_driver("acme", folder)
+        assert result.exit_code == 2
+        assert problem in result.output
+        assert "remedy: name another" in result.output
+    assert files(tmp_path) == {"mine.txt"}
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = new_driver("acme", tmp_path / "file" / "acme")
+    assert result.exit_code == 2
+    assert "error: the package cannot be written" in result.output
+    assert "remedy: name a folder that you may write to" in result.output
