@@ -3,6 +3,7 @@
 A page's ``python`` blocks run in order, in one namespace, from the root of the repository. Two kinds of block stand for
 files of a package that the reader would install, and are laid down as such: a ``python`` block that begins with a
 comment such as ``# toy_llama.py`` is that module, and an ``ini`` block with entry points is that package's metadata.
+Such a module whose name begins with ``test_`` is run by pytest.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
+    if tests := sorted(map(str, tmp_path.glob("test_*.py"))):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
+        environment["PYTHONPATH"] = str(tmp_path)
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+        assert result.returncode == 0, f"the tests of {page.name}:\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

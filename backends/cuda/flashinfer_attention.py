@@ -187,8 +187,8 @@ class FlashInferAttention:
     def for_graph(self, arguments: Arguments) -> GraphPlan | None:
         """What runs this call in a graph, and those of other layers that are like it; None if FlashInfer cannot.
 
-        It cannot if the call is a prefill, whose plan has a size that depends on the lengths. Must be called before the
-        capture: planning copies to the device.
+        It cannot if the call is a prefill, whose plan has a size that depends on the lengths. Must be called by another
+        thread than the one that captures: planning copies to the device.
         """
         shape, starts = Shape.of(arguments), arguments["query_start_loc_host"].tolist()
         if not shape.taken or not starts[-1] or not one_query_each(arguments["query"].shape[0], starts):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,8 @@ class CudaGraph(Graph):
             # Always one that is known here: if a capture breaks, torch's graph does not tell the one that it made.
             pool = torch.cuda.graph_pool_handle() if pool is None else pool
             try:
-                self._warm_up(fn, on)
-                with torch.cuda.stream(on), ops.intercepted(self._watch(recording=True)):
+                self._prepare(on)
+                with torch.cuda.stream(on), ops.intercepted(self._watch()):
                     made = self._record(fn, pool)
             except HalError:
                 raise
@@ -73,11 +74,12 @@ class CudaGraph(Graph):
         self._kept = made if self._holds else None
         return tree_map_only(Tensor, lambda each: weakly(each) if each.is_cuda else each, made), pool
 
-    def _warm_up(self, fn: Callable[[], Any], on: torch.cuda.Stream) -> None:
-        """Run it once: what loads, compiles, tunes or allocates at a first call does so outside the capture."""
-        on.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(on), ops.intercepted(self._watch(recording=False)):
-            fn()
+    def _prepare(self, on: torch.cuda.Stream) -> None:
+        """Have cuBLAS load itself and take its memory for the stream, which it may not do in a capture."""
+        # The function is not tried out: a capture calls it once, and it may go on from where the call before it ended.
+        with torch.cuda.stream(on):
+            one = torch.ones(8, 8, dtype=torch.float16, device="cuda")
+            one @ one
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the graph's pool cannot use what is left over in others
 
@@ -117,8 +119,8 @@ class CudaGraph(Graph):
             stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
         )
 
-    def _watch(self, *, recording: bool) -> Callable[[Operation, Kernel], Kernel]:
-        """The interception of calls with host values: plans are made before the capture, names are noted in it."""
+    def _watch(self) -> Callable[[Operation, Kernel], Kernel]:
+        """The interception of calls with host values, which notes their names and runs the kernel for graphs."""
         thread = threading.get_ident()
 
         def wrap(operation: Operation, kernel: Kernel) -> Kernel:
@@ -129,12 +131,8 @@ class CudaGraph(Graph):
                 if threading.get_ident() != thread:
                     return kernel(*args, **kwargs)
                 arguments = operation.arguments(args, kwargs)
-                if recording:
-                    self._note(operation, arguments)
-                plan = next((each for each in self._plans if each.serves(arguments)), None)
-                if plan is None and not recording and hasattr(kernel, "for_graph"):
-                    plan = kernel.for_graph(arguments)
-                    self._plans += [] if plan is None else [plan]
+                self._note(operation, arguments)
+                plan = self._plan(kernel, arguments) if hasattr(kernel, "for_graph") else None
                 if plan is not None:
                     return plan.run(arguments)
                 return getattr(kernel, "captured", kernel)(*args, **kwargs)
@@ -142,6 +140,24 @@ class CudaGraph(Graph):
             return watched
 
         return wrap
+
+    def _plan(self, kernel: Any, arguments: Mapping[str, Any]) -> GraphPlan | None:
+        """The kernel's plan for a call: one that serves it already, or a new one, or None if it makes none."""
+        known = next((each for each in self._plans if each.serves(arguments)), None)
+        if known is not None:
+            return known
+
+        def make() -> GraphPlan | None:
+            with torch.cuda.device(self._index), torch.inference_mode():
+                made: GraphPlan | None = kernel.for_graph(arguments)
+                torch.cuda.current_stream().synchronize()
+                return made
+
+        # It copies and allocates, which the thread that captures may not do, and others may.
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(make).result()
+        self._plans += [] if made is None else [made]
+        return made
 
     def _note(self, operation: Operation, arguments: Mapping[str, Any]) -> None:
         for name in operation.host:

@@ -60,30 +60,28 @@ def call(queries: list[int], lengths: Tensor | None = None) -> Tensor:
     return attended
 
 
-def test_names_are_recorded_in_the_capture_and_not_before(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch(recording=False)):
-        call([1] * ROWS)
+def test_names_are_recorded(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
+    call([1] * ROWS)
     assert graph.host_values.items() == []
-    with ops.intercepted(graph._watch(recording=True)):
+    with ops.intercepted(graph._watch()):
         assert call([1] * ROWS).shape == (ROWS, 2, 8)
     assert {name for name, _ in graph.host_values.items()} == HOST
     assert kernels[0].calls == 2
 
 
-@pytest.mark.parametrize("recording", [False, True])
 def test_graphs_take_the_kernel_that_reads_lengths_on_the_device(
-    graph: CudaGraph, kernels: tuple[Kernel, Kernel], recording: bool
+    graph: CudaGraph, kernels: tuple[Kernel, Kernel]
 ) -> None:
-    """For a long prefill too, and before the capture already, so that it is warm."""
+    """For a long prefill too."""
     short, long = kernels
     call([40])
-    with ops.intercepted(graph._watch(recording=recording)):
+    with ops.intercepted(graph._watch()):
         call([40])
     assert (short.calls, long.calls) == (1, 1)
 
 
 def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch(recording=True)):
+    with ops.intercepted(graph._watch()):
         call([1] * ROWS)
     values = {"kv_lens_host": torch.ones(ROWS), "query_start_loc_host": torch.tensor([0, 2, 2, 3])}
     with pytest.raises(HostValueError, match=r"captured with query_start_loc_host \[0, 1, 2, 3\], which no replay can"):
@@ -91,20 +89,20 @@ def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kern
 
 
 def test_those_of_a_prefill_are_not(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch(recording=True)):
+    with ops.intercepted(graph._watch()):
         call([2, 1])
     assert graph._decodes is None
 
 
 def test_one_name_for_two_tensors_is_refused(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch(recording=True)):
+    with ops.intercepted(graph._watch()):
         call([1])
         with pytest.raises(CaptureError, match="two launches in one capture take different tensors as"):
             call([1])
 
 
 def test_calls_of_other_threads_are_left_alone(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch(recording=True)):
+    with ops.intercepted(graph._watch()):
         thread = threading.Thread(target=call, args=([40],))
         thread.start()
         thread.join()

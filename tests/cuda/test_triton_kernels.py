@@ -6,6 +6,7 @@ Each way is settled when triton is imported, for the whole process; so each file
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -33,6 +34,26 @@ def passes(file: str, *, interpret: bool) -> None:
 @pytest.mark.parametrize("file", ["triton_rows.py", "triton_attention.py"])
 def test_in_the_interpreter(file: str) -> None:
     passes(file, interpret=True)
+
+
+def test_compiled_for_gpus() -> None:
+    passes("triton_compiled.py", interpret=False)
+
+
+def test_fences_hold() -> None:
+    """A read past either end of what kernels are given in the interpreter kills its process."""
+    code = (
+        "import torch, triton_checking as c; x = torch.zeros(7); f = c.fenced(x, '{side}'); assert torch.equal(f, x); "
+        "print('inside'); c.ctypes.string_at(f.data_ptr() + {offset}, 1); print('outside')"
+    )
+    for side, offset in (("before", -1), ("after", 7 * 4)):
+        ran = subprocess.run(
+            [sys.executable, "-c", code.format(side=side, offset=offset)],
+            cwd=Path(__file__).parent, env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ran.returncode == -signal.SIGSEGV, ran.stderr
+        assert ran.stdout.split() in ([], ["inside"])
 
 
 @pytest.mark.parametrize("file", ["triton_rows.py", "triton_attention.py"])

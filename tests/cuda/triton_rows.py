@@ -33,7 +33,7 @@ def test_declared_samples(name: str, dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_any_width(width: int, dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=width)
-    for rows in (0, 1, 3):
+    for rows in (0, 1, 3) if width == 80 else (3,):
         x, residual, weight = draw.normal(rows, width), draw.normal(rows, width), draw.normal(width)
         scale, offset = draw.tensor([0.04], torch.float32), draw.tensor([3], torch.int32)
         merged = draw.normal(rows, 2 * width)

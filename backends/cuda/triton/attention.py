@@ -2,8 +2,8 @@
 
 A program takes some queries of one sequence, and of their heads those that share a key head, so that the head's keys
 are read once for all of them. Which sequence it is, and how long, is read on the device, and grids depend on shapes
-alone: a captured launch serves all lengths. Where there are too few programs to fill the device, each sequence's keys are
-split among several, and a second kernel adds up their parts.
+alone: a captured launch serves all lengths. Where there are too few programs to fill the device, each sequence's keys
+are split among several, and a second kernel adds up their parts.
 
 Sources: Dao, *FlashAttention-2*, 2023; Dao et al., *Flash-Decoding for long-context inference*, 2023.
 """
@@ -24,20 +24,20 @@ from .interpreter import bound, dot, rounded
 
 MOST_SPLITS = 64
 LEAST_KEYS = 256
-"""Of a split: with fewer, adding up its part costs as much as it saves."""
+"""That a part of a split has, where a sequence fills its blocks."""
 
 
 @triton.jit
 def _owner(block, query_start_loc, sequences, queries: tl.constexpr):
     """The sequence of a block of queries: ``sequences`` for tokens past the last one.
 
-    A sequence whose first token is ``start`` begins at block ``start // queries + its index``: that leaves each room for
-    all its blocks, the last perhaps not full, whatever the lengths, within ``tokens // queries + sequences + 1``.
+    A sequence whose first token is ``start`` begins at block ``start // queries + its index``: that leaves room for all
+    its blocks, the last perhaps not full, whatever the lengths, within ``tokens // queries + sequences + 1``.
     """
     owner = 0
     for first in range(1, bound(sequences + 1), 128):
         index = first + tl.arange(0, 128)
-        start = tl.load(query_start_loc + index, mask=index <= sequences, other=0)
+        start = tl.load(query_start_loc + index, mask=index <= sequences, other=0).to(tl.int32)
         if queries > 1:
             start = start // queries + index
         owner += tl.sum(((start <= block) & (index <= sequences)).to(tl.int32), 0)
@@ -51,13 +51,13 @@ def _attend(
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     causal: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``result``; or where ``sums`` is given, a split's part: weighted sums of values, largest score, weights."""
+    """Writes ``result``; or where ``sums`` is given, a part of it: weighted sums of values, largest score, weights."""
     group: tl.constexpr = num_heads // num_kv_heads
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = _owner(block, query_start_loc, sequences, queries)
-    begin = tl.load(query_start_loc + sequence)
-    end = tl.load(query_start_loc + sequence + 1, mask=sequence < sequences, other=tokens)
-    length = tl.load(kv_lens + sequence, mask=sequence < sequences, other=0)
+    begin = tl.load(query_start_loc + sequence).to(tl.int32)
+    end = tl.load(query_start_loc + sequence + 1, mask=sequence < sequences, other=tokens).to(tl.int32)
+    length = tl.load(kv_lens + sequence, mask=sequence < sequences, other=0).to(tl.int32)
     first = begin + (block - (begin // queries + sequence)) * queries if queries > 1 else block
     if first >= end:
         return
@@ -176,8 +176,8 @@ def tiles(tokens: int, sequences: int, group: int, width: int, itemsize: int) ->
         width: of a head, padded to a power of two.
         itemsize: bytes of an element.
     """
-    # With more of any of these, compiled for sm_80 or sm_90, a program's registers spill. Float32, which tensor cores do
-    # not multiply, needs the most.
+    # Compiled for sm_80 and sm_90, no registers spill with these, for heads of 64, 128 or 256 elements of 16 bits.
+    # Float32 is multiplied without tensor cores, which takes more registers. None of it has been tuned on a GPU.
     if itemsize > 2:
         keys, most, warps, stages = 16, 32, 8, 2
     elif width > 128:

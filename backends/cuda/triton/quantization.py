@@ -30,7 +30,7 @@ def row_scale(values):
 
 @triton.jit
 def store_quantized(values, at, mask, scale, offset, scales, row, row_mask):
-    """Store a tile of float32 as int8: by ``scale`` and ``offset``, or, where ``scales`` is given, by each row's own."""
+    """Store a tile of float32 as int8: by ``scale`` and ``offset``, or where ``scales`` is given, by each row's own."""
     if scales is not None:
         own = row_scale(values)
         tl.store(scales + row, own, mask=row_mask)

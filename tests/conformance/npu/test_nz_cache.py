@@ -1,4 +1,4 @@
-"""The conformance suite on the NPU driver with its cache in FRACTAL_NZ and ATB's names left out: another layout."""
+"""The conformance suite on the NPU driver with weights and cache in FRACTAL_NZ, a layout of the driver's own."""
 
 from __future__ import annotations
 

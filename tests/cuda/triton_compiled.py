@@ -1,0 +1,203 @@
+"""Triton's kernels compiled for GPUs that are not there. Run by test_triton_kernels.py, in a process of its own.
+
+The interpreter takes what the compiler refuses, and knows no registers. So here a driver of Triton's own kind names a
+GPU, lets Triton and ptxas compile as for it, shared memory and all, and launches nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import triton
+from hal.backends.cuda.triton import KERNELS
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED = {80: 166912, 86: 101376, 90: 232448}
+"""Bytes that a program may take, by compute capability: CUDA C++ Programming Guide, technical specifications."""
+TOKENS, SEQUENCES = 48, 3
+
+
+@attrs.frozen
+class Compiled:
+    """A kernel as ptxas left it: registers of a thread, and bytes of it in memory for want of more."""
+
+    name: str
+    registers: int
+    spilled: int
+    ptx: str
+
+
+class Launcher:
+    """Launches nothing."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.metadata = metadata
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class Compiling(DriverBase):  # type: ignore[misc]
+    """A driver for a GPU of a compute capability, as far as compiling needs one."""
+
+    launcher_cls = Launcher
+
+    def __init__(self) -> None:
+        self.capability = 90
+        self.utils = self
+        self.compiled: list[Compiled] = []
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing runs here")
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED[device]}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Path, None, int, int, int]:
+        """In place of loading: ask what it takes."""
+        cubin = self.folder / f"{len(self.compiled)}.cubin"
+        cubin.write_bytes(kernel)
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
+        (ptx,) = (path for path in self.cache.glob("*/*.ptx") if path.with_suffix(".cubin").read_bytes() == kernel)
+        self.compiled.append(Compiled(name, registers, stack, ptx.read_text()))
+        return cubin, None, registers, stack, 1024
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiling]:
+    driver = Compiling()
+    driver.folder, driver.cache = tmp_path_factory.mktemp("cubin"), tmp_path_factory.mktemp("cache")
+    triton.knobs.cache.dir = str(driver.cache)
+    triton.runtime.driver.set_active(driver)
+    return driver
+
+
+@pytest.fixture(params=[80, 90], ids="sm_{}".format)
+def compiling(request: pytest.FixtureRequest, driver: Compiling) -> Compiling:
+    driver.capability = request.param
+    return driver
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def attend(tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, window: int | None = None) -> None:
+    integers = [torch.zeros(count, dtype=torch.int32) for count in (sequences + 1, sequences)]
+    cache = empty(2, 64, 8, head_dim, dtype=dtype)
+    table = torch.zeros(sequences, 128, dtype=torch.int32)
+    query = empty(tokens, 32, head_dim, dtype=dtype)
+    KERNELS["paged_attention"](query, cache, cache, table, *integers, *integers, 0.1, True, window)
+
+
+def rows() -> dict[str, tuple[Any, ...]]:
+    """Arguments of the size that Qwen3-8B has, of every kernel but attention."""
+    heads, kv_heads, head_dim, hidden, inner = 32, 8, 128, 4096, 12288
+    x, weight, merged = empty(TOKENS, hidden), empty(hidden), empty(TOKENS, 2 * inner)
+    scale, offset = torch.ones(1), torch.ones(1, dtype=torch.int32)
+    qkv, norm, angles = empty(TOKENS, (heads + 2 * kv_heads) * head_dim), empty(head_dim), empty(TOKENS, head_dim)
+    query, key, value = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), 1)
+    cache, slots = empty(2, 64, kv_heads, head_dim), torch.zeros(TOKENS, dtype=torch.int32)
+    split = qkv, norm, norm, angles, angles, 1e-6, heads, kv_heads
+    return {
+        "add_rms_norm": (x, x, weight, 1e-6),
+        "add_rms_norm_dynamic_quantize": (x, x, weight, 1e-6),
+        "add_rms_norm_quantize": (x, x, weight, 1e-6, scale, offset),
+        "dynamic_quantize": (x,),
+        "quantize": (x, scale, offset),
+        "rms_norm": (query, norm, 1e-6),
+        "rotary_embedding": (query, key, angles, angles),
+        "silu_and_mul": (merged,),
+        "silu_and_mul_dynamic_quantize": (merged,),
+        "silu_and_mul_quantize": (merged, scale, offset),
+        "split_qkv_rmsnorm_rope": split,
+        "split_qkv_rmsnorm_rope_cache": (*split, cache, cache, slots),
+        "store_kv_cache": (key, value, cache, cache, slots),
+    }
+
+
+def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
+    arguments = rows()
+    assert arguments.keys() | {"paged_attention"} == KERNELS.keys()
+    for name, sample in arguments.items():
+        before = len(compiling.compiled)
+        KERNELS[name](*sample)
+        (kernel,) = compiling.compiled[before:]
+        assert kernel.spilled == 0, f"{name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.ptx), f"{name} reads less than 16 bytes at once"
+        assert re.search(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b32", kernel.ptx), name
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+def test_attention_fits(head_dim: int, dtype: torch.dtype, compiling: Compiling) -> None:
+    before = len(compiling.compiled)
+    for tokens in (SEQUENCES, 16, 4096):  # decode, and prefills of few tokens and of many
+        attend(tokens, SEQUENCES, head_dim, dtype)
+    kernels = compiling.compiled[before:]
+    assert {kernel.name for kernel in kernels} == {"_attend", "_combine"}
+    for kernel in kernels:
+        assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+    for kernel in (each for each in kernels if each.name == "_attend"):
+        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "keys move less than 16 bytes at once"
+        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.bfloat16), (128, torch.float32), (256, torch.float32)])
+def test_attention_that_may_spill_a_little(head_dim: int, dtype: torch.dtype, compiling: Compiling) -> None:
+    before = len(compiling.compiled)
+    attend(SEQUENCES, SEQUENCES, head_dim, dtype)
+    attend(4096, SEQUENCES, head_dim, dtype, window=512)
+    assert len(compiling.compiled) == before + 3
+    for kernel in compiling.compiled[before:]:
+        assert kernel.spilled <= 128, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+
+
+def test_consumer_gpus_have_the_shared_memory(driver: Compiling) -> None:
+    """Of which they have least; Triton refuses what does not fit."""
+    driver.capability, before = 86, len(driver.compiled)
+    for head_dim in (128, 256):
+        attend(SEQUENCES, SEQUENCES, head_dim, torch.bfloat16)
+        attend(4096, SEQUENCES, head_dim, torch.bfloat16)
+    assert len(driver.compiled) == before + 6
+
+
+def test_one_compilation_serves_all_batches(driver: Compiling) -> None:
+    """Divisible by 16 or not; 1 too. A step must not wait for a compiler because its batch is new."""
+    driver.capability, before = 90, len(driver.compiled)
+    for sequences in (1, 2, 16, 33):
+        attend(sequences, sequences, 96, torch.bfloat16)
+        KERNELS["rms_norm"](empty(sequences, 1536), empty(1536), 1e-6)
+        KERNELS["silu_and_mul"](empty(sequences, 1536))
+    names = [kernel.name for kernel in driver.compiled[before:]]
+    assert names.count("_norm") == names.count("_silu") == 1
+    assert names.count("_attend") <= 2  # with a split and without
