@@ -111,6 +111,7 @@ class Backend:
             others from their bodies; None if the compiler ``inductor`` does not serve this backend.
         cache_layout: ``canonical``, or a name of the driver's own, whose ``kv_cache`` then makes such caches. Only its
             own kernels can read them.
+        sources: by operation, the library that its kernel is from, for drivers that choose among several.
 
     Raises:
         OperationError: a kernel is for no known operation.
@@ -130,6 +131,7 @@ class Backend:
         limits: Limits | None = None,
         inductor: Collection[str] | None = None,
         cache_layout: str = "canonical",
+        sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         for each, kernel in kernels.items():
             ops.operation(each)  # a misspelt name would otherwise never run
@@ -158,6 +160,7 @@ class Backend:
         self.capabilities = capabilities
         self.limits = limits or Limits()
         self.cache_layout = cache_layout
+        self.sources = MappingProxyType(dict(sources))
         self.config = Config(backend=name)
         self.ops = BackendOps(self)
         self.graphs: WeakSet[Graph] = WeakSet()

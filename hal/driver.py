@@ -19,8 +19,8 @@ What a minor version adds has a default, so a driver for 1.0 loads as it is. :da
 ADDED = MappingProxyType({
     (1, 1): (
         "Driver.probe_for", "Driver.requires", "Driver.variables", "Driver.devices", "Backend.explain",
-        "Backend.counting_launches", "Backend.decoder", "Backend.prepare_deq_scale", "Device.reset_peak",
-        "Limits.capture_sizes", "Limits.max_streams", "Limits.streams_per_graph",
+        "Backend.counting_launches", "Backend.decoder", "Backend.prepare_deq_scale", "Backend.sources",
+        "Device.reset_peak", "Limits.capture_sizes", "Limits.max_streams", "Limits.streams_per_graph",
     ),
 })  # fmt: skip
 """By minor version of the driver API, what it added for drivers to define or to give."""

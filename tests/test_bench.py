@@ -38,6 +38,7 @@ TINY = SHAPES["tiny"]
 @pytest.fixture(autouse=True)
 def _small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
     monkeypatch.setattr(floor, "MATMUL_SIZES", (32,))
 
 
@@ -62,6 +63,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any
     file = tmp_path_factory.mktemp("bench") / "decode.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floor, "READ_BYTES", 1 << 20)
+        patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
         options = ("--context", 20, "--batch-size", 1, "--batch-size", 3, "--against", "transformers")
         result = succeeds("decode", "--shapes", "tiny", *options, "--json", file)
     return result, json.loads(file.read_text())
@@ -363,13 +365,17 @@ class TestRefusals:
         assert "remedy: " in result.stderr
         assert result.stdout == ""
 
-    def test_weights_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        stats = hal.MemoryStats(allocated=0, peak=0, reserved=0, free=150_000, total=1 << 30)
-        monkeypatch.setattr(hal.HostDevice, "memory_stats", lambda self: stats)
+    def test_weights_or_caches_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers", reason="transformers is what is measured against")
-        plan.settle(tiny())
+        one = {"length": 1, "compilers": ("eager",)}
+        free = 2 * plan.settle(tiny(**one)).weight_bytes
+        stats = hal.MemoryStats(allocated=0, peak=0, reserved=0, free=free, total=1 << 30)
+        monkeypatch.setattr(hal.HostDevice, "memory_stats", lambda self: stats)
+        plan.settle(tiny(**one))
         with pytest.raises(BenchmarkError, match="the weights of all contenders take"):
-            plan.settle(tiny(against=("transformers",)))
+            plan.settle(tiny(**one, against=("transformers",)))
+        with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batches"):
+            plan.settle(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
 
     @pytest.mark.parametrize(
         ("library", "options"), [("transformers", ["--against", "transformers"]), ("matplotlib", ["--plot", "x.png"])]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -64,9 +63,6 @@ class CudaBackend(Backend):
     """An opened GPU. Made by :class:`CudaDriver`.
 
     Device, streams, events and memory are those of :class:`hal.Device`, by torch's device-generic runtime.
-
-    Attributes:
-        sources: by operation, the library that its kernel is from.
     """
 
     def __init__(
@@ -86,8 +82,8 @@ class CudaBackend(Backend):
             compilers=("graph",),
             limits=limits(capability, pages=attention is not None and getattr(attention.kernel, "pages", False)),
             inductor=[each for each in INDUCTOR if each in chosen],
+            sources={each: found.library for each, found in chosen.items()},
         )
-        self.sources = MappingProxyType({each: found.library for each, found in chosen.items()})
         # One for all captures: graphs that share a pool share memory if they were captured on the same stream.
         self.capture_stream = torch.cuda.Stream(device)
 
@@ -133,6 +129,8 @@ class CudaDriver(Driver):
     name = "cuda"
     api_version = (1, 1)
     priority = 10
+    requires = ("torch>=2.11", "triton>=3.4")
+    variables = ("CUDA_", "NVIDIA_", "FLASHINFER_", "TRITON_")
 
     def probe(self) -> Probe:
         """Look for a torch for CUDA, NVIDIA's driver, a GPU and the permission to use it, importing nothing."""
@@ -178,6 +176,14 @@ class CudaDriver(Driver):
         log.info("opened %s, compute capability %d.%d, CUDA %s", properties.name, *capability, torch.version.cuda)
         log.info("kernels: %s", ", ".join(f"{name} {found.library}" for name, found in sorted(kernels.items())))
         return CudaBackend(device, properties.name, capability, kernels)
+
+    def devices(self, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The options with which each GPU is opened; those given alone, if they name one."""
+        import torch
+
+        if "device_index" in options:
+            return (options,)
+        return [{**options, "device_index": index} for index in range(torch.cuda.device_count())]
 
     def _remedy(self, otherwise: str) -> str:
         found = self.probe()

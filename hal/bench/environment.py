@@ -23,6 +23,7 @@ def environment(setting: Setting) -> dict[str, Any]:
         "device": setting.backend.device.name,
         "backend": setting.backend.name,
         "emulated": _emulated(setting),
+        "kernels": dict(setting.backend.sources),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

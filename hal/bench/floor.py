@@ -20,7 +20,9 @@ from hal.device import Device
 from hal.nn import Attention, CausalLM, Embedding, Linear
 
 READ_BYTES = 1 << 30
-"""Of the buffer that is read: far more than any cache of a processor."""
+"""Of the buffer that is read: far more than any cache holds."""
+SHORTEST_READ, MOST_READ_BYTES = 2e-3, 8 << 30
+"""Seconds that a read should take, so that launching it is little of that; a fast device reads more for it."""
 MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 """Square matmuls that are tried. The fastest, by operations a second, is the one that counts."""
 LONGEST_TRIAL = 0.1
@@ -114,14 +116,20 @@ def _causal_pairs(tokens: int, window: int | None) -> int:
 def read_probe(device: Device) -> Probe:
     """Reads a large buffer by whatever reduction reads it fastest."""
     nbytes = min(READ_BYTES, device.memory_stats().free // 8)
-    buffer = torch.ones(nbytes // 4, device=device.torch)
-    reductions: dict[str, Callable[[], Tensor]] = {
-        "sum": buffer.sum, "max": buffer.max, "norm": lambda: torch.linalg.vector_norm(buffer)
-    }  # fmt: skip
-    took = {name: _seconds(run, device) for name, run in reductions.items()}
-    fastest = min(took, key=lambda name: took[name])
-    contender = Contender("read", reductions[fastest], lambda: None)
-    return Probe(contender, buffer.nbytes, f"{fastest} of {buffer.nbytes >> 20} MiB")
+    while True:
+        buffer = torch.ones(nbytes // 4, device=device.torch)
+        reductions = _reductions(buffer)
+        took = {name: _seconds(run, device) for name, run in reductions.items()}
+        fastest = min(took, key=lambda name: took[name])
+        more = 2 * nbytes
+        if took[fastest] >= SHORTEST_READ or more > min(MOST_READ_BYTES, device.memory_stats().free // 8):
+            contender = Contender("read", reductions[fastest], lambda: None)
+            return Probe(contender, buffer.nbytes, f"{fastest} of {buffer.nbytes >> 20} MiB")
+        nbytes = more
+
+
+def _reductions(buffer: Tensor) -> dict[str, Callable[[], Tensor]]:
+    return {"sum": buffer.sum, "max": buffer.max, "norm": lambda: torch.linalg.vector_norm(buffer)}
 
 
 def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:

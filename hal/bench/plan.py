@@ -157,10 +157,20 @@ def settle(plan: Plan) -> Setting:
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
     setting = Setting(plan, backend, checkpoint, meta, dtype, tuple(dict.fromkeys(modes)))
-    needed, free = setting.weight_bytes * (1 + len(plan.against)), backend.device.memory_stats().free
-    if needed > free:
-        raise BenchmarkError(
-            f"the weights of all contenders take {needed >> 20} MiB, and {free >> 20} MiB are free",
-            "free memory, or take smaller shapes or fewer contenders",
-        )
+    _check_memory(setting)
     return setting
+
+
+def _check_memory(setting: Setting) -> None:
+    """All contenders are there at once, so that they can take turns: each side's weights, and a cache for each mode."""
+    plan, meta, free = setting.plan, setting.meta, setting.backend.device.memory_stats().free
+    weights = setting.weight_bytes * (1 + len(plan.against))
+    token = 2 * meta.num_layers * meta.num_kv_heads * meta.head_dim * setting.dtype.itemsize
+    modes = len(setting.modes) + (2 if plan.workload == "decode" else 1) * len(plan.against)
+    caches = token * plan.length * max(plan.batch_sizes) * modes
+    if weights + caches > free:
+        raise BenchmarkError(
+            f"the weights of all contenders take {weights >> 20} MiB and their caches {caches >> 20} MiB, and "
+            f"{free >> 20} MiB are free",
+            "free memory, or take smaller shapes, batches or lengths, or fewer compilers",
+        )

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from hal.bench.plan import Setting, Workload
 
+DRAWN = 16
+"""Sequences whose cache is drawn; those of a larger batch share them in turn, as drawing takes longer than a step."""
+
 
 @attrs.frozen(eq=False)
 class Contender:
@@ -71,8 +74,10 @@ class Inputs:
         """A layer's keys and values, each ``[batch, length, num_kv_heads, head_dim]``, of the model's dtype."""
         model, device = self.setting.meta, self.setting.backend.device.torch
         generator = torch.Generator().manual_seed(1 + layer)
-        shape = (self.batch_size, self.length, model.num_kv_heads, model.head_dim)
+        drawn = min(self.batch_size, DRAWN)
+        shape = (drawn, self.length, model.num_kv_heads, model.head_dim)
+        rows = torch.arange(self.batch_size, device=device) % drawn
         keys, values = (
-            torch.empty(shape, dtype=self.setting.dtype).normal_(generator=generator).to(device) for _ in range(2)
+            torch.empty(shape, dtype=self.setting.dtype).normal_(generator=generator).to(device)[rows] for _ in range(2)
         )
         return keys, values

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hal.registry import Candidate
 
 LEGEND = """
-kernel     the driver's own
+kernel     the driver's own, or of the library in brackets, where the driver chooses among several
 composed   no kernel for the whole: its parts run, each with the driver's kernel if there is one
 reference  no kernel: the declaration's body runs"""
 
@@ -63,5 +63,6 @@ def _cell(operation: Operation, found: Backend | str) -> str:
     if isinstance(found, str):
         return "-"
     if operation.name in found.kernels:
-        return "kernel"
+        source = found.sources.get(operation.name)
+        return f"kernel ({source})" if source else "kernel"
     return "composed" if operation.fused else "reference"

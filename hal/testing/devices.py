@@ -10,7 +10,7 @@ import torch
 
 from hal.ops.samples import Draw
 from hal.testing.case import Case, require
-from hal.testing.check import same_bits
+from hal.testing.examined import same_bits
 from hal.testing.target import Target, dtype_name
 
 PROBE_SECONDS = 0.05

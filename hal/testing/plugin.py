@@ -59,6 +59,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Behind a module's last case, drop the models and graphs that its cases share."""
+    module: Any = getattr(item, "module", None)
+    if _case_of(item) is not None and module is not getattr(nextitem, "module", None):
+        module.conformance.target.release()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The table by area, and the smallest shapes that fail."""
     outcomes = [

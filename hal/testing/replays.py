@@ -11,7 +11,7 @@ from hal.ops.agreement import assert_agree
 from hal.ops.declaration import Operation
 from hal.testing.calls import Call, described, reference, tensors, widest
 from hal.testing.case import Failure, NotApplicable
-from hal.testing.check import PREPARED
+from hal.testing.examined import PREPARED
 from hal.testing.target import Target
 
 

@@ -69,6 +69,11 @@ class Target:
         gc.collect()
         self.device.empty_cache()
 
+    def release(self) -> None:
+        """Drop what is kept, if anything was ever opened."""
+        if self.kept:
+            self.forget()
+
     def _opened(self, given: Mapping[str, Any], *, activate: bool) -> Backend:
         merged = {**self._config}
         for key, value in given.items():

@@ -54,6 +54,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
     file = tmp_path_factory.mktemp("bench") / "trace.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floor, "READ_BYTES", 1 << 20)
+        patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
         options = ("--shapes", "tiny", "--dtype", "float16", "--context", "130", "--repeats", "3", "--batch-size", "2")
         options += ("--compiler", "eager", "--compiler", "graph")
         result = run("bench", "decode", *options, "--backend", "npu", "--emulate", "--trace", "--json", file)
