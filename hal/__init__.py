@@ -24,7 +24,7 @@ if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.envi
 
 if TYPE_CHECKING:
     from hal import nn, ops
-    from hal.backend import Backend, Limits, active_backend
+    from hal.backend import Backend, active_backend
     from hal.batch import Batch
     from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
     from hal.device import Device
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hal.graph import Graph
     from hal.host import HostDevice
     from hal.kv_cache import KVCache, KVCacheSpec
+    from hal.limits import Limits
     from hal.memory import MemoryStats
     from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.runtime.checkpoint import Checkpoint
@@ -57,7 +58,7 @@ _HOME = {
     "HalError": "hal.errors",
     "KVCache": "hal.kv_cache",
     "KVCacheSpec": "hal.kv_cache",
-    "Limits": "hal.backend",
+    "Limits": "hal.limits",
     "MemoryStats": "hal.memory",
     "Probe": "hal.driver",
     "PhaseConfig": "hal.config",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,11 +10,11 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-import attrs
 import torch
 from torch import Tensor
 
 from hal import ops
+from hal.compilers import IN_PIECES, SPLITTING_OPS, check_compilation
 from hal.config import CompilationConfig, Config
 from hal.device import Device
 from hal.errors import (
@@ -30,69 +29,10 @@ from hal.errors import (
 )
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
+from hal.limits import DEFAULT_BLOCK_SIZE, Limits
 from hal.ops.declaration import Kernel, Operation
 
-DEFAULT_BLOCK_SIZE = 64
-SPLITTING_OPS = ("paged_attention",)
-"""Where steps are split, unless the config says otherwise."""
-IN_PIECES = ("piecewise", "piecewise_eager")
-"""Compilers that capture a step in pieces."""
-OWN_COMPILERS = ("eager", "graph", "inductor", *IN_PIECES)
-"""Compilers that hal itself brings; a driver's others are its own."""
-PREFILL_COMPILERS = ("eager", *IN_PIECES)
-"""What prefill steps can run with: each has a number of tokens and sequences of its own."""
-"""Tokens per block of a cache, where neither the config nor the backend prefers another size."""
-
 log = logging.getLogger("hal.backend")
-
-
-@attrs.frozen
-class Limits:
-    """What a backend can take. Constant for its lifetime.
-
-    Attributes:
-        dtypes: of weights, activations and caches.
-        block_sizes: of the KV cache, the preferred first; empty if any will do.
-        head_dims: that attention takes; empty if any will do.
-        max_streams: streams that graphs may take together; None if there is no limit.
-        streams_per_graph: streams that a graph takes, which forks none.
-        capture_sizes: the decode batch sizes that are captured where the config names none, ascending.
-    """
-
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-    block_sizes: tuple[int, ...] = ()
-    head_dims: tuple[int, ...] = ()
-    max_streams: int | None = None
-    streams_per_graph: int = 1
-    capture_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-
-
-@attrs.frozen
-class PreparingKernel:
-    """A kernel that wants some arguments in another form than the operation has them in.
-
-    Called as it is, it prepares them at each call. A compiled step prepares each tensor once, for all that take it.
-
-    Attributes:
-        kernel: takes the operation's arguments by position, those in their other form. Must read no host values.
-        prepare: by argument name, a function from the tensor to its other form, made of torch's operations.
-    """
-
-    kernel: Kernel
-    prepare: Mapping[str, Callable[[Tensor], Tensor]]
-    _places: tuple[tuple[int, Callable[[Tensor], Tensor]], ...] = attrs.field(init=False)
-
-    @_places.default
-    def _where_they_stand(self) -> tuple[tuple[int, Callable[[Tensor], Tensor]], ...]:
-        names = list(inspect.signature(self.kernel).parameters)
-        return tuple((names.index(name), prepare) for name, prepare in self.prepare.items())
-
-    def __call__(self, *args: Any) -> Any:
-        """The operation, on arguments as it declares them."""
-        given = list(args)
-        for place, prepare in self._places:
-            given[place] = prepare(given[place])
-        return self.kernel(*given)
 
 
 class Backend:
@@ -201,7 +141,7 @@ class Backend:
         Raises:
             ConfigError: a compiler, dtype or block size that the backend does not have.
         """
-        self._check_compilation(config.compilation)
+        check_compilation(self, config.compilation)
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         size, sizes = config.cache.block_size, self.limits.block_sizes
@@ -213,36 +153,6 @@ class Backend:
         self.config = config
         if self.active:
             self.activate()  # what stands in for missing kernels depends on the config
-
-    def _check_compilation(self, config: CompilationConfig) -> None:
-        decode, prefill = config.of("decode"), config.of("prefill")
-        for phase, served, where in (
-            (decode, self.compilers, ""),
-            (prefill, [each for each in self.compilers if each in PREFILL_COMPILERS], " for prefill"),
-        ):
-            if phase.compiler not in served:
-                raise ConfigError(
-                    f"the backend {self.name} has no compiler {phase.compiler!r}{where}",
-                    nearest(phase.compiler, served),
-                )
-            for name in phase.splitting_ops or ():
-                self.operation_named(name)
-            for name in phase.passes:
-                if name not in self.pass_names:
-                    raise ConfigError(f"the backend {self.name} has no pass {name!r}", nearest(name, self.pass_names))
-        # What no phase reads would be ignored without a word.
-        compilers = {decode.compiler, prefill.compiler}
-        for key, given, readers in (
-            ("splitting_ops", decode.splitting_ops or prefill.splitting_ops, set(IN_PIECES)),
-            ("passes", decode.passes or prefill.passes, set(self.compilers) - {"eager", "inductor", "piecewise_eager"}),
-            ("torch_compile_max_bs", decode.torch_compile_max_bs, {"graph"}),
-            ("cache_dir", config.cache_dir, set(self.compilers) - set(OWN_COMPILERS)),
-        ):
-            if given and not compilers & readers:
-                raise ConfigError(
-                    f"compilation.{key} is given, and the compiler {decode.compiler!r} does not read it",
-                    f"leave it out, or use {', '.join(sorted(readers)) or 'another backend'}",
-                )
 
     def splitting_ops(self, config: CompilationConfig) -> set[str]:
         """hal's names of the operations that a phase is split at."""

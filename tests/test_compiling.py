@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import hal
 from hal import ops
-from hal.backend import PreparingKernel
 from hal.batch import Batch
 from hal.cli import main
 from hal.compile.optimise import optimise_model
@@ -22,6 +21,7 @@ from hal.compile.rewrite import Rewrite
 from hal.compile.trace import example_batch
 from hal.errors import CompileError, ConfigError
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
+from hal.ops.preparing import PreparingKernel
 
 SIZES = (1, 2, 3, 5, 17)
 

@@ -12,10 +12,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from hal.backend import PreparingKernel
 from hal.errors import OperationError
 from hal.kv_cache import KVCache, KVCacheSpec
 from hal.ops.declaration import Kernel
+from hal.ops.preparing import PreparingKernel
 
 from .attention import FusedAttention
 from .soc import BLOCK_SIZES

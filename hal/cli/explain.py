@@ -51,7 +51,7 @@ def command(
     why it was not; where the step was split; and, on devices that count them, what a layer launches before and after.
     """
     import hal
-    from hal.backend import OWN_COMPILERS
+    from hal.compilers import OWN_COMPILERS
     from hal.config import read
     from hal.runtime.checkpoint import Checkpoint
 

@@ -9,12 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hal import ops
-from hal.backend import Backend, PreparingKernel
+from hal.backend import Backend
 from hal.compile.normalise import value
+from hal.ops.preparing import PreparingKernel
 
 
 def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, *, keep: Collection[str] = ()) -> int:
-    """Write out what each :class:`hal.backend.PreparingKernel` does to its arguments; returns to how many it did.
+    """Write out what each :class:`hal.ops.preparing.PreparingKernel` does to its arguments; returns to how many it did.
 
     The nodes of those operations then call the kernel behind the preparation. What is prepared several times from the
     same tensor is left to :func:`hal.compile.clean.common_subexpressions`.

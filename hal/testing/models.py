@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from hal.backend import IN_PIECES
+from hal.compilers import IN_PIECES
 from hal.runtime.generate import SamplingParams, generate
 from hal.runtime.loading import load_model
 from hal.runtime.runner import Runner

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import checkpoints
 import hal
-from hal.backend import IN_PIECES
+from hal.compilers import IN_PIECES
 from hal.runtime.checkpoint import Checkpoint
 
 BLOCK = 128

@@ -139,7 +139,7 @@ def _combine(sums, bests, totals, result, splits, head_dim: tl.constexpr, most: 
     used = total != 0.0
     best = tl.load(bests + part, mask=used, other=float("-inf"))
     largest = tl.max(best, 0)
-    factor = tl.where(used, tl.exp2(best - tl.where(largest == float("-inf"), 0.0, largest)), 0.0)
+    factor = tl.exp2(best - tl.where(largest == float("-inf"), 0.0, largest))
     mask = used[:, None] & (column < head_dim)[None, :]
     values = tl.load(sums + part[:, None] * head_dim + column[None, :], mask=mask, other=0.0)
     whole = tl.sum(total * factor, 0)
