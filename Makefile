@@ -36,6 +36,7 @@ test: $(VENV)/.test
 	$(PYTEST)
 	$(PYTEST) tests/emulator
 	$(PYTEST) tests/npu
+	$(PYTEST) tests/conformance/npu
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hal
 
-sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py, emulated.py and generations.py
+sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py, conformance_matrix.py, emulated.py and generations.py
 
 project = "torch-hal"
 author = "The torch-hal authors"
@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_click",
     "declarations",
+    "conformance_matrix",
     "emulated",
     "generations",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from hal.backends.cpu import kernels as right
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 
 import hal
 from hal import ops
+from hal.errors import CaptureError
 from hal.graph import Graph
 
 
@@ -152,6 +154,13 @@ def writes_a_slot_more(
     key_cache.view(-1, *key_cache.shape[2:])[min(slots)] = 0
 
 
+def pads_into_block_1(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """What belongs to the dummy block goes to the first that a sequence may own."""
+    size = key_cache.shape[1]
+    slots = torch.where(slot_mapping < size, slot_mapping + size, slot_mapping)
+    right.store_kv_cache(key, value, key_cache, value_cache, slots)
+
+
 def hides_nan(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return right.rms_norm(x, weight, eps).nan_to_num()
 
@@ -189,11 +198,28 @@ class ForgetsErrors(Tape):
 class NeverDies(Tape):
     """Keeps every graph."""
 
-    alive: list[Graph] = []  # noqa: RUF012
+    alive: ClassVar[list[Graph]] = []
 
     def __init__(self) -> None:
         super().__init__()
         NeverDies.alive.append(self)
+
+
+class Few(Tape):
+    """Eight of them can be alive together."""
+
+    alive: ClassVar[WeakSet[Graph]] = WeakSet()
+
+    def capture(self, fn: Callable[[], Any], **options: Any) -> Any:
+        if len(Few.alive) >= 8:
+            raise CaptureError("the ninth graph", "drop another")
+        outputs = super().capture(fn, **options)
+        Few.alive.add(self)
+        return outputs
+
+    def reset(self) -> None:
+        super().reset()
+        Few.alive.discard(self)
 
 
 # Rewrites

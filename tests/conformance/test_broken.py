@@ -11,6 +11,7 @@ import pytest
 from broken import Twin
 
 import hal
+from hal.errors import CaptureError
 from hal.testing import Conformance
 
 
@@ -36,6 +37,9 @@ def kernel(name: str, make: Callable[[], object]) -> Callable[[], hal.Backend]:
 
 
 THREE = hal.Limits(block_sizes=(64, 32, 48))
+SIXTEEN = hal.Limits(max_streams=16)
+LIMITS = {"a limit told wrong": THREE, "a limit of streams told wrong": SIXTEEN}
+"""What the twins of drivers with limits of their own have, too."""
 FLAWS = (
     Flaw(
         "a wrong epsilon", kernel("rms_norm", lambda: broken.wrong_epsilon),
@@ -85,6 +89,10 @@ FLAWS = (
         ("operations/paged_attention/float32/sample-3", "limits/block_sizes/16/float32"),
     ),
     Flaw(
+        "padding written where a sequence lives", kernel("store_kv_cache", lambda: broken.pads_into_block_1),
+        {"runners/graph/padding": "a step wrote to block 1, offset 0|logits are"}, ("runners/eager/padding",),
+    ),
+    Flaw(
         "an off-by-one at a cache block's edge", kernel("paged_attention", lambda: broken.stops_before_the_edge),
         {
             "limits/block_sizes/16/float32": "Mismatched elements",
@@ -96,6 +104,10 @@ FLAWS = (
     Flaw(
         "a limit told wrong", lambda: Twin(kernels={"paged_attention": broken.takes_no_48}, limits=THREE),
         {"limits/block_sizes/48/float32": "blocks of 48 tokens"}, ("limits/block_sizes/32/float32",),
+    ),
+    Flaw(
+        "a limit of streams told wrong", lambda: Twin(limits=SIXTEEN, tape=broken.Few),
+        {"limits/streams": "the ninth graph"}, ("graphs/several",),
     ),
     Flaw(
         "memory leaked by a kernel", kernel("silu_and_mul", broken.KeepsAll),
@@ -142,10 +154,10 @@ def twin(limits: hal.Limits | None) -> Conformance:
 @pytest.mark.parametrize("flaw", FLAWS, ids=lambda flaw: flaw.name)
 def test_it_is_caught(flaw: Flaw) -> None:
     wrong = Conformance(backend="broken", open=flaw.open)
-    right = twin(THREE if flaw.name == "a limit told wrong" else None)
+    right = twin(LIMITS.get(flaw.name))
     for name, message in flaw.fails.items():
         right.case(name).run()
-        with pytest.raises((AssertionError, ValueError), match=message):
+        with pytest.raises((AssertionError, ValueError, CaptureError), match=message):
             wrong.case(name).run()
     for name in flaw.passes:
         wrong.case(name).run()

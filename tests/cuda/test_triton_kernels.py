@@ -22,7 +22,20 @@ def passes(file: str, *, interpret: bool) -> None:
     """Run a file's tests in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    # numpy, which the interpreter computes with, warns of every infinity.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-W",
+        "ignore::RuntimeWarning",
+        file,
+    ]
     ran = subprocess.run(
         command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=False
     )

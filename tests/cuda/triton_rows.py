@@ -86,6 +86,21 @@ def test_the_norm_reads_the_rounded_sum(dtype: torch.dtype) -> None:
     assert (normed == KERNELS["rms_norm"](hidden, weight, 1e-6)).float().mean() > 0.95
 
 
+def test_the_rotation_reads_the_rounded_norm(dtype: torch.dtype) -> None:
+    draw = Draw(dtype, seed=7)
+    angles = draw.normal(9, 32).float().repeat(1, 2)
+    qkv, weight, cos, sin = moved(
+        (draw.normal(9, 4 * 64), draw.normal(64), angles.cos().to(dtype), angles.sin().to(dtype))
+    )
+    query, key, _ = qkv.unflatten(1, (4, 64)).split((2, 1, 1), 1)
+    normed = (KERNELS["rms_norm"](each, weight, 1e-6) for each in (query, key))
+    turned = KERNELS["rotary_embedding"](*normed, cos, sin)
+    found = KERNELS["split_qkv_rmsnorm_rope"](qkv, weight, weight, cos, sin, 1e-6, 2, 1)[:2]
+    # Sums in another order move few elements by one rounding; in float32, more.
+    least = 0.5 if dtype is torch.float32 else 0.95
+    assert all((one == other).float().mean() > least for one, other in zip(found, turned, strict=True))
+
+
 def test_half_rounds_to_even(dtype: torch.dtype) -> None:
     halves = torch.arange(-131, 131).to(dtype)[:, None] + 0.5
     for offset in (None, torch.tensor([2], dtype=torch.int32)):

@@ -15,7 +15,7 @@ def rounded(values, dtype: tl.constexpr):
     """float32 to ``dtype``, to nearest, half to even. The interpreter would cut off bfloat16's missing bits."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
         values = tl.where(values == values, nearest, values)
     return values.to(dtype)
 
