@@ -7,7 +7,8 @@ from pathlib import Path
 
 import hal
 
-sys.path.insert(0, str(Path(__file__).parent))  # for declarations.py, conformance_matrix.py, emulated.py and generations.py
+# For the extensions that are modules of this folder.
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "torch-hal"
 author = "The torch-hal authors"

@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import groupby
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -109,17 +112,36 @@ class DriverApi(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(_table(rows, widths=(15, 85), header=True)))
 
 
+KERNELS = "import json, sys, hal; print(json.dumps(sorted(hal.open(json.loads(sys.argv[1])).kernels)))"
+EMULATED = {"emulator": True}
+"""The option that drivers have an emulated device by, if they have one."""
+
+
 def _coverage() -> dict[str, frozenset[str] | None]:
-    """By driver, the operations it has kernels for; None for a driver that cannot run where the page is built."""
-    found: dict[str, frozenset[str] | None] = {}
-    for candidate in registry.candidates():
-        found[candidate.name] = None
-        if candidate.driver is not None and candidate.probe.available:
-            try:
-                found[candidate.name] = frozenset(candidate.driver.open({}).kernels)
-            except HalError:
-                continue
-    return found
+    """By driver, the operations it has kernels for; None for one that cannot run where the page is built.
+
+    A driver that can on an emulated device only is opened on that, in a process of its own.
+    """
+    return {each.name: _kernels_of(each) for each in registry.candidates()}
+
+
+@cache
+def _kernels_of(candidate: registry.Candidate) -> frozenset[str] | None:
+    driver = candidate.driver
+    if driver is None:
+        return None
+    try:
+        if candidate.probe.available:
+            return frozenset(driver.open({}).kernels)
+        if not driver.probe_for(EMULATED).available:
+            return None
+    except HalError:  # an option that it does not have, for one
+        return None
+    settings = json.dumps({"backend": candidate.name, "options": EMULATED})
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", KERNELS, settings]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
+    return frozenset(json.loads(result.stdout.splitlines()[-1]))
 
 
 def _coverage_table(catalogue: list[Operation], coverage: dict[str, frozenset[str] | None]) -> list[str]:

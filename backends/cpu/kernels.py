@@ -6,12 +6,11 @@ already (linear, embedding) is taken over as it is.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hal import ops
 
 MASKED_QUERIES = 256
 """How many queries attend through one mask."""
@@ -66,9 +65,12 @@ def paged_attention(
     causal: bool,
     sliding_window: int | None,
 ) -> Tensor:
-    """torch's flash attention, one sequence at a time, on the cache in place where its blocks lie one after another."""
+    """torch's flash attention, one sequence at a time, on the cache in place where its blocks lie one after another.
+
+    It turns NaN, and scores of -inf alone, into 0, which would hide a broken model: then the reference runs.
+    """
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
-    broken = bool(query.isnan().any())
+    broken = not query.isfinite().all()
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
@@ -78,14 +80,13 @@ def paged_attention(
         keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
         attend = _decode if end - start == 1 and causal else _prefill
         first = end - start > 1 or length == 1  # later steps would only find what this one did
-        with _backend_for(broken or (first and bool(keys[start - end :].isnan().any()))):
-            output[start:end] = attend(query[start:end], keys, values, scale, causal, sliding_window)
+        if broken or (first and not keys[start - end :].isfinite().all()):
+            return ops.operation("paged_attention").reference(  # type: ignore[no-any-return]
+                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
+                kv_lens_host, scale, causal, sliding_window,
+            )  # fmt: skip
+        output[start:end] = attend(query[start:end], keys, values, scale, causal, sliding_window)
     return output
-
-
-def _backend_for(broken: bool) -> AbstractContextManager[None]:
-    """Flash attention turns NaN into 0, which would hide a broken model; the plain formula hands it on."""
-    return sdpa_kernel(SDPBackend.MATH) if broken else nullcontext()
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
