@@ -14,6 +14,8 @@ REFERENCE = "reference"
 """What the option ``kernels`` names to have an operation run without a kernel."""
 TORCH_FIRST = frozenset({"embedding", "greedy_sample", "linear", "rms_norm", "sample"})
 """Operations that torch computes in one launch, or that only it has: its kernel goes before ours in Triton."""
+TRITON_FIRST = frozenset({"add_rms_norm"})
+"""Operations of one launch in Triton and three in FlashInfer, which writes over arguments that must be copied first."""
 
 
 @attrs.frozen
@@ -45,7 +47,7 @@ def choose(libraries: Sequence[Library], forced: Mapping[str, str]) -> dict[str,
     """The kernel of each operation that some library has one for.
 
     Args:
-        libraries: the preferred first, torch's own where :data:`TORCH_FIRST` does not say otherwise.
+        libraries: the preferred first, where :data:`TORCH_FIRST` and :data:`TRITON_FIRST` do not say otherwise.
         forced: by operation, the name of the library that must be used, or :data:`REFERENCE`.
 
     Raises:
@@ -63,11 +65,18 @@ def choose(libraries: Sequence[Library], forced: Mapping[str, str]) -> dict[str,
             if wanted != REFERENCE:
                 chosen[name] = _forced(name, wanted, libraries)
             continue
-        order = sorted(libraries, key=lambda each: each.name == "triton") if name in TORCH_FIRST else libraries
-        library = next((each for each in order if name in each.kernels), None)
+        library = next((each for each in _in_order(name, libraries) if name in each.kernels), None)
         if library is not None:
             chosen[name] = Chosen(library.name, library.kernels[name])
     return chosen
+
+
+def _in_order(operation: str, libraries: Sequence[Library]) -> Sequence[Library]:
+    if operation in TORCH_FIRST:
+        return sorted(libraries, key=lambda each: each.name == "triton")
+    if operation in TRITON_FIRST:
+        return sorted(libraries, key=lambda each: each.name != "triton")
+    return libraries
 
 
 def _forced(operation: str, wanted: str, libraries: Sequence[Library]) -> Chosen:

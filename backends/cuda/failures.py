@@ -10,8 +10,8 @@ _MOVE = "move it out of the captured function, or keep the value on the device"
 CAPTURE_REMEDIES = (
     # In the order in which they are looked for: the general ones last.
     ("unless the CPU tensor is pinned", "it copies between the GPU and memory of the host that is not pinned", _MOVE),
-    ("Triton Error", "a kernel in Triton was compiled or loaded in it, which NVIDIA's drivers before CUDA 12.3 refuse",
-     "upgrade the driver, or run the function once before it is captured"),
+    ("Triton Error", "a kernel in Triton could not be loaded or launched in it",
+     "run the function once before it is captured, which shows whether the capture is at fault"),
     ("has unjoined work", "it leaves a stream that was not joined",
      "make the capturing stream wait for every stream it forked"),
     ("dependency created on uncaptured work", "it depends on work that was not captured",

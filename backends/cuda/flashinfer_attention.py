@@ -23,8 +23,12 @@ from hal.ops.declaration import Kernel
 from .attention import HALVES, one_query_each
 
 HEAD_DIMS = (64, 128, 256)
-WORKSPACE = 128 << 20
-"""Bytes for partial results, as FlashInfer recommends."""
+WORKSPACE = 384 << 20
+"""Bytes for partial results, which a graph has room for as if every sequence were long.
+
+A decode of 256 sequences with 64 heads of 128 elements, 8 of keys, takes 201 MB: more than the 128 MiB of FlashInfer's
+examples.
+"""
 GROUPED = 4
 """Query heads to a key head from which on a decode goes to the tensor cores."""
 
@@ -99,13 +103,15 @@ class FlashInferAttention:
     Args:
         device: the GPU.
         otherwise: the other kernel.
+        in_graphs: whether graphs capture this kernel; if not, what ``otherwise`` has for them.
 
     Attributes:
-        captured: what graphs capture where :meth:`for_graph` gives None.
+        in_graphs: as given.
+        captured: what graphs capture if they do not capture this, or :meth:`for_graph` gives None.
     """
 
-    def __init__(self, device: torch.device, otherwise: Kernel) -> None:
-        self._otherwise = otherwise
+    def __init__(self, device: torch.device, otherwise: Kernel, *, in_graphs: bool = True) -> None:
+        self._otherwise, self.in_graphs = otherwise, in_graphs
         self.captured: Kernel = getattr(otherwise, "captured", otherwise)
         self._library = import_module("flashinfer")
         self._device, self._done = device, torch.cuda.Event()

@@ -22,12 +22,13 @@ VECTOR = 16
 """Bytes that a row must be a multiple of."""
 
 
-def kernels(device: torch.device, otherwise: Mapping[str, Kernel]) -> dict[str, Kernel]:
+def kernels(device: torch.device, otherwise: Mapping[str, Kernel], *, in_graphs: bool) -> dict[str, Kernel]:
     """By operation.
 
     Args:
         device: the GPU.
         otherwise: by operation, what computes what FlashInfer does not take.
+        in_graphs: whether graphs capture FlashInfer's attention, too.
     """
     from .flashinfer_attention import FlashInferAttention
 
@@ -57,7 +58,7 @@ def kernels(device: torch.device, otherwise: Mapping[str, Kernel]) -> dict[str, 
 
     return {
         "add_rms_norm": add_rms_norm,
-        "paged_attention": FlashInferAttention(device, otherwise["paged_attention"]),
+        "paged_attention": FlashInferAttention(device, otherwise["paged_attention"], in_graphs=in_graphs),
         "rms_norm": rms_norm,
         "silu_and_mul": silu_and_mul,
     }

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .flashinfer_attention import GraphPlan
 
 QUERIES = "query_start_loc_host"
+_UNENDED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose captures CUDA could not end: torch's allocator of pinned memory points to them for good."""
 
 
 class CudaGraph(Graph):
@@ -86,8 +88,10 @@ class CudaGraph(Graph):
     def _record(self, fn: Callable[[], Any], pool: Any) -> Any:
         # Not torch.cuda.graph: if the end of a capture fails, that leaves its stream and its pool behind.
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for dump()
-        # Other threads may copy and allocate meanwhile.
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        # In any other mode CUDA may refuse to load code in a capture, as Triton does at a kernel's first launch: which
+        # kernels a size takes is known only then. What conflicts with the capture itself, such as a wait, it refuses in
+        # this mode too. Other threads may copy and allocate meanwhile.
+        self._graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             made = fn()
         except BaseException as error:
@@ -105,7 +109,9 @@ class CudaGraph(Graph):
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # torch leaves the allocator in the capture then, and every later release of memory would fail.
+            # torch leaves both allocators in the capture then. That of the device is told, as every later release of
+            # memory would fail; that of pinned memory cannot be, and goes on asking the graph whether it captures.
+            _UNENDED.append(self._graph)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._index, pool)
                 torch._C._cuda_releasePool(self._index, pool)
@@ -132,7 +138,7 @@ class CudaGraph(Graph):
                     return kernel(*args, **kwargs)
                 arguments = operation.arguments(args, kwargs)
                 self._note(operation, arguments)
-                plan = self._plan(kernel, arguments) if hasattr(kernel, "for_graph") else None
+                plan = self._plan(kernel, arguments) if getattr(kernel, "in_graphs", False) else None
                 if plan is not None:
                     return plan.run(arguments)
                 return getattr(kernel, "captured", kernel)(*args, **kwargs)

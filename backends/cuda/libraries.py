@@ -25,6 +25,8 @@ FindSpec = Callable[[str], Any]
 COMPILERS = ("gcc", "clang", "cc")
 MIXED = "triton, long prefills torch"
 """What is said of attention that both compute."""
+UNPLANNED = "flashinfer, graphs triton"
+"""What is said of attention by FlashInfer that graphs do not capture."""
 
 
 def has_flash(capability: Capability) -> bool:
@@ -71,12 +73,15 @@ def flashinfer_library(
     find_spec: FindSpec = importlib.util.find_spec,
     which: Which = shutil.which,
     environ: Mapping[str, str] = os.environ,
+    *,
+    in_graphs: bool = True,
 ) -> Library:
     """FlashInfer.
 
     Args:
         device: the GPU.
         otherwise: by operation, kernels for what FlashInfer does not take.
+        in_graphs: whether graphs capture its attention too; if not, they capture that of ``otherwise``.
         find_spec: finds an importable package.
         which: finds a command.
         environ: the process's environment variables.
@@ -94,7 +99,7 @@ def flashinfer_library(
     from .flashinfer_kernels import kernels
 
     try:
-        return Library("flashinfer", kernels(device, otherwise))
+        return Library("flashinfer", kernels(device, otherwise, in_graphs=in_graphs))
     except (ImportError, OSError, AttributeError) as error:
         return Library(
             "flashinfer", problem=f"flashinfer cannot be used: {error}", remedy="install a release that fits torch"
@@ -118,9 +123,14 @@ def kernels_for(device: torch.device, capability: Capability, forced: Mapping[st
         # Flash attention multiplies faster than ours in Triton, which decodes and reads the cache in place.
         both["paged_attention"] = ByLength(triton.kernels["paged_attention"], own.kernels["paged_attention"])
     otherwise = {name: both.get(name, operation.reference) for name, operation in ops.catalogue().items()}
-    flashinfer = flashinfer_library(device, otherwise)
-    chosen = choose([flashinfer, triton, own], forced)
+    # FlashInfer plans on the host before each replay, which takes longer than a whole step of a graph may. So graphs
+    # have its attention only where it is asked for, or where Triton's cannot be had.
+    planned = "paged_attention" in forced or "paged_attention" not in triton.kernels
+    chosen = choose([flashinfer_library(device, otherwise, in_graphs=planned), triton, own], forced)
     attention = chosen.get("paged_attention")
-    if attention and attention.library == "triton" and "paged_attention" not in forced and has_flash(capability):
-        chosen["paged_attention"] = Chosen(MIXED, both["paged_attention"])
+    if attention and "paged_attention" not in forced:
+        if attention.library == "triton" and has_flash(capability):
+            chosen["paged_attention"] = Chosen(MIXED, both["paged_attention"])
+        elif attention.library == "flashinfer" and not planned:
+            chosen["paged_attention"] = Chosen(UNPLANNED, attention.kernel)
     return chosen

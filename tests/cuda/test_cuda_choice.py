@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hal.backends.cuda import libraries
 from hal.backends.cuda.attention import ByLength, TorchAttention
 from hal.backends.cuda.choice import Library, choose
 from hal.backends.cuda.libraries import flashinfer_library, torch_library, triton_library
@@ -22,7 +24,7 @@ from hal.errors import ConfigError
 
 TORCH = Library("torch", {"rms_norm": torch.add, "paged_attention": torch.sub})
 TRITON = Library("triton", {"rms_norm": torch.mul, "paged_attention": torch.div, "silu_and_mul": torch.neg})
-FLASHINFER = Library("flashinfer", {"paged_attention": torch.abs, "rms_norm": torch.sin})
+FLASHINFER = Library("flashinfer", {"paged_attention": torch.abs, "rms_norm": torch.sin, "add_rms_norm": torch.cos})
 ABSENT = Library("flashinfer", problem="flashinfer is not installed", remedy="pip install flashinfer-python")
 
 
@@ -32,9 +34,8 @@ def libraries_of(found: Any) -> dict[str, str]:
 
 def test_a_library_goes_before_torch_and_torch_before_ours_where_it_takes_one_launch() -> None:
     found = choose([FLASHINFER, TRITON, TORCH], {})
-    assert libraries_of(found) == {
-        "paged_attention": "flashinfer", "rms_norm": "flashinfer", "silu_and_mul": "triton"
-    }  # fmt: skip
+    its = ("add_rms_norm", "paged_attention", "rms_norm")
+    assert libraries_of(found) == {**dict.fromkeys(its, "flashinfer"), "silu_and_mul": "triton"}
     found = choose([ABSENT, TRITON, TORCH], {})
     assert libraries_of(found) == {"paged_attention": "triton", "rms_norm": "torch", "silu_and_mul": "triton"}
     assert found["rms_norm"].kernel is torch.add
@@ -42,9 +43,18 @@ def test_a_library_goes_before_torch_and_torch_before_ours_where_it_takes_one_la
     assert libraries_of(choose([ABSENT, without, TORCH], {})) == {"paged_attention": "torch", "rms_norm": "torch"}
 
 
+def test_the_kernel_of_fewest_launches_adds_and_norms() -> None:
+    """FlashInfer's writes over its arguments, so that both would be copied first."""
+    triton = Library("triton", {"add_rms_norm": torch.mul})
+    assert choose([FLASHINFER, triton, TORCH], {})["add_rms_norm"].library == "triton"
+    assert choose([FLASHINFER, TORCH], {})["add_rms_norm"].library == "flashinfer"
+    assert choose([FLASHINFER, triton], {"add_rms_norm": "flashinfer"})["add_rms_norm"].kernel is torch.cos
+
+
 def test_a_choice_can_be_forced() -> None:
     found = choose([FLASHINFER, TRITON, TORCH], {"rms_norm": "triton", "paged_attention": "torch"})
-    assert libraries_of(found) == {"paged_attention": "torch", "rms_norm": "triton", "silu_and_mul": "triton"}
+    others = {"add_rms_norm": "flashinfer", "silu_and_mul": "triton"}
+    assert libraries_of(found) == {"paged_attention": "torch", "rms_norm": "triton", **others}
     assert "silu_and_mul" not in choose([FLASHINFER, TRITON, TORCH], {"silu_and_mul": "reference"})
 
 
@@ -129,6 +139,37 @@ def table(*capability: int) -> dict[str, str]:
     assert result.returncode == 0, result.stderr
     found: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
     return found
+
+
+class TestGraphsWithFlashInfer:
+    """FlashInfer plans on the host before every replay, so graphs capture another kernel unless it is asked for."""
+
+    @pytest.fixture
+    def chosen(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, bool]]:
+        """What attention's kernel is said to be, and whether graphs have FlashInfer's, which is not installed here."""
+
+        def flashinfer(device: torch.device, otherwise: Any, *, in_graphs: bool) -> Library:
+            def attend() -> bool:
+                return in_graphs
+
+            return Library("flashinfer", {"paged_attention": attend})
+
+        def choice(triton: Library, forced: dict[str, str]) -> tuple[str, bool]:
+            monkeypatch.setattr(libraries, "flashinfer_library", flashinfer)
+            monkeypatch.setattr(libraries, "triton_library", lambda capability: triton)
+            found = libraries.kernels_for(torch.device("cpu"), (9, 0), forced)["paged_attention"]
+            return found.library, found.kernel()
+
+        return choice
+
+    def test_they_have_tritons(self, chosen: Callable[..., tuple[str, bool]]) -> None:
+        assert chosen(TRITON, {}) == ("flashinfer, graphs triton", False)
+
+    def test_they_have_it_where_it_is_asked_for(self, chosen: Callable[..., tuple[str, bool]]) -> None:
+        assert chosen(TRITON, {"paged_attention": "flashinfer"}) == ("flashinfer", True)
+
+    def test_they_have_it_where_triton_cannot_be_used(self, chosen: Callable[..., tuple[str, bool]]) -> None:
+        assert chosen(Library("triton", problem="triton is not installed"), {}) == ("flashinfer", True)
 
 
 def test_every_operation_has_a_kernel_where_triton_is() -> None:
