@@ -50,9 +50,10 @@ def load_driver(name: str) -> Driver:
     """
     try:
         cls = _entry(name)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # the latter also where the module has no such class
         raise DriverError(
-            f"the driver {name} cannot be imported: {error}", "reinstall the package that brings it"
+            f"the driver {name} cannot be imported: {error}",
+            "reinstall the package that brings it; its authors: see that the entry point names a module and its class",
         ) from error
     return _negotiate(name, cls)
 
@@ -173,6 +174,12 @@ def _negotiate(name: str, cls: Any) -> Driver:
             f"the driver {name} has the priority {cls.priority!r}, which is no integer",
             "report it to the driver's vendor",
         )
+    for each in ("requires", "variables"):  # a text would be taken for its letters
+        if isinstance(getattr(cls, each), str):
+            raise DriverIncompatible(
+                f"the driver {name} has {each} = {getattr(cls, each)!r}, which is no tuple",
+                f"make it a tuple of texts: ({getattr(cls, each)!r},)",
+            )
     try:
         major, minor = map(operator.index, cls.api_version)
     except (TypeError, ValueError):

@@ -29,7 +29,7 @@ EMULATE = "Run the drivers that can on an emulated device: the same as their opt
 SAVE = "Write the first operation out of tolerance into the new folder DIR: its arguments and both results."
 
 
-@click.command()
+@click.command(short_help="Compare two backends, or the modes of one.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backends", metavar="NAMES", help=BACKENDS)
 @click.option("--compilers", metavar="NAMES", help=COMPILERS)

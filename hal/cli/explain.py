@@ -24,7 +24,7 @@ MOST_REASONS = 3
 """Of a rewrite's near misses, the commonest are shown."""
 
 
-@click.command()
+@click.command(short_help="Show what compiling makes of a decode step.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)

@@ -26,6 +26,8 @@ FILES = {
     "tests/test_conformance.py": "test_conformance.py",
 }
 """Where each file goes, and which template it is made of."""
+TAKEN = ("torch",)
+"""Names whose package would be ours: installing torch-hal would replace torch-hal."""
 
 
 @click.command()
@@ -62,12 +64,17 @@ def _values(name: str) -> dict[str, str]:
         "name": name,
         "upper": name.upper(),
         "package": f"{name}_hal",
-        "distribution": f"{name.replace('_', '-')}-hal",
+        "distribution": _distribution(name),
         "driver": "".join(part[:1].upper() + part[1:] for part in name.split("_")) + "Driver",
         "api_version": ", ".join(map(str, API_VERSION)),
         "version": __version__,
         "torch": ".".join(torch[:2]),
     }
+
+
+def _distribution(name: str) -> str:
+    """What pip calls the package."""
+    return f"{name.replace('_', '-')}-hal"
 
 
 def _template(name: str) -> Template:
@@ -81,8 +88,15 @@ def _check_name(name: str) -> None:
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(
-            f"a driver cannot be called {name!r}, because its package and its variables in the environment are too",
+            f"a driver cannot be called {name!r}, because its Python package and its environment variables are named "
+            "after it",
             "take a lower-case Python identifier, such as acme or acme_x1",
+        )
+    if name in TAKEN:
+        raise ConfigError(
+            f"a driver cannot be called {name!r}, because its package would be called {_distribution(name)}, as "
+            "another is",
+            "take another name, such as acme",
         )
     taken = {"auto", *(field.name for field in attrs.fields(Config))}
     if name in taken:

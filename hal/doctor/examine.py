@@ -109,7 +109,9 @@ def _conclude(driver: Driver, at: str, failed: Mapping[str, str] | None, ending:
     """Say what is broken, if anything is."""
     wrong = [check.name for device in driver.devices for check in device.checks if check.outcome == "failed"]
     if failed is not None:
-        driver.reason, driver.hint = f"{at}: {failed['problem']}", failed["remedy"]
+        problem = failed["problem"]
+        driver.reason = problem if problem.startswith(at) else f"{at}: {problem}"
+        driver.hint = failed["remedy"]
     elif ending.code is None:
         driver.reason = f"{at}: {ending}"
         driver.hint = "see in the log what it waits for; --timeout gives it more time"

@@ -23,19 +23,20 @@ def assert_agree(operation: Operation, dtype: torch.dtype, found: Any, expected:
         what: is said in the message.
     """
     relative, absolute = operation.tolerance[dtype]
+    named = " ".join(each for each in (operation.name, what) if each)
     for got, want in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         if not isinstance(want, Tensor):
             continue
         got, share = got.cpu(), operation.off_by_one.get(dtype, 0.0)
         if want.dtype == torch.int8 and share:
-            _assert_steps(got, want, share, f"{operation.name} {what}, {dtype}")
+            _assert_steps(got, want, share, f"{named}, {dtype}")
         else:
             torch.testing.assert_close(
                 got,
                 want,
                 rtol=relative if want.dtype != torch.int8 else 0,
                 atol=absolute if want.dtype != torch.int8 else 0,
-                msg=lambda text: f"{operation.name} {what}, {dtype}: {text}",
+                msg=lambda text: f"{named}, {dtype}: {text}",
             )
 
 

@@ -39,14 +39,18 @@ def _probe(target: Target) -> None:
         began = time.perf_counter()
         probe = driver.probe()
         times.append(time.perf_counter() - began)
-    require(min(times) <= PROBE_SECONDS, f"the probe takes {min(times) * 1e3:.0f} ms, and may take 50")
+    require(min(times) <= PROBE_SECONDS, f"the probe takes {min(times) * 1e3:.0f} ms, and may take {PROBE_SECONDS * 1e3:.0f}")
     require(probe.available or bool(probe.reason and probe.hint), "an unavailable driver gives no reason and hint")
 
 
 def _name(target: Target) -> None:
     backend = target.backend
     if target.driver is not None:
-        require(backend.name == target.driver.name == target.name, f"the backend calls itself {backend.name!r}")
+        require(
+            backend.name == target.driver.name == target.name,
+            f"the entry point is {target.name!r}, the driver's name {target.driver.name!r}, and its backend's "
+            f"{backend.name!r}: give all three the same, because configurations and variables go by it",
+        )
     require(bool(backend.device.name.strip()), "the device has no name")
     where = torch.empty(1, device=backend.device.torch).device
     require(where == backend.device.torch, f"a tensor made on {backend.device.torch} says that it is on {where}")

@@ -26,7 +26,7 @@ class Bytes(click.ParamType[int]):
         return int(found[1]) * UNITS[found[2] or ""]
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(short_help="Run PROGRAM on the emulated CANN.", context_settings={"allow_interspersed_args": False})
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True, help="How many NPUs there are.")
 @click.option("--memory", type=Bytes(), help="What each can allocate, such as 8GiB.")
 @click.option("--soc", default="Ascend910B3", show_default=True, help="The SoC's name; torch_npu goes by it.")
