@@ -200,7 +200,9 @@ class Backend:
             cache: that it writes.
 
         Returns:
-            A function from a :class:`hal.Batch` to logits ``[sequences, vocab_size]``, valid until the next call.
+            A function from a :class:`hal.Batch` to logits ``[sequences, vocab_size]``, valid until the next call. If it
+            has a method ``stages``, from a batch size to :class:`hal.compile.optimise.Stage` objects, ``hal explain``
+            shows what came after the rewrites.
 
         Raises:
             ConfigError: the driver has none.

@@ -28,7 +28,8 @@ def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
     """A tuple of positive integers."""
     if not (isinstance(value, tuple) and all(type(each) is int and each > 0 for each in value)):
         raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}", "give a tuple of positive integers, as (64, 128)"
+            f"the limits of a backend have {attribute.name}={value!r}",
+            "give a tuple of positive integers, as (64, 128)",
         )
 
 

@@ -306,7 +306,9 @@ class TestLists:
         assert result.exit_code == 0, result.exception
         header, *rows = result.stdout.partition("\n\n")[0].splitlines()
         assert "absent (unavailable)" in header
-        names = header.replace(" (unavailable)", "").split()[1:]
+        assert "raisesinopen (broken)" in header
+        assert "raisesinprobe (broken)" in header
+        names = re.sub(r" \((unavailable|broken)\)", "", header).split()[1:]
         table = {row.split()[0]: dict(zip(names, row.split()[1:], strict=True)) for row in rows}
         assert set(table) == set(hal.ops.catalogue())
         assert (
@@ -316,16 +318,14 @@ class TestLists:
         assert table["sample"]["good"] == "reference"
         assert table["add_rms_norm"]["good"] == "composed"
         assert "absent is unavailable: there is no [card]\n  remedy: buy one" in result.stdout
-        assert (
-            "raisesinopen is unavailable: opening it failed: RuntimeError('the firmware is on fire')" in result.stdout
-        )
-        assert "nobackend is unavailable: opening it gave None, not a hal.Backend" in result.stdout
+        assert "raisesinopen is broken: opening it failed: RuntimeError('the firmware is on fire')" in result.stdout
+        assert "nobackend is broken: it gave None, not a hal.Backend" in result.stdout
 
     @pytest.mark.usefixtures("drivers")
     def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HAL_GOOD_BLOCK_SIZES", "16")
         result = run("ops")
-        assert "good is unavailable: opening it failed: unknown key 'block_sizes' (did you mean" in result.stdout
+        assert "good is broken: opening it failed: unknown key 'block_sizes' (did you mean" in result.stdout
         assert result.exit_code == 0
 
     @pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="an NPU is here")

@@ -281,7 +281,7 @@ def test_what_fits(requirement: str, fits: bool | None) -> None:
 @pytest.mark.parametrize(
     ("name", "failed", "detail"),
     [
-        ("WrongEpsilon", "rms_norm", "rms_norm , torch.float32: Tensor-likes are not close!"),
+        ("WrongEpsilon", "rms_norm", "rms_norm, torch.float32: Tensor-likes are not close!"),
         ("RaisingKernel", "silu_and_mul", "it raised RuntimeError('unit 3 is on fire')"),
         ("Stale", "graph", "of a replayed graph"),
     ],

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import mmap
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -68,6 +70,9 @@ class Unfinished(hal.Driver):
     api_version = (1, 0)
     def probe(self):
         return hal.Probe(True)
+
+class Lettered(Acme):
+    variables = "ACME_"
 
 class Unrelated:
     pass
@@ -148,6 +153,8 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
         ("acme_driver:NextMajor", DriverIncompatible, r"written for driver API 2\.x"),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
+        ("acme_driver:Lettered", DriverIncompatible, r"variables = 'ACME_', .* no tuple\n  remedy: .*\('ACME_',\)"),
+        ("acme_driver:Acne", DriverError, "cannot be imported: .* no attribute 'Acne'\n  remedy: .* entry point"),
         ("acme_driver:Absent", DriverUnavailable, "there is no Acme card\n  remedy: buy one"),
         ("acme_broken:Driver", DriverError, "a_library_that_is_not_there"),
     ],
@@ -236,6 +243,27 @@ class TestChoices:
             hal.Runner(runner.model, cpu)
         cpu.activate()
         assert runner.prefill(batch).shape == (1, runner.model.vocab_size)
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("given", "remedy"),
+        [
+            ({"dtypes": ()}, "one or more of torch.float32"),
+            ({"dtypes": torch.float32}, "a tuple of"),
+            ({"dtypes": ("float32",)}, "a tuple of"),
+            ({"dtypes": (torch.float32, torch.float8_e4m3fn)}, "a tuple of"),
+            ({"block_sizes": 16}, "positive integers"),
+            ({"block_sizes": (64, 0)}, "positive integers"),
+            ({"head_dims": [64]}, "positive integers"),
+            ({"capture_sizes": (1, 2.5)}, "positive integers"),
+        ],
+    )
+    def test_what_no_backend_can_take_is_refused(self, given: dict[str, Any], remedy: str) -> None:
+        ((name, value),) = given.items()
+        with pytest.raises(DriverError, match=re.escape(f"{name}={value!r}")) as caught:
+            hal.Limits(**given)
+        assert remedy in caught.value.remedy
 
 
 class TestDevice:

@@ -168,7 +168,12 @@ def test_a_name_must_be_an_identifier(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("cpu", "a driver 'cpu' is installed already"), ("auto", "configurations"), ("compilation", "configurations")],
+    [
+        ("cpu", "a driver 'cpu' is installed already"),
+        ("auto", "configurations"),
+        ("compilation", "configurations"),
+        ("torch", "its package would be called torch-hal"),
+    ],
 )
 def test_a_name_must_be_free(name: str, problem: str, tmp_path: Path) -> None:
     result = new_driver(name, tmp_path / "folder")

@@ -73,16 +73,19 @@ class CudaGraph(Graph):
                 raise
             except Exception as error:
                 raise capture_error(error) from error
+            finally:
+                _clear_cublas()
         self._kept = made if self._holds else None
         return tree_map_only(Tensor, lambda each: weakly(each) if each.is_cuda else each, made), pool
 
     def _prepare(self, on: torch.cuda.Stream) -> None:
-        """Have cuBLAS load itself and take its memory for the stream, which it may not do in a capture."""
+        """Have cuBLAS load itself, which it may not do in a capture."""
         # The function is not tried out: a capture calls it once, and it may go on from where the call before it ended.
         with torch.cuda.stream(on):
             one = torch.ones(8, 8, dtype=torch.float16, device="cuda")
             one @ one
         torch.cuda.synchronize()
+        _clear_cublas()
         torch.cuda.empty_cache()  # the graph's pool cannot use what is left over in others
 
     def _record(self, fn: Callable[[], Any], pool: Any) -> Any:
@@ -210,6 +213,15 @@ class CudaGraph(Graph):
         self._twins, self._plans = {}, []
         if graph is not None:
             graph.reset()
+
+
+def _clear_cublas() -> None:
+    """Have torch take memory for cuBLAS's partial sums anew, at the next product of matrices.
+
+    Before a capture, so that the graph's is in its pool, and after it, so that nothing else's is. What torch has outside
+    the pool it gives back whenever Inductor captures a graph, and then ours would write to memory of others.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def weakly(tensor: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class CodeCache:
                 self.taken += 1
                 return names
             log.warning("the compile cache %s does not fit this torch_npu, and is made anew", file)
-        code = self._generate(step, file.with_suffix(""))
+        code = self.generate(step)
         if self._keeps:
             _write(file, code)
         try:
@@ -75,9 +75,15 @@ class CodeCache:
         except Exception as error:
             raise CompileError(f"the code that npugraph_ex made fails: {first_line(error)}", _REMEDY) from error
 
-    def _generate(self, step: NativeStep, folder: Path) -> str:
+    def generate(self, step: NativeStep) -> str:
+        """The code that torch_npu makes for a step, made anew.
+
+        Raises:
+            CompileError: torch_npu cannot compile it.
+        """
         extra: dict[str, Any] = {}
         if self._options.get("static_kernel_compile"):
+            folder = self._folder / self._key(step)
             folder.mkdir(parents=True, exist_ok=True)
             extra = {
                 "static_kernel_compile.use_cache_compile": True,

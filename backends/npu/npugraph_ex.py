@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,8 +14,8 @@ import torch_npu
 from torch import Tensor
 
 from hal.batch import Batch
-from hal.compile.lower import lower
-from hal.compile.optimise import OptimisedStep, optimise_model
+from hal.compile.lower import lower, source_of
+from hal.compile.optimise import OptimisedStep, Stage, optimise_model
 from hal.compile.trace import example_batch
 from hal.errors import GraphError, HalError
 from hal.kv_cache import KVCache
@@ -141,6 +142,18 @@ class ExDecoder(GraphDecoder):
         graph.capture(partial(graph.run, batch.kv_lens_host), pool=pool)
         graph.host_values.record(LENGTHS, batch.kv_lens_host, "the step")
         return graph
+
+    def stages(self, size: int) -> tuple[Stage, ...]:
+        """What became of the optimised step for a batch size that was captured, for ``hal explain``."""
+        began = time.perf_counter()
+        step = self._native(self._buckets[size].padded.batch)
+        calls = sum(node.op == "call_function" for node in step.graph.graph.nodes)
+        native = Stage("native", time.perf_counter() - began, calls, source_of(step.graph.graph))
+        began = time.perf_counter()
+        code = self._code.generate(step)
+        forward = code[code.index("def forward(") : code.index("\ncompile_configs")]
+        calls = len(re.findall(r"^\s+\w+ = [\w.]+\(|^\s+\w+ = \w+\[", forward, re.MULTILINE))
+        return native, Stage("npugraph_ex", time.perf_counter() - began, calls, code)
 
     def _largest_call(self, largest: PaddedBatch) -> Callable[[], Tensor]:
         return partial(self._model, largest.batch, self._cache.layers)  # as the optimised step stays as it is

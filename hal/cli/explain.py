@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ from hal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hal.backend import Backend
-    from hal.compile.optimise import OptimisedStep
+    from hal.compile.optimise import OptimisedStep, Stage
     from hal.compile.split import SplitStep
+    from hal.kv_cache import KVCacheSpec
     from hal.nn import CausalLM
     from hal.runtime.checkpoint import Checkpoint
 
@@ -51,7 +53,6 @@ def command(
     why it was not; where the step was split; and, on devices that count them, what a layer launches before and after.
     """
     import hal
-    from hal.compilers import OWN_COMPILERS
     from hal.config import read
     from hal.runtime.checkpoint import Checkpoint
 
@@ -63,15 +64,15 @@ def command(
         on = hal.open(read(hal.Config, settings, "configuration"))
     model = hal.load_model(opened, on)
     step, split, seconds = _compiled(model, on, batch_size)
+    later = _of_the_driver(model, on, batch_size)
     click.echo(f"{opened.architecture}, {model.num_layers} layers, on {on.name}: a decode step of {batch_size}, "
                f"{on.config.compilation.of('decode').compiler}\n")  # fmt: skip
     rows = [(stage.name, str(stage.nodes), f"{stage.seconds:.3f}") for stage in step.stages]
-    print_table(("stage", "calls", "seconds"), [*rows, ("split" if split else "lower", "", f"{seconds:.3f}")])
+    rows.append(("split" if split else "lower", "", f"{seconds:.3f}"))
+    rows += [(stage.name, str(stage.nodes), f"{stage.seconds:.3f}") for stage in later]
+    print_table(("stage", "calls", "seconds"), rows)
     click.echo()
     print_table(("rewrite", "applied", "at most", "ms", "why not elsewhere"), _rewrites(step))
-    compiler = on.config.compilation.of("decode").compiler
-    if compiler not in OWN_COMPILERS:
-        click.echo(f"\nthe driver's own {compiler} compiles the lowered step further; its own changes are not shown")
     if split is not None:
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
@@ -80,8 +81,41 @@ def command(
                    f"{', '.join(names)} and where lengths or rows of logits are read")  # fmt: skip
     _launches(opened, checkpoint, on, batch_size, options)
     if dump is not None:
-        _dump(dump, step, split)
+        _dump(dump, (*step.stages, *later), split)
         click.echo(f"\nthe graphs are in {dump}")
+
+
+def _of_the_driver(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
+    """What a compiler of the driver's own did behind the rewrites, as far as it says so."""
+    import attrs
+
+    from hal.compilers import OWN_COMPILERS
+
+    compilation = on.config.compilation
+    compiler = compilation.of("decode").compiler
+    if compiler in OWN_COMPILERS:
+        return ()
+    alone = attrs.evolve(
+        compilation, capture_sizes=(size,), decode=attrs.evolve(compilation.decode, capture_sizes=None)
+    )
+    on.configure(attrs.evolve(on.config, compilation=alone))
+    stages: Sequence[Stage]
+    with on.explaining():
+        decoder = on.decoder(compiler, model, on.kv_cache(_cache_spec(model, on, size + 1)))
+        stages = decoder.stages(size) if hasattr(decoder, "stages") else ()
+    on.configure(attrs.evolve(on.config, compilation=compilation))
+    if not stages:
+        click.echo(f"the driver's own {compiler} does not show what it does behind the rewrites\n")
+    return stages
+
+
+def _cache_spec(model: CausalLM, on: Backend, num_blocks: int) -> KVCacheSpec:
+    from hal.kv_cache import KVCacheSpec
+
+    return KVCacheSpec(
+        num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+        dtype=next(model.parameters()).dtype, num_blocks=num_blocks, block_size=on.block_size,
+    )  # fmt: skip
 
 
 def _compiled(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, SplitStep | None, float]:
@@ -92,13 +126,9 @@ def _compiled(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, S
     from hal.compile.optimise import optimise_model
     from hal.compile.split import split
     from hal.compile.trace import example_batch
-    from hal.kv_cache import KVCacheSpec
 
     config = on.config.compilation.of("decode")
-    cache = on.kv_cache(KVCacheSpec(
-        num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        dtype=next(model.parameters()).dtype, num_blocks=2, block_size=on.block_size,
-    ))  # fmt: skip
+    cache = on.kv_cache(_cache_spec(model, on, 2))
     piecewise = config.compiler == "piecewise"
     sizes = (11, 3, 5) if piecewise else (size, size, size)
     example = example_batch(*sizes, columns=2 * size + 3 if not piecewise else 7, device=on.device.torch)
@@ -154,9 +184,9 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
     )
 
 
-def _dump(folder: Path, step: OptimisedStep, split: SplitStep | None) -> None:
+def _dump(folder: Path, stages: Sequence[Stage], split: SplitStep | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for number, stage in enumerate(step.stages):
+    for number, stage in enumerate(stages):
         (folder / f"{number}-{stage.name}.py").write_text(stage.code, encoding="utf-8")
     if split is None:
         return
@@ -165,4 +195,4 @@ def _dump(folder: Path, step: OptimisedStep, split: SplitStep | None) -> None:
         kind = "captured" if each.captured else f"eager: {', '.join(each.operations) or 'rows of logits'}"
         outputs = ", ".join(output.name for output in each.outputs)
         lines.append(f"{number} {kind}\n  reads {', '.join(each.inputs)}\n  gives {outputs or 'nothing'}\n")
-    (folder / f"{len(step.stages)}-split.txt").write_text("".join(lines), encoding="utf-8")
+    (folder / f"{len(stages)}-split.txt").write_text("".join(lines), encoding="utf-8")

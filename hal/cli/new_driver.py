@@ -27,7 +27,7 @@ FILES = {
 }
 """Where each file goes, and which template it is made of."""
 TAKEN = ("torch",)
-"""Names whose package would be ours: installing torch-hal would replace torch-hal."""
+"""Names whose package would be called as hal's own is: installing the one would remove the other."""
 
 
 @click.command()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
 import click
 
 from hal.cli.console import print_table
-from hal.errors import HalError
+from hal.errors import DriverUnavailable, HalError
 
 if TYPE_CHECKING:
     from hal.backend import Backend
@@ -32,35 +33,43 @@ def command() -> None:
     opened = [(each.name, _open(each)) for each in candidates()]
     operations = [operation for _, operation in sorted(catalogue().items())]  # drivers that were opened may add some
     rows = [(each.name, *(_cell(each, found) for _, found in opened)) for each in operations]
-    print_table(("operation", *(name if _usable(found) else f"{name} (unavailable)" for name, found in opened)), rows)
+    heads = (f"{name} ({found.state})" if isinstance(found, _Closed) else name for name, found in opened)
+    print_table(("operation", *heads), rows)
     click.echo(LEGEND)
     for name, found in opened:
-        if isinstance(found, str):
-            click.echo(f"\n{name} is unavailable: {found}")
+        if isinstance(found, _Closed):
+            click.echo(f"\n{name} is {found.state}: {found.why}")
 
 
-def _open(candidate: Candidate) -> Backend | str:
+@attrs.frozen
+class _Closed:
+    """A driver that was not opened: ``unavailable`` if it cannot run here, else ``broken``; and why."""
+
+    state: str
+    why: str
+
+
+def _open(candidate: Candidate) -> Backend | _Closed:
     """The candidate's backend, or why there is none."""
     from hal.backend import Backend
     from hal.config import environment_options
 
     if candidate.driver is None or not candidate.probe.available:
-        return f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}"
+        state = "broken" if candidate.driver is None else "unavailable"
+        return _Closed(state, f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}")
     try:
         backend: object = candidate.driver.open(environment_options(candidate.name))
     except HalError as error:
-        return f"opening it failed: {error}"
+        return _Closed(
+            "unavailable" if isinstance(error, DriverUnavailable) else "broken", f"opening it failed: {error}"
+        )
     except (Exception, SystemExit) as error:  # one driver that fails must not hide the others
-        return f"opening it failed: {error!r}"
-    return backend if isinstance(backend, Backend) else f"opening it gave {backend!r}, not a hal.Backend"
+        return _Closed("broken", f"opening it failed: {error!r}")
+    return backend if isinstance(backend, Backend) else _Closed("broken", f"it gave {backend!r}, not a hal.Backend")
 
 
-def _usable(found: Backend | str) -> bool:
-    return not isinstance(found, str)
-
-
-def _cell(operation: Operation, found: Backend | str) -> str:
-    if isinstance(found, str):
+def _cell(operation: Operation, found: Backend | _Closed) -> str:
+    if isinstance(found, _Closed):
         return "-"
     if operation.name in found.kernels:
         source = found.sources.get(operation.name)

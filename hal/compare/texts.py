@@ -58,7 +58,8 @@ class Texts:
         self._texts = [list(each) for each in prompts.token_ids]
         self._running = list(range(len(self._texts)))
         self._max_length = max_length
-        per = prompts.blocks_each(block_size)
+        # No more than the model's longest text takes: graphs refuse wider block tables.
+        per = min(prompts.blocks_each(block_size), math.ceil(max_length / block_size))
         self._blocks = [list(range(1 + row * per, 1 + (row + 1) * per)) for row in self._running]
         self.step = self.chosen = 0
 

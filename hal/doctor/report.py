@@ -9,6 +9,8 @@ from hal.doctor.host import DISTRIBUTION
 
 Table = tuple[Sequence[str], list[Sequence[str]]]
 """The columns' names, and rows."""
+PROBE_MS = 50
+"""Milliseconds that a probe may take."""
 
 
 def heading(findings: Findings) -> list[str]:
@@ -48,13 +50,20 @@ def drivers(findings: Findings) -> Table:
             each.status.upper() if each.status == "broken" else each.status,
             f"{each.package or '?'} {each.version}".strip(),
             each.api_version or "-",
-            "-" if each.probe_ms is None else f"{each.probe_ms:g} ms",
+            _probe(each.probe_ms),
             each.reason,
             each.hint,
         )
         for each in findings.drivers
     ]
     return ("driver", "status", "package", "API", "probe", "why", "what to do"), rows
+
+
+def _probe(ms: float | None) -> str:
+    """What the probe took, and whether that is more than it may."""
+    if ms is None:
+        return "-"
+    return f"{ms:g} ms" if ms <= PROBE_MS else f"{ms:g} ms, over {PROBE_MS}"
 
 
 def devices(findings: Findings) -> Iterator[tuple[str, Table]]:

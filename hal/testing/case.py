@@ -62,6 +62,14 @@ class Case:
                 before.activate()
 
 
+def raised_in(error: BaseException) -> str:
+    """The name of the module whose code raised ``error``."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+
+
 def require(condition: bool, problem: str) -> None:
     """Raise AssertionError with ``problem`` unless ``condition`` holds."""
     if not condition:

@@ -10,10 +10,11 @@ from typing import Any
 
 import attrs
 
+from hal import registry
 from hal.backend import Backend
 from hal.errors import ConfigError, DriverUnavailable, nearest
 from hal.testing import devices, errors, graphs, leaks, limits, memory, models, operations, rewrites, runners, streams
-from hal.testing.case import Case, NotApplicable
+from hal.testing.case import Case, NotApplicable, raised_in
 from hal.testing.target import Target
 
 AREAS: tuple[ModuleType, ...] = (
@@ -44,6 +45,11 @@ class Conformance:
     open: Callable[[], Backend] | None = None
 
     def __attrs_post_init__(self) -> None:
+        if "backend" in self.config:
+            raise ConfigError(
+                f"the hook's config names a backend, {self.config['backend']!r}, beside backend={self.backend!r}",
+                "leave it out of config",
+            )
         for pattern, reason in [*self.unsupported.items(), *self.failing.items()]:
             if not (isinstance(reason, str) and reason.strip()):
                 raise ConfigError(f"the exception {pattern!r} has no reason", "say why, in words")
@@ -112,5 +118,11 @@ def _subject(name: str) -> str:
 
 def _not_opened(error: Exception) -> None:
     if isinstance(error, DriverUnavailable):
+        # What hal made of an exception that the driver did not expect, after its probe had said that it can run here.
+        if error.__cause__ is not None and raised_in(error) == registry.__name__:
+            raise AssertionError(
+                f"its probe says that it can run here, and {error.problem}; let the probe look for that, or raise "
+                "DriverUnavailable with a remedy"
+            ) from error
         raise NotApplicable(f"{error.problem}; {error.remedy}")
     raise error

@@ -39,7 +39,10 @@ def _probe(target: Target) -> None:
         began = time.perf_counter()
         probe = driver.probe()
         times.append(time.perf_counter() - began)
-    require(min(times) <= PROBE_SECONDS, f"the probe takes {min(times) * 1e3:.0f} ms, and may take {PROBE_SECONDS * 1e3:.0f}")
+    require(
+        min(times) <= PROBE_SECONDS,
+        f"the probe takes {min(times) * 1e3:.0f} ms, and may take {PROBE_SECONDS * 1e3:.0f}",
+    )
     require(probe.available or bool(probe.reason and probe.hint), "an unavailable driver gives no reason and hint")
 
 

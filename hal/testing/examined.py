@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from hal.backend import Backend
 from hal.ops.agreement import assert_agree
 from hal.ops.declaration import Kernel
-from hal.testing.calls import Call, copied, reference, tensors
+from hal.testing.calls import Call, copied, described, reference, tensors
+from hal.testing.case import Failure
 
 MARGIN = 64
 """Elements before and behind an argument that is written, which must stay as they are."""
@@ -36,8 +37,17 @@ class Examined:
         self.results: Any = None
 
     def run(self, run: Kernel) -> None:
-        """Call it."""
-        self.results = run(*self._prepared())
+        """Call it.
+
+        Raises:
+            Failure: it raised an exception, which is the failure's cause.
+        """
+        arguments = self._prepared()
+        try:
+            self.results = run(*arguments)
+        except Exception as error:
+            said = f"it raised {type(error).__name__}: {error}"
+            raise Failure([said], self.operation.name, *described(self.operation, self.wanted)) from error
 
     def _prepared(self) -> list[Any]:
         """With weights and scales as a model's are after loading."""

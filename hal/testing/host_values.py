@@ -59,6 +59,12 @@ class Attend:
     def captured(self) -> Tensor:
         """Its output."""
         output: Tensor = self.graph.capture(self.twice)
+        lost = [name for name in ops.operation("paged_attention").host if name not in self.graph.host_values]
+        require(
+            not lost,
+            f"the capture recorded no {' and no '.join(lost)}, which paged_attention declares with host=: record each "
+            "host value of every call, also where the kernel reads it on the device",
+        )
         return output
 
     def set(self, lens: list[int]) -> dict[str, Any]:

@@ -22,13 +22,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             '  remedy: conformance = Conformance(backend="...")',
             pytrace=False,
         )
+    problem = _problem_with(conformance)
+    if problem:
+        pytest.fail(problem, pytrace=False)
+    metafunc.parametrize("conformance_case", [_parameter(conformance, case) for case in conformance.cases])
+
+
+def _problem_with(conformance: Any) -> str:
+    """What is wrong with the hook's exceptions, if anything is."""
     from hal.errors import HalError
 
     try:
         conformance.check_patterns()
     except HalError as error:
-        pytest.fail(str(error), pytrace=False)
-    metafunc.parametrize("conformance_case", [_parameter(conformance, case) for case in conformance.cases])
+        return str(error)
+    return ""
 
 
 def _parameter(conformance: Any, case: Any) -> Any:
@@ -51,11 +59,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Note the shapes at which an operation failed."""
+    """Note the shapes at which an operation failed; of what the suite itself raises, report the sentences alone."""
     report = yield
     error: Any = call.excinfo.value if call.excinfo is not None else None
     if _case_of(item) is not None and hasattr(error, "shapes"):
         report.user_properties.append((f"{KEY}_shapes", [error.operation, error.shapes, error.size]))
+    if _case_of(item) is not None and _speaks_for_itself(error) and not item.config.getoption("fulltrace"):
+        report.longrepr = call.excinfo.getrepr(style="value")  # type: ignore[union-attr]
     return report
 
 
@@ -78,6 +88,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section(f"conformance of {backend}")
         for line in summary([each for each in outcomes if each.backend == backend]):
             terminalreporter.write_line(line)
+
+
+def _speaks_for_itself(error: BaseException | None) -> bool:
+    """Whether the suite raised it by itself, to say what is wrong: its own lines would only hide that."""
+    if not isinstance(error, AssertionError) or error.__cause__ is not None:
+        return False
+    from hal.testing.case import raised_in
+
+    return raised_in(error).startswith("hal.testing")
 
 
 def _case_of(item: pytest.Item) -> Any:

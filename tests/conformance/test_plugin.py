@@ -33,6 +33,21 @@ def opened():
     backend.kernels = MappingProxyType({**backend.kernels, "rms_norm": wrong})
     return backend
 """
+RAISING = BROKEN.replace("return x * 2", 'raise RuntimeError("no such kernel")')
+WITHOUT_LIBRARY = """
+import sys, types, hal
+
+class Acme(hal.Driver):
+    name, api_version = "acme", (1, 0)
+    def probe(self):
+        return hal.Probe(True)
+    def open(self, options):
+        import a_library_that_is_not_there
+
+from importlib.metadata import EntryPoint
+from hal import registry
+registry._entry = lambda name: Acme
+"""
 UNAVAILABLE = """
 from hal.errors import DriverUnavailable
 
@@ -139,6 +154,39 @@ def test_unavailable_is_skipped_and_missing_fails(pytester: pytest.Pytester) -> 
     result = run(pytester, "test_conformance", backend="no-such-driver")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*no driver 'no-such-driver' is installed*"])
+
+
+def test_a_library_that_the_probe_did_not_miss_fails(pytester: pytest.Pytester) -> None:
+    """Else a misspelt import would look like a machine without the device."""
+    result = run(pytester, "test_conformance", before=WITHOUT_LIBRARY, backend="acme", apart=True)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*its probe says that it can run here, and * No module named 'a_library_that_is_*"])
+
+
+def test_a_failure_is_told_without_the_suites_own_lines(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "rms_norm/float32/sample-0 and not add", "open=opened", BROKEN, apart=True)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["rms_norm(x float32*", "result 0 is off: *"])
+    result.stdout.no_fnmatch_line("*check.py*def*")
+    result.stdout.no_fnmatch_line("*problems = *")
+    more = ("cpu", "--full-trace")
+    shown = run(pytester, "rms_norm/float32/sample-0 and not add", "open=opened", BROKEN, *more, apart=True)
+    shown.stdout.fnmatch_lines(["*problems = *"])
+
+
+def test_a_kernel_that_raises_is_shown_with_its_line_and_shapes(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "rms_norm/float32/sample-0 and not add", "open=opened", RAISING, apart=True)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([
+        '>*raise RuntimeError("no such kernel")',
+        "E * it raised RuntimeError: no such kernel",
+        "rms_norm fails; the smallest shapes that show it: x float32[[]1, 64], *",
+    ])  # fmt: skip
+
+
+def test_a_hook_that_names_two_backends_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="names a backend, 'cuda', beside backend='cpu'"):
+        Conformance(backend="cpu", config={"backend": "cuda"})
 
 
 def test_a_module_without_the_hook_is_told(pytester: pytest.Pytester) -> None:

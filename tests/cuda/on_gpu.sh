@@ -59,7 +59,7 @@ for size in 1 8 32; do
 done
 # At 128 sequences the caches of all modes do not fit beside one another.
 part figures-decode-128 hal bench decode $shapes --batch-size 128 --compiler graph --json "$out/decode-128.json"
-part figures-prefill hal bench prefill $shapes --tokens 2048 --compiler eager --compiler piecewise --json "$out/prefill.json"
+part figures-prefill hal bench prefill $shapes --tokens 1024 --compiler eager --compiler piecewise --json "$out/prefill.json"
 part figures-launches hal bench decode --backend cuda --shapes qwen3-8b --dtype bfloat16 --compiler graph --trace
 
 echo "== results in $out"

@@ -288,6 +288,24 @@ class TestMemory:
         second.replay()
         assert second.outputs[:3].tolist() == [6.0] * 3
 
+    def test_memory_of_cublas_is_the_pools(self, gpu: Opened) -> None:
+        """As Inductor does when it captures: what cuBLAS had for partial sums is given back, and others take it."""
+        backend = gpu()
+        weight = torch.randn(1024, 16384, device=backend.device.torch, dtype=torch.float16) / 128
+        x = torch.randn(1, 16384, device=backend.device.torch, dtype=torch.float16)  # long sums, which are split
+        expected = x @ weight.t()
+        graph = backend.graph()
+        output = graph.capture(lambda: x @ weight.t())
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(backend.capture_stream):  # type: ignore[attr-defined]
+            others = [torch.zeros(1 << 20, device=backend.device.torch) for _ in range(64)]
+        torch.cuda.synchronize()
+        for _ in range(3):
+            graph.replay()
+        assert_same(output.cpu(), expected.cpu())
+        assert not any(each.any().item() for each in others)
+
     def test_many_sizes_take_little_more_than_the_largest(self, gpu: Opened) -> None:
         backend = gpu()
         weight = torch.randn(2048, 2048, device=backend.device.torch, dtype=torch.float16)

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import compare
 import pytest
 import reference
 import torch
+from click.testing import CliRunner
 from hal.backends.npu import emulator
 from hal.backends.npu.compiled_code import CodeCache
 from torch import Tensor, fx
@@ -22,6 +24,7 @@ from torch._functorch import config as functorch_config
 
 import hal
 from checkpoints import random_checkpoint
+from hal.cli import main
 from hal.errors import CaptureError, CompileError, ConfigError, DeviceError, GraphError
 
 Opened = Callable[..., hal.Backend]
@@ -397,3 +400,27 @@ def test_the_process_is_left_as_it_was(opened: Opened, small: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert functorch_config.error_on_custom_op_aliasing == aliasing
+
+
+def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path) -> None:
+    config = json.dumps({"compiler": "npugraph_ex", "cache_dir": str(folder), "max_capture_size": 4})
+    arguments = ["--backend", "npu", "--dtype", "float16", "--compilation-config", config, "--batch-size", "3"]
+    result = CliRunner().invoke(main, ["explain", str(small), *arguments, "--dump", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    calls = {
+        row[0]: int(row[1])
+        for line in result.stdout.splitlines()
+        if len(row := line.split()) == 3 and row[1].isdecimal()
+    }
+    native, compiled = calls["native"], calls["npugraph_ex"]
+    assert 0 < compiled < native, "results that nobody reads are gone, at least"
+    assert [each.name for each in sorted(tmp_path.iterdir())] == [
+        "0-trace.py", "1-rewrite.py", "2-native.py", "3-npugraph_ex.py"
+    ]  # fmt: skip
+    code = (tmp_path / "3-npugraph_ex.py").read_text(encoding="utf-8")
+    before = (tmp_path / "2-native.py").read_text(encoding="utf-8")
+    for text in (before, code):
+        assert text.count("npu_fused_infer_attention_score") >= 2
+    compile(code, "dump", "exec")
+    assert len(re.findall(r"\n    \w+ = torch\.ops\.", code)) < compiled
+    hal.open("cpu")
