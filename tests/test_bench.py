@@ -153,6 +153,12 @@ class TestPrefill:
         (found,) = result.agreements[1]
         assert found.difference < 1e-4
 
+    def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Else the default sizes, up to 1,024 tokens, would leave a longer one to run eagerly under another name."""
+        measure.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
+        assert not [each for each in caplog.messages if "runs eagerly" in each]
+        assert any("[1200]" in each for each in caplog.messages), "the only size"
+
     def test_of_a_checkpoint_by_hal_alone(self, tmp_path: Path) -> None:
         folder = random_checkpoint(tmp_path / "qwen3")
         result = succeeds(

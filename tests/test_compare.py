@@ -370,6 +370,13 @@ class TestErrors:
         with pytest.raises(BatchError, match="no prompts"):
             Prompts(((),), 2)
 
+    def test_more_new_tokens_than_the_model_takes_end_where_it_does(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        """Graphs refuse block tables wider than the model's longest text needs."""
+        short = random_checkpoint(tmp_path / "short", max_position_embeddings=80, eos_token_id=None)
+        (found,) = compare_modes(short, cpu, ("eager", "graph"), Prompts((tuple(range(5, 81)), (5, 6)), 500))
+        assert found.agrees
+        assert found.steps == 80 - 2
+
 
 class TestMeasures:
     def test_a_result_is_judged_by_its_operations_tolerance(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import hal
 from hal.cli import main
-from hal.doctor import checks, findings, host
+from hal.doctor import checks, findings, host, report
 from hal.doctor.findings import Findings
 
 ACME = """
@@ -276,6 +276,14 @@ def test_what_fits(requirement: str, fits: bool | None) -> None:
     driver = findings.Driver("acme", "acme:Driver", "acme", "1.0", requires=[requirement])
     rows = [each for each in host.packages([driver]) if each.required_by == "acme"]
     assert [each.fits for each in rows] == ([] if fits is None else [fits])
+
+
+@pytest.mark.parametrize(("took", "shown"), [(None, "-"), (50.0, "50 ms"), (312.5, "312.5 ms, over 50")])
+def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
+    driver = findings.Driver("acme", "acme:Driver", "acme", "1.0", probe_ms=took)
+    alone = Findings("1", "1.1", "3", "linux", 1, findings.Torch(), {}, [], [driver], True)
+    columns, (row,) = report.drivers(alone)
+    assert row[columns.index("probe")] == shown
 
 
 @pytest.mark.parametrize(

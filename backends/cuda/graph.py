@@ -218,8 +218,8 @@ class CudaGraph(Graph):
 def _clear_cublas() -> None:
     """Have torch take memory for cuBLAS's partial sums anew, at the next product of matrices.
 
-    Before a capture, so that the graph's is in its pool, and after it, so that nothing else's is. What torch has outside
-    the pool it gives back whenever Inductor captures a graph, and then ours would write to memory of others.
+    Before a capture, so that the graph's is in its pool; and after it, so that nothing else's is. What torch has
+    outside of the pool it gives back whenever Inductor captures a graph, and then ours would write to memory of others.
     """
     torch._C._cuda_clearCublasWorkspaces()
 

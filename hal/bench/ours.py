@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import attrs
 import torch
@@ -11,6 +12,7 @@ import hal
 from hal import ops
 from hal.bench.plan import Setting
 from hal.bench.workload import Contender, Inputs
+from hal.compilers import IN_PIECES
 from hal.config import read
 
 
@@ -25,7 +27,7 @@ class Ours:
         self.modes = tuple(setting.modes)
         self._backend, self._compilation = setting.backend, setting.plan.compilation
         # Before loading, so that a driver that prepares weights by batch size knows which ones will come.
-        self._configure("eager", setting.plan.batch_sizes, 1)
+        self._configure("eager", setting.plan.batch_sizes)
         self._model = hal.load_model(setting.checkpoint, self._backend)
 
     def contender(self, mode: str, inputs: Inputs) -> Contender:
@@ -33,7 +35,8 @@ class Ours:
         backend, size = self._backend, inputs.batch_size
         length = inputs.length + (inputs.workload == "decode")
         per_sequence = -(-length // backend.block_size)
-        self._configure(mode, (size,), size * per_sequence * backend.block_size)
+        prompts = size * inputs.length if inputs.workload == "prefill" else None
+        self._configure(mode, (size,), size * per_sequence * backend.block_size, prompts)
         start = time.perf_counter()
         runner = hal.Runner(self._model, backend)
         made = time.perf_counter() - start
@@ -52,9 +55,14 @@ class Ours:
         # A step writes the same slots each time, so there is nothing to reset.
         return Contender(f"hal {mode}", lambda: step(batch), lambda: None, setup)
 
-    def _configure(self, compiler: str, sizes: tuple[int, ...], num_tokens: int) -> None:
+    def _configure(
+        self, compiler: str, sizes: tuple[int, ...], num_tokens: int = 1, prompts: int | None = None
+    ) -> None:
+        """``prompts`` are the tokens of a prefill, all sequences together, if that is what is measured."""
         config = self._backend.config
-        measured = {"compiler": compiler, "capture_sizes": list(sizes)}
+        measured: dict[str, Any] = {"compiler": compiler, "capture_sizes": list(sizes)}
+        if prompts is not None and compiler in IN_PIECES:
+            measured["prefill"] = {"capture_sizes": [min(prompts, config.max_prefill_tokens)]}
         compilation = read(hal.CompilationConfig, {**self._compilation, **measured}, "compilation")
         cache = attrs.evolve(config.cache, num_tokens=num_tokens)
         self._backend.configure(attrs.evolve(config, compilation=compilation, cache=cache))

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 import hal
 from hal import ops
 from hal.errors import CaptureError
-from hal.graph import Graph
+from hal.graph import Graph, HostValues
+from hal.stream import Stream
 
 
 class Twin(CpuBackend):
@@ -173,6 +174,15 @@ class StaleLengths(Tape):
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         super()._launch({name: tensor.clone() for name, tensor in self.host_values.items()})
+
+
+class ForgetsHostValues(Tape):
+    """Captures as it should, and does not say which host values its launches read."""
+
+    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+        captured = super()._capture(fn, pool, stream)
+        self.host_values = HostValues()
+        return captured
 
 
 class LaunchesFirst(Tape):

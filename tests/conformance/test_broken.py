@@ -64,6 +64,11 @@ FLAWS = (
         ("graphs/inputs-in-place", "runners/eager/padding"),
     ),
     Flaw(
+        "host values that are not recorded", lambda: Twin(tape=broken.ForgetsHostValues),
+        {"graphs/host-values/lengths": "recorded no query_start_loc_host and no kv_lens_host, which paged_attention"},
+        ("graphs/inputs-in-place",),
+    ),
+    Flaw(
         "host values looked at after the launch", lambda: Twin(tape=broken.LaunchesFirst),
         {"graphs/host-values/short": "something was launched all the same"}, ("graphs/host-values/lengths",),
     ),

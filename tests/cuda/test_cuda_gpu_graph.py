@@ -70,8 +70,13 @@ class Attend:
         return {"kv_lens_host": torch.tensor(lens, dtype=torch.int32), "query_start_loc_host": self.starts}
 
 
+TOLERANCE = 1e-2
+"""Two kernels, one for graphs and one for eager calls, differ by up to 3e-3 after two attentions in float16, where the
+one rounds weights before the product with values. Lengths that are not a replay's own differ by far more."""
+
+
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.fixture(params=[None, "flashinfer", "triton", "torch"], ids=str)
@@ -109,7 +114,7 @@ class TestHostValues:
 
     def test_a_stale_length_would_show(self, attend: Attend) -> None:
         for before, after in pairwise([attend.eagerly(lens) for lens in LENGTHS]):
-            assert not torch.allclose(before, after, rtol=2e-3, atol=2e-3)
+            assert not torch.allclose(before, after, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 
     def test_the_caller_may_change_them_at_once(self, attend: Attend) -> None:
         expected = attend.eagerly(LENGTHS[1])

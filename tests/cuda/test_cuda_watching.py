@@ -80,6 +80,30 @@ def test_graphs_take_the_kernel_that_reads_lengths_on_the_device(
     assert (short.calls, long.calls) == (1, 1)
 
 
+class Planner(Kernel):
+    """Attention that plans on the host."""
+
+    in_graphs = False
+
+    def for_graph(self, arguments: Any) -> None:
+        raise AssertionError("a plan was made")
+
+    def captured(self, *args: Any) -> Tensor:
+        return torch.full((1,), 5.0)
+
+
+def test_a_kernel_that_plans_is_not_asked_for_a_plan_where_graphs_have_another(graph: CudaGraph) -> None:
+    backend, attention = hal.open("cpu"), Planner()
+    ops.activate(lambda each: attention if each.name == "paged_attention" else backend.resolve(each))
+    try:
+        with ops.intercepted(graph._watch()):
+            assert call([1] * ROWS).tolist() == [5.0]
+        assert attention.calls == 0
+        assert {name for name, _ in graph.host_values.items()} == HOST
+    finally:
+        backend.activate()
+
+
 def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
     with ops.intercepted(graph._watch()):
         call([1] * ROWS)
