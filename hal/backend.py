@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.compilers import IN_PIECES, SPLITTING_OPS, check_compilation
+from hal.compilers import IN_PIECES, OWN_COMPILERS, SPLITTING_OPS, check_compilation
 from hal.config import CompilationConfig, Config
 from hal.device import Device
 from hal.errors import (
@@ -79,6 +80,7 @@ class Backend:
                 raise OperationError(
                     f"the kernel of {name} for {each} is {kernel!r}", "give a callable, or leave it out"
                 )
+            _check_arguments(name, each, kernel)
         without = [each.name for each in ops.catalogue().values() if each.touches_cache and each.name not in kernels]
         if without and cache_layout != "canonical":
             raise DriverIncompatible(
@@ -142,6 +144,7 @@ class Backend:
             ConfigError: a compiler, dtype or block size that the backend does not have.
         """
         check_compilation(self, config.compilation)
+        self._check_brought(config.compilation)
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         size, sizes = config.cache.block_size, self.limits.block_sizes
@@ -153,6 +156,22 @@ class Backend:
         self.config = config
         if self.active:
             self.activate()  # what stands in for missing kernels depends on the config
+
+    def _check_brought(self, config: CompilationConfig) -> None:
+        compilers = {config.of("decode").compiler, config.of("prefill").compiler}
+        if compilers & {"graph", *IN_PIECES} and type(self).graph is Backend.graph:
+            raise self._without_graphs()
+        for own in compilers - set(OWN_COMPILERS):
+            if type(self).decoder is Backend.decoder:
+                raise self._without_decoder(own)
+
+    def _without_graphs(self) -> ConfigError:
+        return ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
+
+    def _without_decoder(self, compiler: str) -> ConfigError:
+        return ConfigError(
+            f"the driver {self.name} names the compiler {compiler!r} and does not bring it", "report it to its authors"
+        )
 
     def splitting_ops(self, config: CompilationConfig) -> set[str]:
         """hal's names of the operations that a phase is split at."""
@@ -189,7 +208,7 @@ class Backend:
         Raises:
             ConfigError: the driver brings no graphs.
         """
-        raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
+        raise self._without_graphs()
 
     def decoder(self, compiler: str, model: Any, cache: KVCache) -> Callable[[Any], Tensor]:
         """What runs decode steps with a compiler of the driver's own.
@@ -201,15 +220,13 @@ class Backend:
 
         Returns:
             A function from a :class:`hal.Batch` to logits ``[sequences, vocab_size]``, valid until the next call. If it
-            has a method ``stages``, from a batch size to :class:`hal.compile.optimise.Stage` objects, ``hal explain``
+            has a method ``stages``, from a batch size to ``hal.compile.optimise.Stage`` objects, ``hal explain``
             shows what came after the rewrites.
 
         Raises:
             ConfigError: the driver has none.
         """
-        raise ConfigError(
-            f"the driver {self.name} names the compiler {compiler!r} and does not bring it", "report it to its authors"
-        )
+        raise self._without_decoder(compiler)
 
     def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
         """Bring a projection's weight into the form that this backend's ``linear`` computes on; called once, at load.
@@ -318,6 +335,22 @@ class BackendOps:
             kernel = self._backend._stand_in(operation, body)
         function = self._functions[name] = operation.calling(kernel)
         return function
+
+
+def _check_arguments(driver: str, name: str, kernel: Kernel) -> None:
+    """Refuse a kernel that cannot be called as the operation is: with all its arguments, by position."""
+    count = len(ops.operation(name).signature.parameters)
+    try:
+        signature = inspect.signature(kernel)
+    except (TypeError, ValueError):
+        return  # a function in C, which does not tell
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        raise OperationError(
+            f"the kernel of {driver} for {name} cannot take the operation's {count} arguments: {error}",
+            f"take them by position, in this order: {', '.join(ops.operation(name).signature.parameters)}",
+        ) from None
 
 
 _active: Backend | None = None

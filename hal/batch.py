@@ -7,12 +7,15 @@ takes it finished.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from hal.errors import BatchError
+
+_LISTS = "give a list of integers per sequence, of its tokens and of its blocks"
 
 
 @attrs.frozen(eq=False)
@@ -122,6 +125,9 @@ class Batch:
         slots: list[int] = []
         positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
+            given: Any = (tokens, blocks)
+            if any(isinstance(each, Tensor) for each in given):
+                raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
             if start < 0:
                 raise BatchError(f"sequence {row} has {start} tokens cached", "give 0 or more")
             if not tokens:
@@ -140,8 +146,14 @@ class Batch:
         width = max(map(len, block_ids))
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in block_ids], dtype=torch.int32)
         rows = torch.arange(int(lengths.sum())) if all_logits else starts[1:].long() - 1
+        try:
+            tokens_ = torch.tensor([token for tokens in token_ids for token in tokens])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BatchError(f"the token ids are not all integers: {error}", _LISTS) from None
+        if tokens_.dtype != torch.int64:
+            raise BatchError(f"the token ids are {str(tokens_.dtype).removeprefix('torch.')}, not integers", _LISTS)
         return cls(
-            token_ids=torch.tensor([token for tokens in token_ids for token in tokens]).to(device),
+            token_ids=tokens_.to(device),
             positions=torch.tensor(positions).to(device),
             slot_mapping=torch.tensor(slots, dtype=torch.int32).to(device),
             block_table=table.to(device),

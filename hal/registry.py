@@ -79,8 +79,8 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
         DriverUnavailable: the driver cannot run here, with its reason and hint.
     """
     settings = load(config, driver_names=driver_names() if config is None else ())
-    driver = _choose() if settings.backend == "auto" else load_driver(settings.backend)
-    options = {**environment_options(driver.name), **settings.options}
+    name, driver = _choose() if settings.backend == "auto" else (settings.backend, load_driver(settings.backend))
+    options = {**environment_options(name), **settings.options}
     probe = _probe(driver, options)
     if not probe.available:
         raise DriverUnavailable(f"the driver {driver.name} cannot run here: {probe.reason}", probe.hint)
@@ -91,11 +91,11 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
     return backend
 
 
-def _choose() -> Driver:
+def _choose() -> tuple[str, Driver]:
     tried = candidates()
     for candidate in tried:
         if candidate.driver is not None and candidate.probe.available:
-            return candidate.driver
+            return candidate.name, candidate.driver
     reasons = "; ".join(f"{each.name}: {each.probe.reason}" for each in tried) or "none is installed"
     hints = "; ".join(f"{each.name}: {each.probe.hint}" for each in tried) or "reinstall torch-hal"
     raise DriverUnavailable(f"no driver can run here ({reasons})", hints)

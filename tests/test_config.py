@@ -38,7 +38,7 @@ JSON = st.recursive(
 COMPILATIONS = st.builds(
     CompilationConfig,
     compiler=TEXT,
-    capture_sizes=st.none() | st.lists(SIZES, max_size=4).map(tuple),
+    capture_sizes=st.none() | st.lists(SIZES, min_size=1, max_size=4).map(tuple),
     max_capture_size=st.none() | SIZES,
     on_capture_error=st.sampled_from(["raise", "eager"]),
 )
@@ -92,6 +92,7 @@ class TestRead:
             ({"compilation": {"capture_sizes": "12"}}, r"expected a list, found str '12'"),
             ({"compilation": {"capture_sizes": [1, "2"]}}, r"expected int, found str '2'"),
             ({"compilation": {"capture_sizes": [1, -2]}}, r"must be at least 1, not -2"),
+            ({"compilation": {"capture_sizes": []}}, r"must name one at least; leave it out"),
             ({"compilation": {"max_capture_size": 0}}, r"must be at least 1, not 0"),
             ({"options": []}, r"expected a table with text keys, found list"),
             ({"options": {1: 2}}, r"expected a table with text keys"),

@@ -27,6 +27,7 @@ from hal.errors import (
     DriverIncompatible,
     DriverNotFound,
     DriverUnavailable,
+    OperationError,
 )
 
 VENDOR = """
@@ -114,7 +115,7 @@ def test_by_name_loads_that_driver_only(vendor: Vendor) -> None:
 
 
 def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    vendor.install(acme="acme_driver:Acme")
+    vendor.install(acme="acme_driver:Acme", card="acme_driver:Acme")
     monkeypatch.setenv("HAL_ACME_CARDS", "[1, 2]")
     monkeypatch.setenv("HAL_ACME_MODE", "fast")
     monkeypatch.setenv("HAL_CPU_NONSENSE", "1")  # not asked of acme
@@ -122,6 +123,9 @@ def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: p
     assert sys.modules["acme_driver"].Acme.last.opened_with == {"cards": [1, 2], "mode": "slow"}
     with pytest.raises(ConfigError, match="unknown key 'nonsense'"):
         hal.open("cpu")
+    monkeypatch.setenv("HAL_CARD_MODE", "by the entry point")  # as a configuration names it, whatever its class says
+    hal.open("card", activate=False)
+    assert sys.modules["acme_driver"].Acme.last.opened_with == {"mode": "by the entry point"}
 
 
 def test_auto_takes_the_available_driver_of_highest_priority(vendor: Vendor) -> None:
@@ -225,6 +229,23 @@ class TestChoices:
             limited.configure(hal.Config(backend="limited", cache=hal.CacheConfig(block_size=16)))
         with pytest.raises(ConfigError, match="set dtype to one of float32"):
             limited.configure(hal.Config(backend="limited", dtype="bfloat16"))
+
+    @pytest.mark.parametrize(
+        ("compiler", "message"),
+        [("graph", "has no graphs"), ("piecewise", "has no graphs"), ("own", "does not bring it")],
+    )
+    def test_what_the_driver_names_and_does_not_bring(self, cpu: hal.Backend, compiler: str, message: str) -> None:
+        backend = hal.Backend("promising", cpu.device, kernels={}, compilers=("graph", "own"))
+        with pytest.raises(ConfigError, match=message):
+            backend.configure(hal.Config("promising", compilation=hal.CompilationConfig(compiler)))
+
+    @pytest.mark.parametrize(
+        "kernel", [lambda x, weight: x, lambda x, weight, *, eps: x, lambda x, weight, eps, more: x]
+    )
+    def test_a_kernel_of_other_arguments(self, cpu: hal.Backend, kernel: Any) -> None:
+        message = r"cannot take the operation's 3 arguments: .*\n.*in this order: x, weight, eps"
+        with pytest.raises(OperationError, match=message):
+            hal.Backend("short", cpu.device, kernels={"rms_norm": kernel})
 
     def test_a_failed_open_leaves_the_active_backend(self, cpu: hal.Backend) -> None:
         with pytest.raises(ConfigError):

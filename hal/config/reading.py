@@ -28,7 +28,7 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
         problems = cattrs.transform_error(error, path=where, format_exception=_format)
     except RecursionError:
         problems = [f"{where} is nested too deeply"]
-    raise ConfigError("; ".join(problems), f"correct them; the keys here: {', '.join(_keys(cls)) or 'none'}")
+    raise ConfigError("; ".join(problems), f"correct them; the keys of {where}: {', '.join(_keys(cls)) or 'none'}")
 
 
 # What a checkpoint's config.json says about training, generation or itself, and what RopeParameters reads.

@@ -10,6 +10,8 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value == ():
+        raise ValueError("must name one at least; leave it out for the default")
     for number in value if isinstance(value, tuple) else (value,):
         if number is not None and number < 1:
             raise ValueError(f"must be at least 1, not {number}")

@@ -24,6 +24,10 @@ def _run(model: CausalLM, cache: KVCache, batch: Batch) -> Tensor:
     return logits
 
 
+_REMEDIES = {
+    "token id": "check that tokenizer and model belong together",
+    "block": "take blocks from runner.blocks (block 0 is for padding), or raise cache.num_tokens for more of them",
+}
 _ROWS = ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host", "positions", "slot_mapping")
 
 
@@ -231,9 +235,12 @@ class Runner:
                 )
 
     def _check_range(self, row: int, what: str, numbers: Sequence[int], low: int, high: int) -> None:
-        if numbers and not (low <= min(numbers) and max(numbers) < high):
+        try:
+            outside = len(numbers) and not (low <= min(numbers) and max(numbers) < high)
+        except TypeError:
+            raise BatchError(f"sequence {row} has a {what} that is no number", "give lists of integers") from None
+        if outside:
             wrong = next(number for number in numbers if not low <= number < high)
             raise BatchError(
-                f"sequence {row} has {what} {wrong}, out of the range {low} to {high - 1}",
-                "check that tokenizer, model and cache belong together",
+                f"sequence {row} has {what} {wrong}, out of the range {low} to {high - 1}", _REMEDIES[what]
             )

@@ -63,7 +63,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "problem", "remedy"),
         [
-            ({"devise": 1}, "unknown key 'devise' (did you mean 'device'?", "the keys here: device, emulator"),
+            ({"devise": 1}, "unknown key 'devise' (did you mean 'device'?", ": device, emulator"),
             ({"device": "0"}, "expected int, found str '0'", ""),
             ({"device": True}, "expected int, found bool True", ""),
             ({"device": -1}, "device must be at least 0, not -1", ""),
