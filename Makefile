@@ -52,7 +52,7 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.dev
-	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs docs/_build/html
+	$(BIN)/sphinx-build -j auto -W --keep-going -n -q -b html docs docs/_build/html
 
 checkpoint: $(VENV)/.test
 	$(BIN)/python checkpoints/train.py

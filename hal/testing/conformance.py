@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from types import ModuleType
@@ -35,6 +35,8 @@ class Conformance:
         config: keys of the configuration that it is opened with, such as ``{"options": {"device_index": 0}}``.
         unsupported: by pattern, why the driver does without; such cases are skipped.
         failing: by pattern, why cases fail for now. One that passes is an error.
+        only: patterns of the cases to make; empty makes all. For a second configuration of a driver, where the first
+            has all.
         open: opens the backend in place of the driver's entry point, each time a new one.
     """
 
@@ -42,6 +44,7 @@ class Conformance:
     config: Mapping[str, Any] = attrs.field(factory=dict)
     unsupported: Mapping[str, str] = attrs.field(factory=dict)
     failing: Mapping[str, str] = attrs.field(factory=dict)
+    only: Sequence[str] = ()
     open: Callable[[], Backend] | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -78,7 +81,9 @@ class Conformance:
 
     def _made(self) -> Iterator[Case]:
         for area in AREAS:
-            yield from area.cases(self.target)
+            for case in area.cases(self.target):
+                if not self.only or any(fnmatchcase(case.name, pattern) for pattern in self.only):
+                    yield case
 
     def case(self, name: str) -> Case:
         """The case of a name.
@@ -104,10 +109,10 @@ class Conformance:
         names = [each.name for each in self.cases]
         if len(names) == 1:
             return
-        for pattern in (*self.unsupported, *self.failing):
+        for pattern in (*self.unsupported, *self.failing, *self.only):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
-                    f"the exception {pattern!r} matches none of the {len(names)} cases of the backend {self.backend}",
+                    f"the pattern {pattern!r} matches none of the {len(names)} cases of the backend {self.backend}",
                     f"take it out, or correct it; {nearest(pattern, {_subject(name) for name in names})}",
                 )
 

@@ -137,7 +137,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(pytester: pytest.Pytester, k
     result = run(pytester, "streams/", f'{kind}={{"operations/rms_nrm/*": "typed in haste"}}')
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([
-        "*the exception 'operations/rms_nrm/*' matches none of the * cases of the backend cpu*",
+        "*the pattern 'operations/rms_nrm/*' matches none of the * cases of the backend cpu*",
         "*did you mean 'operations/rms_norm/*'*",
     ])  # fmt: skip
 

@@ -52,7 +52,9 @@ def test_trained_checkpoint(trained_case: Case, mode: str) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[(family, seed, dtype) for family in FAMILIES for seed in CONFIGURATIONS for dtype in DTYPES],
+    params=[
+        (family, seed, DTYPES[(seed + turn) % 2]) for turn, family in enumerate(FAMILIES) for seed in CONFIGURATIONS
+    ],
     ids=lambda drawn: "{}-seed={}-{}".format(*drawn),
 )
 def drawn_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

@@ -73,7 +73,7 @@ def eager(made: Any, scheme: str, stream: list[int]) -> schemes.Found:
     return measured(made, scheme, "npu", "eager", stream)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["graph", "piecewise"])
 def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: str, stream: list[int]) -> None:
     """A batch is padded, and rounds otherwise; in int8 that moves a value by a whole step. Few tokens show it more."""
     found = measured(made, scheme, "npu", mode, stream)
