@@ -142,6 +142,15 @@ def test_a_pattern_that_matches_nothing_is_an_error(pytester: pytest.Pytester, k
     ])  # fmt: skip
 
 
+def test_only_some_cases_are_made() -> None:
+    conformance = Conformance(backend="cpu", only=("streams/*", "operations/rms_norm/float32/*"))
+    assert {each.area for each in conformance.cases} == {"devices", "streams", "operations"}
+    assert [each.name for each in conformance.cases if each.area == "devices"] == ["devices/open"]
+    conformance.check_patterns()
+    with pytest.raises(ConfigError, match=r"the pattern 'streems/\*' matches none of the \d+ cases"):
+        Conformance(backend="cpu", only=("streams/*", "streems/*")).check_patterns()
+
+
 def test_an_exception_without_a_reason_is_an_error() -> None:
     with pytest.raises(ConfigError, match="'graphs/\\*' has no reason"):
         Conformance(backend="cpu", unsupported={"graphs/*": " "})

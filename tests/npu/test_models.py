@@ -52,6 +52,7 @@ def test_trained_checkpoint(trained_case: Case, mode: str) -> None:
 
 @pytest.fixture(
     scope="module",
+    # Each in one of the two dtypes, by turns; everything.py takes both.
     params=[
         (family, seed, DTYPES[(seed + turn) % 2]) for turn, family in enumerate(FAMILIES) for seed in CONFIGURATIONS
     ],
