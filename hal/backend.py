@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,12 +24,12 @@ from hal.errors import (
     DriverIncompatible,
     HalError,
     MissingKernel,
-    OperationError,
     nearest,
 )
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.limits import DEFAULT_BLOCK_SIZE, Limits
+from hal.ops.calling import check_kernel
 from hal.ops.declaration import Kernel, Operation
 
 log = logging.getLogger("hal.backend")
@@ -55,7 +54,7 @@ class Backend:
         sources: by operation, the library that its kernel is from, for drivers that choose among several.
 
     Raises:
-        OperationError: a kernel is for no known operation.
+        OperationError: a kernel is for no known operation, or cannot be called as its operation is.
         DriverIncompatible: the cache layout is not canonical, and an operation that touches the cache has no kernel.
     """
 
@@ -75,12 +74,7 @@ class Backend:
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         for each, kernel in kernels.items():
-            ops.operation(each)  # a misspelt name would otherwise never run
-            if not callable(kernel):
-                raise OperationError(
-                    f"the kernel of {name} for {each} is {kernel!r}", "give a callable, or leave it out"
-                )
-            _check_arguments(name, each, kernel)
+            check_kernel(name, ops.operation(each), kernel)  # a misspelt name would otherwise never run
         without = [each.name for each in ops.catalogue().values() if each.touches_cache and each.name not in kernels]
         if without and cache_layout != "canonical":
             raise DriverIncompatible(
@@ -335,22 +329,6 @@ class BackendOps:
             kernel = self._backend._stand_in(operation, body)
         function = self._functions[name] = operation.calling(kernel)
         return function
-
-
-def _check_arguments(driver: str, name: str, kernel: Kernel) -> None:
-    """Refuse a kernel that cannot be called as the operation is: with all its arguments, by position."""
-    count = len(ops.operation(name).signature.parameters)
-    try:
-        signature = inspect.signature(kernel)
-    except (TypeError, ValueError):
-        return  # a function in C, which does not tell
-    try:
-        signature.bind(*[None] * count)
-    except TypeError as error:
-        raise OperationError(
-            f"the kernel of {driver} for {name} cannot take the operation's {count} arguments: {error}",
-            f"take them by position, in this order: {', '.join(ops.operation(name).signature.parameters)}",
-        ) from None
 
 
 _active: Backend | None = None

@@ -58,7 +58,7 @@ class Batch:
         """The same work in steps of at most ``max_tokens`` tokens, to be run in this order.
 
         A sequence that a step leaves unfinished goes on in the next, with what is done so far in the cache. Each step
-        asks for those logits of this batch that its tokens give; ``logits_indices`` must ascend from 0 or above.
+        asks for those logits of this batch that its tokens give; ``logits_indices`` must be sorted, from 0 or above.
 
         Raises:
             BatchError: ``max_tokens`` is less than 1.

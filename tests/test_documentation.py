@@ -155,8 +155,17 @@ def test_picture_stands_alone() -> None:
     assert not [element for element in picture.iter() if element.tag.endswith(("image", "script", "use"))]
 
 
-@pytest.mark.skipif("CI" in os.environ, reason="CI builds them by `make docs`, as strictly")
 def test_builds_strictly(tmp_path: Path) -> None:
+    """In CI `make docs` has just built them, as strictly, and what it made is looked at."""
+    built = DOCS / "_build" / "html"
+    if "CI" not in os.environ or not built.exists():
+        built = build(tmp_path)
+    operations = (built / "operations.html").read_text(encoding="utf-8")
+    missing = [name for name in hal.ops.catalogue() if f'id="hal.ops.{name}"' not in operations]
+    assert not missing
+
+
+def build(tmp_path: Path) -> Path:
     pytest.importorskip("sphinx", reason="the docs extra is not installed")
     pytest.importorskip("myst_parser", reason="the docs extra is not installed")
     pytest.importorskip("furo", reason="the docs extra is not installed")
@@ -165,6 +174,4 @@ def test_builds_strictly(tmp_path: Path) -> None:
         [*command, str(DOCS), str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
-    operations = (tmp_path / "html" / "operations.html").read_text(encoding="utf-8")
-    missing = [name for name in hal.ops.catalogue() if f'id="hal.ops.{name}"' not in operations]
-    assert not missing
+    return tmp_path / "html"

@@ -170,8 +170,8 @@ class Runner:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
 
         Raises:
-            BatchError: its tensors' shapes do not fit together; or it takes several steps, and its logits_indices do
-                not ascend.
+            BatchError: its tensors' shapes do not fit together; or it takes several steps, and its logits_indices
+                are not sorted.
         """
         self._require_active()
         self._check_rows(batch)
@@ -179,7 +179,7 @@ class Runner:
         wanted = batch.logits_indices
         if len(steps) > 1 and bool((wanted.diff() < 0).any() or (wanted < 0).any()):
             raise BatchError(
-                "logits_indices are negative or do not ascend, and the batch takes several steps",
+                "logits_indices are negative or not sorted, and the batch takes several steps",
                 "sort them and count from 0, or prefill at most max_prefill_tokens at once",
             )
         with self.backend.explaining(), torch.inference_mode():
