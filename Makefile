@@ -4,11 +4,15 @@ VENV ?= .venv
 # Tests use this version. On a machine without a GPU a CPU build of it saves gigabytes.
 TORCH ?= torch==2.13.0
 CHECKPOINT ?= checkpoints/tiny-python
+# For the CUDA driver on the emulated CUDA: torch for CUDA, in an environment of its own.
+CUDA_VENV ?= $(VENV)/cuda
+CUDA_TESTS ?= tests/cuda/emulated $(wildcard tests/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are imported, which most of what is installed never is.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test bench lint types layers docs checkpoint clean
+.PHONY: demo test bench lint types layers docs checkpoint clean test-cuda-emulated
 
 # The same prompts on the CPU and on an emulated NPU, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -32,11 +36,18 @@ endif
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test: export OMP_NUM_THREADS = 1
+# The workers have the cores: Inductor's own would each import torch again.
+test: export TORCHINDUCTOR_COMPILE_THREADS = 1
 test: $(VENV)/.test
 	$(PYTEST)
 	$(PYTEST) tests/emulator
-	$(PYTEST) tests/npu
-	$(PYTEST) tests/conformance/npu
+	$(PYTEST) tests/npu tests/conformance/npu
+
+# Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
+test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2
+test-cuda-emulated: $(CUDA_VENV)/.test
+	PYTHONPATH=tests/cuda $(CUDA_VENV)/bin/python -m emulated \
+	  pytest -q -p emulated.plugin -n auto --maxprocesses 8 --dist worksteal $(CUDA_TESTS)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
@@ -77,3 +88,13 @@ $(VENV)/.test: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.test
+
+# Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports.
+$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(CUDA_VENV)/.test: setup.cfg pyproject.toml
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(PIP) torch==2.11.0
+	$(PIP) --editable '.[testing,cuda]' hypothesis pytest-benchmark pytest-xdist transformers
+	$(PIP) --no-deps flashinfer-python==0.7.2.post1 apache-tvm-ffi
+	$(PIP) einops ninja nvidia-ml-py requests tabulate
+	touch $@

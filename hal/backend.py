@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,12 +9,23 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
+import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hal import ops
-from hal.compilers import IN_PIECES, OWN_COMPILERS, SPLITTING_OPS, check_compilation
-from hal.config import CompilationConfig, Config
+from hal.backend_ops import BackendOps, StandIns
+from hal.compilers import (
+    IN_PIECES,
+    OWN_COMPILERS,
+    SPLITTING_OPS,
+    all_compilers,
+    by_own_names,
+    check_aliases,
+    check_compilation,
+    pass_name,
+)
+from hal.config import CompilationConfig, Config, load
 from hal.device import Device
 from hal.errors import (
     ConfigError,
@@ -23,16 +33,17 @@ from hal.errors import (
     DeviceOutOfMemory,
     DriverIncompatible,
     HalError,
-    MissingKernel,
     nearest,
 )
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.limits import DEFAULT_BLOCK_SIZE, Limits
+from hal.nn import CausalLM, QuantizedLinear
 from hal.ops.calling import check_kernel
 from hal.ops.declaration import Kernel, Operation
 
-log = logging.getLogger("hal.backend")
+LayerMaker = Callable[[Any], nn.Module]
+"""From a layer without values to the one in its place, or to the layer itself where that stays."""
 
 
 class Backend:
@@ -43,7 +54,11 @@ class Backend:
         device: the device it runs on.
         kernels: by operation name, a callable with the operation's arguments. An operation without one runs its body.
         compilers: the names that ``compilation.compiler`` may take here; ``eager`` is always one.
-        rewrites: graph rewrites of the driver's own, which run before those of the fused operations.
+        aliases: other names that a configuration may call compilers by here, and hal's.
+        rewrites: graph rewrites of the driver's own, which run before those of the fused operations. One with a fused
+            operation's name takes the place of that operation's, for instance to say when it does not apply.
+        layers: by class of ``hal.nn``, what makes the layer that models get in its place: a subclass of it whose
+            constructor takes the original, or a function. Drivers whose hardware has a kernel need none.
         native_names: the vendor's own names of operations, such as ``atb._npu_paged_attention``, and hal's.
         capabilities: names of optional abilities.
         limits: see :class:`Limits`.
@@ -55,7 +70,9 @@ class Backend:
 
     Raises:
         OperationError: a kernel is for no known operation, or cannot be called as its operation is.
-        DriverIncompatible: the cache layout is not canonical, and an operation that touches the cache has no kernel.
+        DriverIncompatible: the cache layout is not canonical, and an operation that touches the cache has no kernel;
+            two rewrites have one name; an alias is a compiler's own name, or stands for none; or a layer is none of
+            hal.nn's that can be replaced.
     """
 
     def __init__(
@@ -65,7 +82,9 @@ class Backend:
         *,
         kernels: Mapping[str, Kernel],
         compilers: Sequence[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
         rewrites: Sequence[Any] = (),
+        layers: Mapping[type[nn.Module], LayerMaker] = MappingProxyType({}),
         native_names: Mapping[str, str] = MappingProxyType({}),
         capabilities: frozenset[str] = frozenset(),
         limits: Limits | None = None,
@@ -84,23 +103,31 @@ class Backend:
         self.name = name
         self.device = device
         self.kernels = MappingProxyType(dict(kernels))
-        served = dict.fromkeys(("eager", *compilers))
-        if "graph" in served:  # what can be captured whole can be captured in pieces
-            served |= dict.fromkeys(IN_PIECES)
-        if inductor is not None:
-            served["inductor"] = None
-        self.compilers = tuple(served)
+        self.compilers = all_compilers(compilers, inductor=inductor is not None)
         self.inductor = None if inductor is None else frozenset(ops.operation(each).name for each in inductor)
+        self.aliases = MappingProxyType(dict(aliases))
+        check_aliases(name, aliases, self.compilers)
         self.rewrites = tuple(rewrites)
+        if twice := [each for each, count in Counter(map(pass_name, rewrites)).items() if count > 1]:
+            raise DriverIncompatible(
+                f"the driver {name} has more than one rewrite named {', '.join(twice)}",
+                "give each a name of its own, by which a configuration can turn it off",
+            )
+        if wrong_layers := [each.__name__ for each in layers if not _is_replaceable(each)]:
+            raise DriverIncompatible(
+                f"the driver {name} has a layer for {', '.join(wrong_layers)}, in whose place no driver may put one",
+                "name classes of hal.nn, none of them a model or an int8 projection; the latter take kernels",
+            )
+        self.layers = MappingProxyType(dict(layers))
         self.native_names = MappingProxyType(dict(native_names))
         self.capabilities = capabilities
         self.limits = limits or Limits()
         self.cache_layout = cache_layout
         self.sources = MappingProxyType(dict(sources))
         self.config = Config(backend=name)
-        self.ops = BackendOps(self)
+        self._stand_in = StandIns(self)
+        self.ops = BackendOps(self, self._stand_in)
         self.graphs: WeakSet[Graph] = WeakSet()
-        self._said: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device!r}>"
@@ -135,8 +162,10 @@ class Backend:
         """Take over the configuration it was opened with; refuse what this backend cannot do.
 
         Raises:
-            ConfigError: a compiler, dtype or block size that the backend does not have.
+            ConfigError: a value is of a wrong type, or a compiler, dtype or block size that the backend does not have.
         """
+        config = load(config)
+        config = attrs.evolve(config, compilation=by_own_names(config.compilation, self.aliases))
         check_compilation(self, config.compilation)
         self._check_brought(config.compilation)
         if config.dtype != "auto":
@@ -174,8 +203,8 @@ class Backend:
     @property
     def pass_names(self) -> tuple[str, ...]:
         """The names that ``compilation.passes`` may hold: of the driver's own rewrites, and of the fused operations."""
-        own = [str(getattr(each, "name", None) or getattr(each, "__name__", each)) for each in self.rewrites]
-        return (*own, *(each.name for each in ops.catalogue().values() if each.fused and each.name in self.kernels))
+        fused = [each.name for each in ops.catalogue().values() if each.fused and each.name in self.kernels]
+        return tuple(dict.fromkeys((*map(pass_name, self.rewrites), *fused)))
 
     def operation_named(self, name: str) -> str:
         """hal's name of an operation, by that or by the vendor's.
@@ -235,6 +264,18 @@ class Backend:
         """
         return weight
 
+    def plain_weight(self, weight: Tensor) -> Tensor:
+        """What :meth:`prepare_weight` made, as torch copies it to other devices and saves it.
+
+        Args:
+            weight: a projection's, or any other tensor of a model that was loaded on this backend.
+
+        Returns:
+            ``weight`` itself by default, which will do for a layout that torch brings out of by copying; else a tensor
+            of the same shape and dtype, in an ordinary layout.
+        """
+        return weight
+
     def prepare_deq_scale(self, deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Bring the scales of a static W8A8 projection into the form that ``quant_linear_static`` takes for ``dtype``.
 
@@ -291,44 +332,10 @@ class Backend:
             f"the backend {self.name} does not count launches", "use one that does, such as an emulated device"
         )
 
-    def _stand_in(self, operation: Operation, body: Kernel) -> Kernel:
-        """``body`` in place of a missing kernel: says so at the first call, or raises if the config is strict."""
 
-        def missing(*args: Any, **kwargs: Any) -> Any:
-            if self.config.strict:
-                raise MissingKernel(
-                    f"the backend {self.name} has no kernel for {operation.name}, and the config says strict",
-                    "choose a driver that has it (`hal ops` lists them), or leave strict out",
-                )
-            if operation.name not in self._said:
-                self._said.add(operation.name)
-                log.info("%s has no kernel for %s; its reference runs", self.name, operation.name)
-            if operation.kernel is missing:
-                operation.bind(body)
-            return body(*args, **kwargs)
-
-        return missing
-
-
-class BackendOps:
-    """The operations on one backend, active or not: ``backend.ops.rms_norm(x, weight, eps)``."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._functions: dict[str, Callable[..., Any]] = {}
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        operation = ops.operation(name)
-        if self._backend.active:
-            return operation.function  # which a graph's capture sees
-        if name in self._functions:
-            return self._functions[name]
-        kernel = self._backend.kernels.get(name)
-        if kernel is None:
-            body = operation.rebound(lambda inner: getattr(self, inner.name))
-            kernel = self._backend._stand_in(operation, body)
-        function = self._functions[name] = operation.calling(kernel)
-        return function
+def _is_replaceable(layer: type[nn.Module]) -> bool:
+    """Whether it is a layer of hal.nn; not a model, nor what a checkpoint's quantisation fills."""
+    return layer.__module__.startswith("hal.nn.") and not issubclass(layer, CausalLM | QuantizedLinear)
 
 
 _active: Backend | None = None

@@ -6,6 +6,7 @@ takes it finished.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +115,8 @@ class Batch:
             device: where the tensors for the model go.
 
         Raises:
-            BatchError: no sequences, a sequence without new tokens, or with too few blocks.
+            BatchError: no sequences, a sequence without new tokens, or with too few blocks, or numbers that are no
+                integers or out of their range.
         """
         cached = [0] * len(token_ids) if cached is None else cached
         if not token_ids or not len(token_ids) == len(block_ids) == len(cached):
@@ -122,14 +124,15 @@ class Batch:
                 f"a batch of {len(token_ids)} token lists, {len(block_ids)} block lists and {len(cached)} lengths",
                 "give at least one sequence, and one of each per sequence",
             )
+        ends = 2**31 // block_size, 2**31  # slots and lengths are int32
+        block_ids = [_integers(row, "block {}", blocks, ends[0]) for row, blocks in enumerate(block_ids)]
+        cached = [_integers(row, "{} tokens cached", [each], ends[1])[0] for row, each in enumerate(cached)]
         slots: list[int] = []
         positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
-            given: Any = (tokens, blocks)
-            if any(isinstance(each, Tensor) for each in given):
+            given: Any = tokens
+            if isinstance(given, Tensor):
                 raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
-            if start < 0:
-                raise BatchError(f"sequence {row} has {start} tokens cached", "give 0 or more")
             if not tokens:
                 raise BatchError(f"sequence {row} has no new token", "leave it out, or give it at least one token")
             length = start + len(tokens)
@@ -146,14 +149,8 @@ class Batch:
         width = max(map(len, block_ids))
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in block_ids], dtype=torch.int32)
         rows = torch.arange(int(lengths.sum())) if all_logits else starts[1:].long() - 1
-        try:
-            tokens_ = torch.tensor([token for tokens in token_ids for token in tokens])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise BatchError(f"the token ids are not all integers: {error}", _LISTS) from None
-        if tokens_.dtype != torch.int64:
-            raise BatchError(f"the token ids are {str(tokens_.dtype).removeprefix('torch.')}, not integers", _LISTS)
         return cls(
-            token_ids=tokens_.to(device),
+            token_ids=_joined(token_ids).to(device),
             positions=torch.tensor(positions).to(device),
             slot_mapping=torch.tensor(slots, dtype=torch.int32).to(device),
             block_table=table.to(device),
@@ -163,3 +160,38 @@ class Batch:
             query_start_loc_host=starts,
             kv_lens_host=kv_lens,
         )
+
+
+def one_query_each(tokens: int, starts: list[int]) -> bool:
+    """Whether every sequence has one query, and no token is left over.
+
+    Args:
+        tokens: queries in all.
+        starts: the values of ``query_start_loc``.
+    """
+    return starts == list(range(tokens + 1))
+
+
+def _integers(row: int, what: str, numbers: Any, end: int) -> list[int]:
+    """A sequence's numbers, as integers from 0 to below ``end``."""
+    if isinstance(numbers, Tensor):
+        raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
+    try:
+        found = list(map(operator.index, numbers))
+    except TypeError:
+        raise BatchError(f"sequence {row} has {what.format(f'{numbers!r:.70}')}, not integers", _LISTS) from None
+    if found and not (min(found) >= 0 and max(found) < end):
+        wrong = next(each for each in found if not 0 <= each < end)
+        raise BatchError(f"sequence {row} has {what.format(wrong)}", f"give 0 or more, and less than {end}")
+    return found
+
+
+def _joined(token_ids: Sequence[Sequence[int]]) -> Tensor:
+    """The tokens of all sequences, one after the other."""
+    try:
+        joined = torch.tensor([token for tokens in token_ids for token in tokens])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"the token ids are not all integers: {error}", _LISTS) from None
+    if joined.dtype != torch.int64:
+        raise BatchError(f"the token ids are {str(joined.dtype).removeprefix('torch.')}, not integers", _LISTS)
+    return joined

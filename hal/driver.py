@@ -20,7 +20,8 @@ ADDED = MappingProxyType({
     (1, 1): (
         "Driver.probe_for", "Driver.requires", "Driver.variables", "Driver.devices", "Backend.explain",
         "Backend.counting_launches", "Backend.decoder", "Backend.prepare_deq_scale", "Backend.sources",
-        "Device.reset_peak", "Limits.capture_sizes", "Limits.max_streams", "Limits.streams_per_graph",
+        "Backend.layers", "Backend.aliases", "Backend.plain_weight", "Device.reset_peak", "Limits.capture_sizes",
+        "Limits.max_streams", "Limits.streams_per_graph",
     ),
 })  # fmt: skip
 """By minor version of the driver API, what it added for drivers to define or to give."""
@@ -49,7 +50,7 @@ class Driver(ABC):
     """A vendor's entry in the group ``hal.drivers``. Instances are cheap and hold no hardware.
 
     Attributes:
-        name: the entry point's name, and what a config says to choose it.
+        name: the entry point's name, and what a config says to choose it. A driver under another name does not load.
         api_version: the driver API that it was written for, such as ``(1, 0)``.
         priority: ``auto`` takes the available driver of highest priority.
         requires: the packages that it is known to work with, as requirements such as ``torch==2.13.*``. Nothing is

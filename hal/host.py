@@ -6,6 +6,7 @@ The CPU driver uses it, and so can any driver whose kernels run on the host.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,16 +88,17 @@ class HostDevice(Device):
         """Return at once: nothing is asynchronous."""
 
     def memory_stats(self) -> MemoryStats:
-        """Resident memory of the process, its peak, and what the machine has."""
+        """Resident memory of the process, its peak, and what the machine has, or a container of it, if that is less."""
         import psutil
 
         process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
+        limits = list(memory_limits())
         return MemoryStats(
             allocated=process.rss,
             peak=max(process.rss, _peak_resident(process)),
             reserved=process.rss,
-            free=machine.available,
-            total=machine.total,
+            free=max(0, min([machine.available, *(limit - used for limit, used in limits)])),
+            total=min([machine.total, *(limit for limit, _ in limits)]),
         )
 
     def reset_peak(self) -> bool:
@@ -113,3 +115,37 @@ def _peak_resident(process: Any) -> int:
     if status.exists():
         return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(getattr(process, "peak_wset", process.rss))
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """The limits that Linux's control groups set to this process's memory, and what is used of each, in bytes.
+
+    A container is such a group. The cache of files is not counted as used, because the kernel gives it up on demand, as
+    it does before it says what a machine has available.
+
+    Args:
+        root: of the file system that says so.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it.
+    """
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, files, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):
+            top, prefix = root / "sys/fs/cgroup/memory", "total_"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # The groups around one limit it, too. In a container the path may be one that only the host can see.
+        own = top / path.strip("/")
+        for folder in (own, *(each for each in own.parents if each.is_relative_to(top))):
+            try:
+                limit, used = ((folder / file).read_text().strip() for file in files)
+                stat = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue
+            if limit != "max":
+                cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+                yield int(limit), int(used) - cached

@@ -169,6 +169,11 @@ def _negotiate(name: str, cls: Any) -> Driver:
             f"the driver {name} lacks {', '.join(missing)}",
             f"implement them; the driver API is {_version(API_VERSION)}",
         )
+    if cls.name != name:  # configurations and variables go by the one, reports by the other
+        raise DriverIncompatible(
+            f"the entry point {name} in {GROUP} is a driver whose name is {cls.name!r}",
+            f"give both the same name: name = {name!r} in the class {cls.__name__}, or rename the entry point",
+        )
     if not isinstance(cls.priority, int):
         raise DriverIncompatible(
             f"the driver {name} has the priority {cls.priority!r}, which is no integer",

@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 """Largest difference of float32 logits, as a share of the largest logit."""
 STEPS = 16
 COMPILERS = ("eager", "graph", "inductor")
-"""The modes that every comparison runs in."""
+"""The modes of the CPU whose logits are compared."""
 
 
 @attrs.frozen

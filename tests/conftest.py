@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from hal import ops
 # transformers imports torch_npu wherever that is installed, and without CANN the import fails: out of sight, then.
 # tests/emulator, which brings a CANN, has its own process and takes this back.
 sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
+
+# Tracing makes millions of objects that live on. If every 700 new ones are searched for cycles, as by default, that is
+# a tenth of the suites' time.
+gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture

@@ -186,6 +186,9 @@ TENSORS = {
     "fewer layers than the config says": Case(
         config(num_hidden_layers=3), CheckpointError, "model.layers.2.input_layernorm.weight is missing"
     ),
+    "layers without end": Case(  # which took hours and all memory, before the tensors were looked at
+        config(num_hidden_layers=10**7), CheckpointError, "says num_hidden_layers 10000000, and there are"
+    ),
     "NaN": Case(
         weights(lambda tensors: tensors[LAYER].fill_(float("nan"))), NumericsError, "gave NaN logits for prompt 0"
     ),

@@ -65,15 +65,26 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any
         patch.setattr(floor, "READ_BYTES", 1 << 20)
         patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
         options = ("--context", 20, "--batch-size", 1, "--batch-size", 3, "--against", "transformers")
-        result = succeeds("decode", "--shapes", "tiny", *options, "--json", file)
+        modes = ("--compiler", "eager", "--compiler", "graph")
+        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--json", file)
     return result, json.loads(file.read_text())
 
 
 class TestDecode:
     @pytest.fixture
     def contenders(self) -> list[str]:
+        return ["hal eager", "hal graph", "transformers eager", "transformers compiled"]
+
+    def test_every_compiler_has_its_turn(self, tmp_path: Path) -> None:
+        file = tmp_path / "decode.json"
+        options = ("--context", 20, "--batch-size", 3, "--repeats", 3)
+        result = succeeds("decode", "--shapes", "tiny", *options, "--json", file)
         ours = [f"hal {compiler}" for compiler in hal.open("cpu").compilers]
-        return [*ours, "transformers eager", "transformers compiled"]
+        figures = json.loads(file.read_text())
+        assert [each["contender"] for each in figures["measurements"]] == ours
+        assert [each["contender"] for each in figures["agreements"]] == ours[1:]
+        assert all(each["difference"] < 1e-4 for each in figures["agreements"])
+        assert "- batch 3: all compute the same: logits differ by at most " in result.stdout
 
     def test_the_table(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
         lines = ran[0].stdout.splitlines()

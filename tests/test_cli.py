@@ -108,7 +108,8 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = re.findall(r"class (\w+)", DRIVERS)
     lines = [f"{name.lower()} = acme_cli_drivers:{name}" for name in names]
     (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines, *UNLOADABLE]))
-    (tmp_path / "site" / "acme_cli_drivers.py").write_text(textwrap.dedent(DRIVERS))
+    named = [f"{name}.name = {name.lower()!r}" for name in names]
+    (tmp_path / "site" / "acme_cli_drivers.py").write_text("\n".join([textwrap.dedent(DRIVERS), *named]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "acme_cli_drivers", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -227,6 +228,13 @@ class TestGenerate:
         )
         captured = {1: "[1]", 3: "[1, 2, 4]", 5: "[1, 2, 4, 8]"}
         assert f"info: captured decode graphs for batch sizes {captured[several]}\n" in result.stderr
+
+    @pytest.mark.parametrize("decode", [{"capture_sizes": [4]}, {"max_capture_size": 4, "capture_sizes": [4, 8]}])
+    def test_sizes_that_decode_names_are_captured(self, checkpoint: Path, decode: dict[str, object]) -> None:
+        compilation = json.dumps({"compiler": "graph", "decode": decode})
+        options = ("--prompt", "a", "--max-new-tokens", "2", "--compilation-config", compilation)
+        result = run("-v", "generate", checkpoint, *options)
+        assert "info: captured decode graphs for batch sizes [4]\n" in result.stderr
 
 
 class TestSettings:

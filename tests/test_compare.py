@@ -20,12 +20,13 @@ from hal.compare.backends import compare_backends
 from hal.compare.errors import CompareError
 from hal.compare.local import Evidence, transplant
 from hal.compare.measure import drift, error
-from hal.compare.modes import compare_modes
+from hal.compare.modes import compare_modes, in_mode
 from hal.compare.results import OUTSIDE, Call
 from hal.compare.saved import CALL, TENSORS, SavedCall, save
 from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts
 from hal.compare.watch import layer_of
+from hal.config import CompilationConfig, PhaseConfig
 from hal.errors import BatchError, HalError, NumericsError
 from hal.runtime.quantize import quantize_checkpoint
 
@@ -280,10 +281,19 @@ class TestSaved:
         assert "there is no folder for" in hal_compare(*arguments, tmp_path / "a" / "b", status=2).stderr
         with pytest.raises(HalError, match="holds no saved call"):
             SavedCall.load(tmp_path / "a")
+        (tmp_path / TENSORS).write_bytes(b"cut off")
+        with pytest.raises(HalError, match="holds no saved call"):
+            SavedCall.load(tmp_path)
+        (tmp_path / TENSORS).unlink()
         assert not (tmp_path / TENSORS).exists()
 
 
 class TestModes:
+    def test_a_mode_is_that_of_decode_steps(self) -> None:
+        config = CompilationConfig(decode=PhaseConfig(compiler="eager", capture_sizes=(4,)))
+        found = in_mode(config, "graph").of("decode")
+        assert (found.compiler, found.capture_sizes) == ("graph", (4,))
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_of_the_cpu(self, trained: Path, dtype: str) -> None:
         arguments = ("--backends", "cpu", "--compilers", "eager,graph,piecewise,piecewise_eager", "--dtype", dtype)
@@ -315,6 +325,7 @@ class TestModes:
         faulty(fault="stale")
         arguments = (small, "--backends", "faulty", "--compilers", "eager,graph", "--prompt", "the cat")
         found(*arguments, "--compilation-config", '{"capture_sizes": [4]}', status=1)
+        found(*arguments, "--compilation-config", '{"decode": {"capture_sizes": [4]}}', status=1)
         result = hal_compare(*arguments, "--compilation-config", '{"capture_size": [4]}', status=2)
         assert "did you mean 'capture_sizes'?" in result.stderr
 

@@ -17,9 +17,10 @@ import hal
 from hal import ops
 from hal.compile.inductor import compile_step
 from hal.compile.trace import TracedStep, batch_tensors, trace_step
-from hal.errors import BatchError, CompileError
+from hal.errors import BatchError, CompileError, ConfigError
 from hal.nn import Batch
 from hal.runtime.buckets import PaddedBatch
+from hal.runtime.compiled import CompiledDecoder
 
 KEPT = ("linear", "paged_attention", "store_kv_cache")
 
@@ -181,6 +182,35 @@ class Reads(torch.nn.Module):
 
     def forward(self, batch: Batch, caches: Any) -> Tensor:
         return torch.zeros(int(batch.kv_lens.max()), 4)
+
+
+class Fixes(torch.nn.Module):
+    """Makes a number of a size, which is then that of the example."""
+
+    def forward(self, batch: Batch, caches: Any) -> Tensor:
+        return batch.kv_lens.float().view(int(batch.kv_lens.shape[0]), 1)
+
+
+def test_a_size_that_the_model_fixes_shows() -> None:
+    example = PaddedBatch(4, 11, 16, torch.device("cpu"))
+    step = trace_step(Fixes(), example.batch, (), whole=(), any_size=True)
+    assert "kv_lens.shape[0] = 4" in step.pinned
+    assert not [each for each in step.pinned if each.startswith("block_table.shape[1]")]
+
+
+def test_a_step_for_one_size_alone_runs_no_others(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TracedStep, "pinned", ["block_table.shape[1] = 5"])
+    with pytest.raises(CompileError, match=r"for other sizes than the example's: it fixes block_table.shape\[1\] = 5"):
+        open_runner(trained, compiler="inductor", capture_sizes=[1])
+
+
+def test_sizes_of_decode_alone(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+    monkeypatch.setattr(CompiledDecoder, "_compile", lambda self, size, backend: compiled.append(size))
+    open_runner(trained, compiler="inductor", capture_sizes=[1, 8], decode={"capture_sizes": [1]})
+    assert compiled == [1]
+    with pytest.raises(ConfigError, match=r"capture_sizes \[4\] and max_capture_size 2 leave nothing"):
+        open_runner(trained, decode={"compiler": "inductor", "capture_sizes": [4], "max_capture_size": 2})
 
 
 def test_a_model_that_reads_values_is_refused(cpu: hal.Backend) -> None:

@@ -7,21 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
 import hal
+from checkpoints import random_checkpoint, random_weights, write_json, write_weights
 from hal import ops
 from hal.batch import Batch
-from hal.cli import main
-from hal.compile.optimise import optimise_model
-from hal.compile.rewrite import Rewrite
+from hal.cli import explained, main
+from hal.compile.optimise import all_passes, optimise_model
+from hal.compile.rewrite import Rewrite, of_operation
 from hal.compile.trace import example_batch
-from hal.errors import CompileError, ConfigError
+from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncompatible
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 from hal.ops.preparing import PreparingKernel
+from hal.quantization.description import Scheme
+from hal.runtime.quantize import quantize_checkpoint
 
 SIZES = (1, 2, 3, 5, 17)
 
@@ -81,6 +85,41 @@ class TestConfigurations:
             ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is given"),
             ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is given"),
             ({"decode": {"compilr": "graph"}}, "compilr"),
+            (
+                {"compiler": "graph", "prefill": {"compiler": "piecewise"}, "decode": {"splitting_ops": ["linear"]}},
+                "decode.splitting_ops is given, and the compiler 'graph'",
+            ),
+            (
+                {"prefill": {"compiler": "piecewise"}, "decode": {"passes": {"add_rms_norm": False}}},
+                "decode.passes is given, and the compiler 'eager'",
+            ),
+            (
+                {"compiler": "graph", "prefill": {"passes": {"add_rms_norm": False}}},
+                "prefill.passes is given, and the compiler 'eager'",
+            ),
+            (
+                {
+                    "compiler": "graph",
+                    "splitting_ops": ["linear"],
+                    "prefill": {"compiler": "piecewise", "splitting_ops": ["linear"]},
+                },
+                "splitting_ops is given, and the compiler 'graph'",
+            ),
+            (
+                {
+                    "compiler": "piecewise",
+                    "splitting_ops": ["linear"],
+                    "decode": {"splitting_ops": ["linear"]},
+                    "prefill": {"splitting_ops": ["linear"]},
+                },
+                "splitting_ops is given, and decode and prefill each have their own",
+            ),
+            ({"compiler": "graph", "prefill": {"capture_sizes": [64]}}, "prefill.capture_sizes is given, and prefill"),
+            ({"compiler": "graph", "prefill": {"max_capture_size": 64}}, "prefill.max_capture_size is given"),
+            (
+                {"prefill": {"compiler": "piecewise"}, "decode": {"capture_sizes": [4]}},
+                "decode.capture_sizes is given, and decode is eager, which captures nothing",
+            ),
         ],
     )
     def test_what_cannot_work_is_refused_when_the_backend_is_opened(
@@ -88,6 +127,20 @@ class TestConfigurations:
     ) -> None:
         with pytest.raises(ConfigError, match=message):
             opened(**compilation)
+
+    @pytest.mark.parametrize(
+        "compilation",
+        [
+            {"decode": {"compiler": "graph", "capture_sizes": [4]}},
+            {"compiler": "graph", "splitting_ops": ["linear"], "prefill": {"compiler": "piecewise"}},
+            {"passes": {"add_rms_norm": False}, "prefill": {"compiler": "piecewise"}},
+            {"compiler": "piecewise", "splitting_ops": ["linear"], "decode": {"splitting_ops": ["rms_norm"]}},
+            {"compiler": "inductor", "decode": {"capture_sizes": [1]}},
+            {"decode": {"capture_sizes": [4]}, "prefill": {"capture_sizes": [64]}},  # eager, to compare others with
+        ],
+    )
+    def test_what_some_phase_reads_is_taken(self, compilation: dict[str, Any]) -> None:
+        assert opened(**compilation).config.compilation == hal.config.read(hal.CompilationConfig, compilation)
 
     def test_an_unknown_name_is_answered_with_the_known_ones(self) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -99,7 +152,7 @@ class TestConfigurations:
 
     def test_phases(self) -> None:
         config = hal.CompilationConfig(
-            compiler="npugraph", capture_sizes=(1, 2), passes={"a": False},
+            compiler="graph", capture_sizes=(1, 2), passes={"a": False},
             prefill=hal.PhaseConfig(compiler="piecewise", passes={"b": True}),
         )  # fmt: skip
         decode, prefill = config.of("decode"), config.of("prefill")
@@ -202,7 +255,6 @@ class TestDriversOwn:
         step = optimise_model(model, example, [], backend, {}, any_size=True)
         assert len(step.report["relu_once"].matches) == 1
         assert calls == ["pass"]
-        assert step.at_most["relu_once"] == 0  # it calls no operation of hal's to count
         step.hoist(backend)
         transposes = [node for node in step.traced.graph.graph.nodes if node.target is torch.ops.aten.t.default]
         assert len(transposes) == 1, "prepared once for both calls"
@@ -215,6 +267,30 @@ class TestDriversOwn:
             torch.testing.assert_close(found, model(batch, []))
         cpu.activate()
 
+    def test_a_rewrite_takes_the_place_of_the_operations_it_is_named_after(self, cpu: hal.Backend) -> None:
+        """So a driver says when the kernel of a fused operation does not serve."""
+        fused = ops.operation("add_rms_norm")
+        guarded = attrs.evolve(of_operation(fused), when=lambda x, residual, weight, eps: "not on Tuesdays")
+        kernels = {"add_rms_norm": fused.body, "silu_and_mul": ops.operation("silu_and_mul").body}
+        backend = hal.Backend("own", cpu.device, kernels=kernels, compilers=("own",), rewrites=(guarded,))
+        assert backend.pass_names == ("add_rms_norm",)
+        assert list(all_passes(backend)) == [guarded]
+        backend.activate()
+        example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
+        report = optimise_model(Toy(), example, [], backend, {}, any_size=True).report["add_rms_norm"]
+        assert (len(report.matches), set(report.reasons)) == (0, {"not on Tuesdays"})
+        cpu.activate()
+
+    def test_two_passes_of_one_name_are_refused(self, cpu: hal.Backend) -> None:
+        def made() -> Any:
+            def fold(graph: torch.fx.GraphModule) -> None:
+                """Each would hide the other from a configuration."""
+
+            return fold
+
+        with pytest.raises(DriverIncompatible, match="the driver own has more than one rewrite named fold"):
+            hal.Backend("own", cpu.device, kernels={}, rewrites=(made(), made()))
+
 
 def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
     def halved(x: Tensor) -> Tensor:
@@ -226,8 +302,11 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
     def samples(width: int) -> Any:
         return lambda draw: [(draw.normal(3, width),)]
 
+    def silent(graph: torch.fx.GraphModule) -> None:
+        """A function, which need not say what it did."""
+
     rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, samples(32), even, samples(16))
-    backend = hal.Backend("own", cpu.device, kernels={}, compilers=("own",), rewrites=(rewrite,))
+    backend = hal.Backend("own", cpu.device, kernels={}, compilers=("own",), rewrites=(rewrite, silent))
 
     class Halved(Toy):
         def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -236,13 +315,73 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
     backend.activate()
     example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
     with caplog.at_level("WARNING", "hal.compile"):
-        optimise_model(Halved(), example, [], backend, {}, any_size=True)
+        step = optimise_model(Halved(), example, [], backend, {}, any_size=True)
         assert caplog.messages == [
             "Halved: the rewrite halved was applied nowhere: the width 16 is no multiple of 32 (1 times)"
         ]
+        shown = {name: (applied, missed, why) for name, applied, missed, _, why in explained._rewrites(step, backend)}
+        assert shown["halved"] == ("0", "1", "1 x the width 16 is no multiple of 32")
+        assert shown["silent"] == ("", "", "")
         caplog.clear()
+        optimise_model(Toy(), example, [], backend, {"halved": False}, any_size=True)
+        optimise_model(Toy(), example, [], backend, {"silent": True}, any_size=True)
         optimise_model(Toy(), example, [], backend, {}, any_size=True)
         assert not caplog.messages, "nothing there that it could be applied to"
+        optimise_model(Toy(), example, [], backend, {"halved": True}, any_size=True)
+        (warning,) = caplog.messages
+        assert warning.startswith("Toy: the rewrite halved was asked for and applied nowhere: its structure is not in")
+    cpu.activate()
+
+
+def test_a_rewrite_that_only_some_layers_have_is_a_warning(
+    cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
+    with caplog.at_level("WARNING", "hal.compile"):
+        step = optimise_model(Toy(), example, [], cpu, {}, any_size=True)
+        assert len(step.report["add_rms_norm"].matches) == 2
+        assert not caplog.messages
+        norms: list[Tensor] = []
+
+        def forward(norm: RMSNorm, x: Tensor) -> Tensor:
+            norms.append(x)
+            if len(norms) == 2:  # one layer's sum is read at half its precision
+                x = x.half().float()
+            return ops.rms_norm(x, norm.weight, norm.eps)
+
+        monkeypatch.setattr(RMSNorm, "forward", forward)
+        step = optimise_model(Toy(), example, [], cpu, {}, any_size=True)
+    assert len(step.report["add_rms_norm"].matches) == 1
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "Toy: the rewrite add_rms_norm was applied 1 times and left out 1 times where its structure is: "
+    )
+    assert "changes the dtype" in warning
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a8_dynamic"])
+@pytest.mark.parametrize("family", ["Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"])
+def test_no_rewrite_misses_a_place_in_hals_models(
+    cpu: hal.Backend, family: str, scheme: Scheme | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a driver that has every fused operation, so every rewrite that hal derives is looked for."""
+    folder = decoder_checkpoint(tmp_path / "plain", family)
+    if scheme is not None:
+        text = "def read(path): return path" if scheme == "w8a8" else None
+        folder = quantize_checkpoint(folder, tmp_path / "quantised", scheme, calibration=text).path
+    kernels = {each.name: each.reference for each in ops.catalogue().values()}
+    backend = hal.Backend("whole", cpu.device, kernels=kernels, compilers=("own",))
+    backend.configure(hal.Config(backend="whole", dtype="bfloat16"))
+    model = hal.load_model(folder, backend)
+    backend.activate()
+    shape = (2, 16, model.num_kv_heads, model.head_dim)
+    caches = [(torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16()) for _ in range(model.num_layers)]
+    for sizes in ((11, 3, 5), (2, 2, 2), (1, 1, 1)):
+        example = example_batch(*sizes, columns=7, device=torch.device("cpu"))
+        with caplog.at_level("WARNING", "hal.compile"):
+            step = optimise_model(model, example, caches, backend, {}, any_size=sizes != (1, 1, 1))
+        assert sum(len(each.matches) for each in step.report.passes) >= 2 * model.num_layers
+        assert not caplog.messages
     cpu.activate()
 
 
@@ -288,6 +427,53 @@ class TestTorchCompile:
             torch.compile(function, backend="hal", fullgraph=True, options=options)(*arguments)
         assert "add_rms_norm" not in caplog.text
 
+    def test_another_backends_kernels_do_not_run_on(self, cpu: hal.Backend) -> None:
+        def rms_norm(hidden: Tensor, by: Tensor, epsilon: float) -> Tensor:
+            return hidden * 0 + by
+
+        # By the kernel's own names, whatever the operation calls them.
+        kernel = PreparingKernel(rms_norm, {"by": lambda weight: weight + 6})
+        backend = hal.Backend("first", cpu.device, kernels={"rms_norm": kernel})
+        backend.activate()
+        compiled = torch.compile(lambda x, weight: ops.rms_norm(x, weight, 1e-6) * 2, backend="hal", fullgraph=True)
+        arguments = torch.ones(2, 4), torch.ones(4)
+        with torch.inference_mode():
+            assert (ops.rms_norm(*arguments, 1e-6) == 7).all()
+            assert (compiled(*arguments) == 14).all()
+            cpu.activate()
+            with pytest.raises(BackendNotActive, match="compiled for the backend first, and another"):
+                compiled(*arguments)
+            backend.activate()
+            assert (compiled(*arguments) == 14).all()
+            cpu.activate()
+            torch.compiler.reset()
+            assert (compiled(*arguments) < 3).all()
+
+    def test_a_rewrite_that_only_nearly_matched_is_a_warning(
+        self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def halved(x: Tensor) -> Tensor:
+            return x.relu() * 0.5
+
+        def never(x: Tensor) -> str | None:
+            return None if x.shape[-1] == 32 else "only for a width of 32"
+
+        rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, lambda draw: [(draw.normal(3, 32),)], never)
+        hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite,)).activate()
+        with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
+            torch.compile(lambda x: x.relu() * 0.5, backend="hal", fullgraph=True)(torch.ones(3, 4))
+        (warning,) = caplog.messages
+        assert warning.startswith("a graph of Dynamo's: the rewrite halved")
+        assert "only for a width of 32" in warning
+        cpu.activate()
+
+    def test_a_backends_own_function(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+        arguments = torch.randn(2, 4), torch.randn(2, 4), torch.ones(4), 1e-6
+        own = cpu.ops.add_rms_norm
+        with torch.inference_mode():
+            found = torch.compile(lambda *given: own(*given), backend="hal")(*arguments)
+            torch.testing.assert_close(found, ops.add_rms_norm(*arguments))
+
     def test_an_unknown_option(self, cpu: hal.Backend) -> None:
         with pytest.raises(Exception, match="the compiler hal has no option 'pases'"):
             torch.compile(lambda x: x + 1, backend="hal", options={"pases": {}})(torch.ones(3))
@@ -298,6 +484,18 @@ class TestTorchCompile:
 
         with pytest.raises(Exception, match=r"test_compiling\.py"):
             torch.compile(function, backend="hal", fullgraph=True)(torch.ones(3))
+
+
+def decoder_checkpoint(folder: Path, family: str, layers: int = 3) -> Path:
+    """A small random decoder of a family, without biases."""
+    random_checkpoint(folder, num_hidden_layers=layers, dtype="bfloat16")
+    if family == "Qwen3ForCausalLM":
+        return folder
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"architectures": [family]}
+    weights = random_weights(config, seed=3)
+    write_weights(folder, {name: each for name, each in weights.items() if "_norm." not in name})
+    write_json(folder / "config.json", config)
+    return folder
 
 
 class TestExplain:
@@ -311,8 +509,8 @@ class TestExplain:
         assert lines[0] == "Qwen3ForCausalLM, 4 layers, on cpu: a decode step of 2, graph"
         assert len(lines) < 40
         rows = {line.split()[0]: line.split()[1:] for line in lines if line}
-        assert rows["add_rms_norm"][0] == "8"
-        assert int(rows["add_rms_norm"][1]) >= 8
+        # The first norm has nothing added before it, and the norms of queries and keys neither: no structure is missed.
+        assert rows["add_rms_norm"][:2] == ["8", "0"]
         assert {"trace", "rewrite", "lower"} <= set(rows)
         dumped = sorted((tmp_path / "dump").iterdir())
         assert [each.name for each in dumped] == ["0-trace.py", "1-rewrite.py"]
@@ -328,6 +526,47 @@ class TestExplain:
         assert any(line.startswith("5 pieces are captured") and "paged_attention" in line for line in lines)
         text = (tmp_path / "2-split.txt").read_text(encoding="utf-8")
         assert text.count("eager: paged_attention") == 4
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ({"compiler": "eager"}, "the model's own Python is run as it is; no rewrite is applied"),
+            (
+                {"compiler": "piecewise_eager"},
+                "the model's own Python is captured in pieces, 5 of them; the 4 calls between them run eagerly, of "
+                "paged_attention; no rewrite is applied",
+            ),
+            (
+                {"compiler": "graph", "torch_compile_max_bs": 1},
+                "the model's own Python is captured as it is, since torch_compile_max_bs is 1; no rewrite is applied",
+            ),
+        ],
+        ids=["eager", "piecewise_eager", "torch_compile_max_bs"],
+    )
+    def test_modes_without_a_trace(self, config: dict[str, Any], said: str, trained: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "dump"
+        options = "--compilation-config", json.dumps(config), "--dump", str(folder)
+        lines = self.run(str(trained), "--backend", "cpu", *options)
+        assert lines[1:] == ["", said, "", f"there is no graph to write to {folder}"]
+        assert not folder.exists()
+
+    def test_inductor(self, trained: Path, tmp_path: Path) -> None:
+        """Its trace is another one, of smaller operations, and no rewrite is looked for."""
+        lines = self.run(str(trained), "--backend", "cpu", "--compiler", "inductor", "--dump", str(tmp_path))
+        assert any(
+            "no rewrite is applied; the driver's kernels run for linear, paged_attention" in each for each in lines
+        )
+        assert not any("add_rms_norm" in each for each in lines)
+        (dumped,) = tmp_path.iterdir()
+        code = dumped.read_text(encoding="utf-8")
+        assert "hal.paged_attention.default" in code
+        assert "hal.rms_norm" not in code
+
+    def test_pieces_that_cannot_be_made(self, trained: Path) -> None:
+        config = json.dumps({"compiler": "piecewise", "splitting_ops": ["quantize"]})
+        result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compilation-config", config])
+        assert result.exit_code == 2
+        assert "splitting_ops has quantize, which the optimised step does not call" in result.stderr
 
     def test_errors(self, trained: Path) -> None:
         result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compiler", "graf"])

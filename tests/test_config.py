@@ -17,6 +17,8 @@ from hal.config import (
     CacheConfig,
     CompilationConfig,
     Config,
+    PhaseConfig,
+    cache_folder,
     environment_mapping,
     environment_options,
     load,
@@ -94,6 +96,7 @@ class TestRead:
             ({"compilation": {"capture_sizes": [1, -2]}}, r"must be at least 1, not -2"),
             ({"compilation": {"capture_sizes": []}}, r"must name one at least; leave it out"),
             ({"compilation": {"max_capture_size": 0}}, r"must be at least 1, not 0"),
+            ({"compilation": {"passes": {"add_rms_norm": "no"}}}, r"expected bool, found str 'no'"),
             ({"options": []}, r"expected a table with text keys, found list"),
             ({"options": {1: 2}}, r"expected a table with text keys"),
         ],
@@ -123,6 +126,34 @@ class TestRead:
         assert read(Rope, {"theta": 10000}) == Rope(10000.0)
         with pytest.raises(ConfigError, match="required key 'theta' is missing"):
             read(Rope, {})
+
+    @pytest.mark.parametrize(
+        ("config", "problem"),
+        [
+            (Config(compilation=CompilationConfig(on_capture_error="Raise")), "unknown value 'Raise'.*did you mean"),
+            (Config(compilation=CompilationConfig(decode=PhaseConfig(capture_sizes=4))), "expected a list, found int"),
+            (Config(compilation=CompilationConfig(passes={"a": 1})), "expected bool, found int 1"),
+            (Config(dtype="float64"), "unknown value 'float64'"),
+            (Config(cache=CacheConfig(num_tokens=64.0)), "expected int, found float"),
+            (Config(cache=None), "expected a table, found null"),
+            (Config(compilation={"compilr": "graph"}), "unknown key 'compilr'"),
+        ],
+    )
+    def test_objects_are_checked_too(self, config: Config, problem: str) -> None:
+        with pytest.raises(ConfigError, match=problem):
+            load(config)
+        with pytest.raises(ConfigError, match=problem):
+            hal.open(attrs.evolve(config, backend="cpu"))
+        with pytest.raises(ConfigError, match=problem):
+            hal.open("cpu").configure(config)
+
+    def test_an_object_of_tables_is_read_as_tables_are(self) -> None:
+        config = Config(compilation={"capture_sizes": [1, 2]})  # type: ignore[arg-type]
+        assert load(config) == Config(compilation=CompilationConfig(capture_sizes=(1, 2)))
+
+    def test_options_stay_the_objects_that_they_are(self) -> None:
+        given = {"cache": CacheConfig(), "sizes": (1, 2), "hook": print}
+        assert load(Config(options=given)).options == given
 
     def test_the_mapping_is_left_alone(self) -> None:
         table = {"compilation": {"capture_sizes": [1, 2]}, "options": {"a": [1]}}
@@ -289,6 +320,7 @@ class TestEnvironment:
     def test_a_drivers_name_does_not_hide_the_configs_tables(self) -> None:
         assert self.read({"HAL_CACHE__NUM_TOKENS": "3"}, "cache").cache.num_tokens == 3
         assert environment_options("cache", {"HAL_CACHE__NUM_TOKENS": "3", "HAL_CACHE_SIZE": "4"}) == {"size": 4}
+        assert environment_options("cache", {"HAL_CACHE_DIR": "/tmp"}) == {}
 
     @given(st.dictionaries(st.sampled_from(KEYS) | TEXT, st.text(max_size=20) | JSON.map(json.dumps), max_size=5))
     def test_any_environment(self, values: dict[str, str]) -> None:
@@ -299,6 +331,15 @@ class TestEnvironment:
             except ConfigError:
                 continue
             assert load(attrs.asdict(config)) == config
+
+
+@pytest.mark.parametrize("variable", ["HAL_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_a_cache_in_a_home_folder_that_is_not_there(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HAL_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, "~no-such-user/cache")
+    with pytest.raises(ConfigError, match="no such home folder") as caught:
+        cache_folder("acme")
+    assert "set HAL_CACHE_DIR" in caught.value.remedy
 
 
 class TestModelConfig:

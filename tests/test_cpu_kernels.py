@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,11 @@ def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
     starts = torch.tensor([0, 1], dtype=torch.int32)
     for block, length in ((2, 3), (-1, 3), (1, 5)):
         table, lens = torch.tensor([[block]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
+            native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
+    starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # a prefill, which is torch's
+    for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2)):
+        table, lens = torch.tensor([blocks], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
             native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
     with pytest.raises(OperationError, match="rms_norm was given float32"):
@@ -215,6 +221,92 @@ def test_a_damaged_library_is_compiled_again(
     assert "damaged" in caplog.text
 
 
+@pytest.mark.parametrize("variable", ["HAL_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_without_a_home_folder_torchs_kernels_run(variable: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("HAL_CACHE_DIR", "XDG_CACHE_HOME")}
+    environment[variable] = "~no-such-user/cache"
+
+    def run(options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        program = f"import hal; print(hal.open({{'backend': 'cpu', 'options': {options}}}))"
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+
+    default, native = run({}), run({"native": True})
+    assert default.returncode == 0, default.stderr
+    assert "runs without its C++ kernels" in default.stderr
+    assert "there is no such home folder" in default.stderr
+    assert "DriverUnavailable" in native.stderr
+    assert "set HAL_CACHE_DIR to a folder that can be written" in native.stderr
+    assert not list(tmp_path.iterdir())
+
+
+class TestTrust:
+    """What others could have written is code that is not run."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The cache's, and a compiler that makes an empty library in no time."""
+        fast = tmp_path / "fast"
+        fast.write_text('#!/bin/sh\nfor last; do :; done\nexec g++ -shared -x c++ /dev/null -o "$last"\n')
+        fast.chmod(0o755)
+        monkeypatch.setenv("CXX", str(fast))
+        monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "cpu"
+
+    def test_a_library_is_its_users_own(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        from hal.backends.cpu.native import build
+
+        build.load.__wrapped__()
+        (library,) = folder.iterdir()
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, library)] == [0o700, 0o700]
+        made = library.stat().st_ino
+        build.load.__wrapped__()
+        assert library.stat().st_ino == made
+        assert [each.levelname for each in caplog.records] == ["INFO"], "compiled once, and nothing to warn of"
+
+    @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+    def test_one_that_others_may_write_is_compiled_again(
+        self, mode: int, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from hal.backends.cpu.native import build
+
+        build.load.__wrapped__()
+        (library,) = folder.iterdir()
+        made = library.stat().st_ino
+        library.chmod(mode)
+        keeping = library.open("rb")  # so that its inode is not given to the next
+        build.load.__wrapped__()
+        assert f"{library} is not this user's alone, and is compiled again" in caplog.text
+        assert library.stat().st_ino != made
+        assert stat.S_IMODE(library.stat().st_mode) == 0o700
+        keeping.close()
+
+    def test_a_folder_that_others_may_write_in_is_closed(self, folder: Path) -> None:
+        from hal.backends.cpu.native import build
+
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        build.load.__wrapped__()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    @pytest.mark.parametrize("given", ["folder", "library"])
+    def test_what_is_anothers_is_not_loaded(self, given: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        from hal.backends.cpu.native import build
+
+        build.load.__wrapped__()
+        (library,) = folder.iterdir()
+        library.write_bytes(b"no library")
+        os.chown(folder if given == "folder" else library, 12345, 12345)
+        assert build.load.__wrapped__()
+        if given == "folder":
+            assert f"others may write in {folder}" in caplog.text
+            assert library.read_bytes() == b"no library"
+        else:
+            assert "is compiled again" in caplog.text
+            assert library.stat().st_uid == 0
+
+
 def test_a_chosen_compiler_is_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hal.backends.cpu.native import build
 
@@ -249,6 +341,12 @@ class TestPacking:
         for each in (None, bias, torch.randn(192, dtype=weight.dtype)[::2]):
             torch.testing.assert_close(linear(x, packed, each), linear(x, weight, each))
 
+    def test_it_can_be_unpacked(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        packed = self.gains(monkeypatch, 2.0, 2.0, 2.0).prepare(weight, shared=False)
+        backend = open_cpu(native=False)
+        assert torch.equal(backend.plain_weight(packed), weight)
+        assert backend.plain_weight(weight) is weight
+
     def test_it_keeps_what_measured_slower(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         for shared in (False, True):
             assert self.gains(monkeypatch, 0.9, 0.9, 0.9).prepare(weight, shared=shared) is weight
@@ -276,10 +374,15 @@ class TestPacking:
         prepares.prepare(torch.randn(8, 16), shared=False, sizes=[1, 2, 4, 8, 16])
         assert measured == [((8, 16), ROWS), ((16, 8), ROWS), ((8, 16), (1, 4, 16))]
 
-    def test_the_batch_sizes_of_the_config_are_measured(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "compilation", [{"capture_sizes": [5, 2]}, {"compiler": "graph", "decode": {"capture_sizes": [5, 2]}}]
+    )
+    def test_the_batch_sizes_of_the_config_are_measured(
+        self, compilation: dict[str, Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         seen = set()
         monkeypatch.setattr(packing, "_gains", lambda weight, sizes: seen.add(sizes) or [1.0] * len(sizes))
-        backend = hal.open({"backend": "cpu", "compilation": {"capture_sizes": [5, 2]}})
+        backend = hal.open({"backend": "cpu", "compilation": compilation})
         hal.load_model(trained, backend)
         assert seen == {(2, 5)}
 

@@ -142,7 +142,9 @@ class Doctor:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
         entries = [f"{name} = {target}" for name, target in drivers.items()]
         (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *entries]))
-        for name, text in {"acme_driver": ACME, **modules}.items():
+        ours = {target.removeprefix("acme_driver:"): name for name, target in drivers.items() if "acme_" in target}
+        named = "".join(f"{each}.name = {name!r}\n" for each, name in ours.items())
+        for name, text in {"acme_driver": ACME + named, **modules}.items():
             (self.site / f"{name}.py").write_text(textwrap.dedent(text))
 
     def run(self, *arguments: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:

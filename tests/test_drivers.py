@@ -29,6 +29,8 @@ from hal.errors import (
     DriverUnavailable,
     OperationError,
 )
+from hal.host import memory_limits
+from hal.ops.preparing import PreparingKernel
 
 VENDOR = """
 import hal
@@ -78,11 +80,12 @@ class Lettered(Acme):
 class Unrelated:
     pass
 """
+CLASSES = re.findall(r"class (\w+)", VENDOR)
 
 
 @pytest.fixture
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Vendor:
-    """A vendor's installed distribution, whose entry points a test chooses."""
+    """A vendor's installed distribution, whose entry points a test chooses; drivers are named as these are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Vendor(tmp_path / "site", monkeypatch)
 
@@ -98,7 +101,9 @@ class Vendor:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
         lines = [f"{name} = {target}" for name, target in drivers.items()]
         (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines]))
-        (self.site / "acme_driver.py").write_text(textwrap.dedent(VENDOR))
+        named = [f"{target.partition(':')[2]}.name = {name!r}" for name, target in drivers.items()]
+        named = [line for line in named if line.partition(".")[0] in CLASSES]
+        (self.site / "acme_driver.py").write_text("\n".join([textwrap.dedent(VENDOR), *named]))
         (self.site / "acme_broken.py").write_text("import a_library_that_is_not_there\n")
         self.monkeypatch.delitem(sys.modules, "acme_driver", raising=False)
         self.monkeypatch.syspath_prepend(str(self.site))
@@ -115,7 +120,7 @@ def test_by_name_loads_that_driver_only(vendor: Vendor) -> None:
 
 
 def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    vendor.install(acme="acme_driver:Acme", card="acme_driver:Acme")
+    vendor.install(acme="acme_driver:Acme")
     monkeypatch.setenv("HAL_ACME_CARDS", "[1, 2]")
     monkeypatch.setenv("HAL_ACME_MODE", "fast")
     monkeypatch.setenv("HAL_CPU_NONSENSE", "1")  # not asked of acme
@@ -123,9 +128,6 @@ def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: p
     assert sys.modules["acme_driver"].Acme.last.opened_with == {"cards": [1, 2], "mode": "slow"}
     with pytest.raises(ConfigError, match="unknown key 'nonsense'"):
         hal.open("cpu")
-    monkeypatch.setenv("HAL_CARD_MODE", "by the entry point")  # as a configuration names it, whatever its class says
-    hal.open("card", activate=False)
-    assert sys.modules["acme_driver"].Acme.last.opened_with == {"mode": "by the entry point"}
 
 
 def test_auto_takes_the_available_driver_of_highest_priority(vendor: Vendor) -> None:
@@ -169,6 +171,20 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
     vendor.install(acme=target)
     with pytest.raises(error, match=message):
         hal.open("acme")
+
+
+def test_an_entry_point_of_another_name_is_refused(vendor: Vendor) -> None:
+    """Or a configuration and its variables would go by one name, and errors and reports by the other."""
+    vendor.install(acme="acme_driver:Acme")
+    type(registry.load_driver("acme")).name = "acme2"
+    message = (
+        r"entry point acme in hal\.drivers is a driver whose name is 'acme2'\n  remedy: .* name = 'acme' in .* Acme"
+    )
+    with pytest.raises(DriverIncompatible, match=message):
+        hal.open("acme")
+    (found,) = [each for each in registry.candidates() if each.name == "acme"]
+    assert not found.probe.available
+    assert "whose name is 'acme2'" in found.probe.reason
 
 
 @pytest.mark.parametrize("minor", range(API_VERSION[1] + 1))
@@ -217,6 +233,23 @@ class TestChoices:
         with pytest.raises(ConfigError, match=r"no compiler 'npugraph_ex'\n.*known: eager, graph"):
             hal.open({"backend": "cpu", "compilation": {"compiler": "npugraph_ex"}})
 
+    def test_a_compiler_by_the_drivers_name_for_it(self, cpu: hal.Backend) -> None:
+        class Named(hal.Backend):
+            graph = type(cpu).graph
+
+        backend = Named("named", cpu.device, kernels={}, compilers=("graph",), aliases={"acmegraph": "graph"})
+        phase = hal.PhaseConfig(compiler="acmegraph")
+        for given in (hal.CompilationConfig("acmegraph"), hal.CompilationConfig(decode=phase)):
+            backend.configure(hal.Config(backend="named", compilation=given))
+            assert backend.config.compilation.of("decode").compiler == "graph"
+        with pytest.raises(ConfigError, match="the backend cpu has no compiler 'acmegraph'"):
+            hal.open({"backend": "cpu", "compilation": {"compiler": "acmegraph"}})
+
+    @pytest.mark.parametrize("aliases", [{"graph": "eager"}, {"eager": "graph"}, {"mine": "yours"}])
+    def test_an_alias_is_another_name_of_a_compiler(self, aliases: dict[str, str], cpu: hal.Backend) -> None:
+        with pytest.raises(DriverIncompatible, match="the driver named has the alias"):
+            hal.Backend("named", cpu.device, kernels={}, compilers=("graph",), aliases=aliases)
+
     def test_options_of_a_driver_are_read_strictly(self) -> None:
         with pytest.raises(ConfigError, match=r"unknown key 'threads'.* options of the cpu driver"):
             hal.open({"backend": "cpu", "options": {"threads": 3}})
@@ -246,6 +279,14 @@ class TestChoices:
         message = r"cannot take the operation's 3 arguments: .*\n.*in this order: x, weight, eps"
         with pytest.raises(OperationError, match=message):
             hal.Backend("short", cpu.device, kernels={"rms_norm": kernel})
+
+    def test_kernels_that_prepare_arguments_are_checked_too(self, cpu: hal.Backend) -> None:
+        with pytest.raises(OperationError, match=r"cannot take the operation's 3 arguments"):
+            hal.Backend("short", cpu.device, kernels={"rms_norm": PreparingKernel(lambda x, weight: x, {})})
+        with pytest.raises(OperationError, match=r"'wieght' is to be prepared .* x, weight, eps\n.*'weight'"):
+            PreparingKernel(lambda x, weight, eps: x, {"wieght": torch.clone})
+        with pytest.raises(OperationError, match="tells no names"):
+            PreparingKernel(min, {"x": torch.clone})
 
     def test_a_failed_open_leaves_the_active_backend(self, cpu: hal.Backend) -> None:
         with pytest.raises(ConfigError):
@@ -315,6 +356,35 @@ class TestDevice:
         assert during.allocated - before.allocated > 0.9 * block.nbytes
         assert during.peak >= during.allocated
         assert 0 < during.free < during.total
+
+    def test_a_container_has_less_than_its_machine(self, tmp_path: Path) -> None:
+        """Groups of both versions, in a tree of files as Linux shows it; a container's own path may be the host's."""
+
+        def write(name: str, text: str) -> None:
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+
+        assert list(memory_limits(tmp_path)) == [], "no Linux"
+        write("proc/self/cgroup", "12:cpu:/a\n4:hugetlb,memory:/docker/1f\n0::/user/shell\n")
+        assert list(memory_limits(tmp_path)) == [], "not mounted"
+        memory = "sys/fs/cgroup/memory"
+        for folder, limit, used in ((memory, 9223372036854771712, 5000), (f"{memory}/docker", 3000, 2500)):
+            write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
+            write(f"{folder}/memory.usage_in_bytes", f"{used}\n")
+            write(f"{folder}/memory.stat", "active_file 1\ntotal_active_file 300\ntotal_inactive_file 200\n")
+        for folder, limit in (("sys/fs/cgroup/user", "2000"), ("sys/fs/cgroup/user/shell", "max")):
+            write(f"{folder}/memory.max", f"{limit}\n")
+            write(f"{folder}/memory.current", "700\n")
+            write(f"{folder}/memory.stat", "anon 500\nactive_file 150\ninactive_file 50\n")
+        assert list(memory_limits(tmp_path)) == [(3000, 2000), (9223372036854771712, 4500), (2000, 500)]
+
+    def test_the_least_limit_counts(self, cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hal.host, "memory_limits", lambda: iter([(1 << 62, 1), (5 << 20, 3 << 20)]))
+        stats = cpu.device.memory_stats()
+        assert (stats.free, stats.total) == (2 << 20, 5 << 20)
+        monkeypatch.setattr(hal.host, "memory_limits", lambda: iter([(100, 200)]))
+        assert cpu.device.memory_stats().free == 0, "over the limit"
 
 
 def test_torch_is_imported_without_the_vendors_packages(tmp_path: Path) -> None:

@@ -112,6 +112,14 @@ def test_stop_token_of_the_checkpoint(trained: Path) -> None:
     assert Checkpoint.open(trained).stop_token_ids == {0}
 
 
+@pytest.mark.parametrize(("generation", "expected"), [('{"eos_token_id": null}', {7}), ("{}", {7}), (None, {7}),
+                                                      ('{"eos_token_id": [1, 2]}', {1, 2})])  # fmt: skip
+def test_stop_tokens_of_either_file(generation: str | None, expected: set[int], tmp_path: Path) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(generation, encoding="utf-8")
+    assert Checkpoint(tmp_path, {"eos_token_id": 7}, {}).stop_token_ids == expected
+
+
 def test_seeds(trained: Path, texts: list[list[int]]) -> None:
     runner = open_runner(trained)
     params = [hal.SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed) for seed in (1, 2, 3, 2**62, 1)]
@@ -274,3 +282,14 @@ def test_blocks_given_back_twice_are_noticed() -> None:
     allocator.give_back(blocks)
     with pytest.raises(ValueError, match="given back twice"):
         allocator.give_back(blocks[1:2])
+
+
+@pytest.mark.parametrize("blocks", [[1, 1], [0], [2], [99], [1, 2]], ids=str)
+def test_blocks_that_are_not_out_are_refused_whole(blocks: list[int]) -> None:
+    allocator = BlockAllocator(4)
+    assert allocator.take(1) == [1]
+    with pytest.raises(ValueError, match="or were never taken"):
+        allocator.give_back(blocks)
+    allocator.give_back([1])
+    assert allocator.take(3) == [1, 2, 3]
+    assert allocator.take(1) is None

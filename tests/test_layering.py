@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,10 @@ import hal
 
 VENDORS = frozenset({"torch_npu", "torchair", "flashinfer", "triton", "vllm", "sglang", "transformers"})
 VENDOR_NAMES = frozenset({"torch.npu", "torch.cuda", "torch.xpu", "torch.mps"})
+# In names and in strings that stand for one; a sentence may have a vendor's as an example.
+VENDOR_WORD = re.compile(
+    r"(?<![a-z])(npu|cuda|ascend|cann|atb|mkldnn|onednn|xpu|mps|rocm|hip|nvidia|huawei)", re.IGNORECASE
+)
 MODELS_MAY_IMPORT = ("hal.ops", "hal.nn", "hal.config", "torch", "attrs", "__future__")
 
 
@@ -31,6 +37,18 @@ def violations(root: Path) -> Iterator[str]:
                         yield f"{where} imports {module}, which models may not"
                 if isinstance(node, ast.Attribute) and ast.unparse(node) in VENDOR_NAMES:
                     yield f"{where} names {ast.unparse(node)}"
+                if (name := named(node)) and VENDOR_WORD.search(name):
+                    yield f"{where} knows a vendor's {name}"
+
+
+def named(node: ast.AST) -> str:
+    """A name that a node uses or makes, or a string of one word."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.Constant(value=str(text)) if not re.search(r"\s", text):
+            return text
+    return ""
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -79,6 +97,9 @@ def test_the_sources_are_layered(repository: Path) -> None:
         ("models/qwen3.py", "import numpy", "imports numpy, which models may not"),
         ("models/qwen3.py", "import torch; torch.npu.synchronize()", "names torch.npu"),
         ("hal/nn/linear.py", "torch.cuda.is_available()", "names torch.cuda"),
+        ("hal/nn/linear.py", "weight.is_mkldnn", "knows a vendor's is_mkldnn"),
+        ("hal/config/settings.py", "ALIASES = {'npugraph': 'graph'}", "knows a vendor's npugraph"),
+        ("hal/compilers.py", "NAMES = ['atb._npu_paged_attention']", "knows a vendor's atb._npu_paged_attention"),
         ("hal/runtime/runner.py", "def f():\n    import torch_npu", "imports the vendor package torch_npu"),
     ],
 )
@@ -93,6 +114,7 @@ def test_the_syntax_tree_shows_violations(copy: Path, file: str, line: str, mess
     [
         ("models/qwen3.py", "import torch_npu", "Models import hal.ops, hal.nn and hal.config only"),
         ("models/qwen3.py", "import hal.backend", "Models import hal.ops, hal.nn and hal.config only"),
+        ("models/qwen3.py", "import hal.compile.trace", "Models import hal.ops, hal.nn and hal.config only"),
         ("hal/registry.py", "import backends.cpu", "The core imports no backend, no model and no vendor"),
         ("hal/nn/linear.py", "import models.qwen3", "The core imports no backend, no model and no vendor"),
         ("hal/ops/norm.py", "import hal.backend", "The core is layered"),
@@ -106,6 +128,16 @@ def test_import_linter_shows_violations(copy: Path, file: str, line: str, contra
     result = lint_imports(copy)
     assert result.returncode == 1, result.stdout
     assert f"{contract} BROKEN" in result.stdout
+
+
+def test_models_may_import_nothing_new(repository: Path) -> None:
+    """import-linter takes a list of what is forbidden, and what joins hal must join it."""
+    parser = ConfigParser()
+    parser.read(repository / "setup.cfg", encoding="utf-8")
+    listed = parser["importlinter:contract:models"]["forbidden_modules"].split()
+    files = [each for each in (repository / "hal").iterdir() if each.suffix == ".py" or (each / "__init__.py").exists()]
+    there = {f"hal.{each.stem}" for each in files} - {"hal.__init__"}
+    assert {each for each in listed if each.startswith("hal.")} == there - set(MODELS_MAY_IMPORT)
 
 
 def test_the_public_names_are_all_there() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hal.backends.npu.autoload import autoload
 from hal.backends.npu.driver import NpuDriver
-from hal.backends.npu.emulator import activation
+from hal.backends.npu.emulator import activation, build
 from hal.backends.npu.probe import probe, probe_emulated
 
+from hal.config import environment_options, load
 from hal.errors import ConfigError
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 pytestmark = pytest.mark.skipif(
     activation.is_active() or next(activation.real_cann({}), None) is not None,
@@ -111,6 +116,44 @@ def test_one_npu_that_may_be_used_is_enough(cann: dict[str, str], devices: Path)
 def test_the_permission_is_that_of_the_files(cann: dict[str, str], devices: Path) -> None:
     (devices / "davinci_manager").chmod(0)
     assert probe(cann, devices, installed).reason == f"no permission to use {devices}/davinci_manager"
+
+
+@pytest.mark.parametrize("text", ["", "0", "off", "false"])
+def test_a_switch_that_is_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the driver, to whoever activates by the environment, and when torch is imported."""
+    monkeypatch.setenv("HAL_NPU_EMULATOR", text)
+    assert not activation.activate_from_environment()
+    autoload()
+    assert not activation.is_active()
+    assert NpuDriver()._read(environment_options("npu")).emulator == "off"
+
+
+@pytest.mark.parametrize(("text", "emulator"), [("1", "on"), ("on", "on"), ("true", "on"), ("force", "force")])
+def test_a_switch_that_is_on(text: str, emulator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(activation, "activate", lambda *, force, **options: asked.append(force))
+    monkeypatch.setenv("HAL_NPU_EMULATOR", text)
+    activation.activate_from_environment()
+    autoload()
+    assert asked == [emulator == "force"] * 2
+    assert NpuDriver()._read(environment_options("npu")).emulator == emulator
+
+
+@pytest.mark.parametrize("text", ["yes", "2", "ON", "[]"])
+def test_a_switch_that_is_neither(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_NPU_EMULATOR", text)
+    for read in (autoload, lambda: NpuDriver()._read(environment_options("npu"))):
+        with pytest.raises(ConfigError, match="unknown value"):
+            read()
+
+
+def test_flags_of_the_emulators_compiler_are_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = re.search(r"`(\w*CXXFLAGS)` adds flags", (DOCS / "emulator.md").read_text(encoding="utf-8"))
+    assert name is not None
+    monkeypatch.setenv(name[1], "-DADDED -g")
+    assert build._flags()[-2:] == ("-DADDED", "-g")
+    NpuDriver()._read(environment_options("npu"))
+    assert load(None, driver_names=["npu"]).backend == "auto"
 
 
 def test_what_an_emulated_npu_needs() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -140,6 +142,105 @@ def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> No
     normed, hidden = other.ops.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6)
     assert (normed == 7).all()
     assert (hidden == 2).all()
+
+
+def test_a_backends_own_functions_stay_its_own(cpu: hal.Backend) -> None:
+    """Taken while it is active, or while it is not; and a capture on it sees their calls."""
+    other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+    arguments = torch.ones(1, 4), torch.ones(4), 1e-6
+    mine, theirs, fused = cpu.ops.rms_norm, other.ops.rms_norm, other.ops.add_rms_norm
+    for active in (cpu, other):
+        active.activate()
+        assert (mine(*arguments) < 2).all()
+        assert (theirs(*arguments) == 7).all()
+        assert (fused(arguments[0], *arguments)[0] == 7).all()
+        seen: list[str] = []
+
+        def noted(operation: Operation, kernel: Any, seen: list[str] = seen) -> Any:
+            return lambda *args: (seen.append(operation.name), kernel(*args))[1]
+
+        with ops.intercepted(noted):
+            mine(*arguments), theirs(*arguments)
+        assert seen == ["rms_norm"]
+    cpu.activate()
+
+
+class TestInterception:
+    ARGUMENTS = torch.ones(2, 4), torch.ones(4), 1e-6
+
+    def counting(self, seen: list[str], name: str) -> Any:
+        def wrap(operation: Operation, kernel: Any) -> Any:
+            return lambda *args: (seen.append(name), kernel(*args))[1]
+
+        return wrap
+
+    def test_they_nest_and_end_in_any_order(self, cpu: hal.Backend) -> None:
+        seen: list[str] = []
+        with ExitStack() as outer, ExitStack() as inner:
+            outer.enter_context(ops.intercepted(self.counting(seen, "outer")))
+            inner.enter_context(ops.intercepted(self.counting(seen, "inner")))
+            ops.rms_norm(*self.ARGUMENTS)
+            assert seen == ["inner", "outer"]
+            outer.close()
+            seen.clear()
+            ops.rms_norm(*self.ARGUMENTS)
+            assert seen == ["inner"]
+        assert ops.operation("rms_norm").kernel is cpu.kernels["rms_norm"]
+        ops.rms_norm(*self.ARGUMENTS)
+        assert seen == ["inner"]
+
+    def test_another_thread_notices_nothing(self, cpu: hal.Backend) -> None:
+        """By call or by node, with interceptions of its own or without."""
+        seen: list[str] = []
+        with ThreadPoolExecutor(1) as threads:
+
+            def elsewhere(function: Any) -> Tensor:
+                return threads.submit(function, *self.ARGUMENTS).result()
+
+            expected = elsewhere(ops.rms_norm)
+            with ops.intercepted(lambda operation, _: lambda *args: None):
+                assert torch.equal(elsewhere(ops.rms_norm), expected)
+                assert torch.equal(elsewhere(torch.ops.hal.rms_norm), expected)
+                its_own = ops.intercepted(self.counting(seen, "its own"))
+                threads.submit(its_own.__enter__).result()
+                assert torch.equal(elsewhere(ops.rms_norm), expected)
+                assert ops.rms_norm(*self.ARGUMENTS) is None
+                assert seen == ["its own"]
+            threads.submit(its_own.__exit__, None, None, None).result()
+        assert ops.operation("rms_norm").kernel is cpu.kernels["rms_norm"]
+
+    def test_a_backend_activated_inside_stays(self, cpu: hal.Backend) -> None:
+        other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+        seen: list[str] = []
+        with ops.intercepted(self.counting(seen, "seen")):
+            other.activate()
+            assert (ops.rms_norm(*self.ARGUMENTS) == 7).all()
+        assert seen == ["seen"]
+        assert hal.active_backend() is other
+        assert (ops.rms_norm(*self.ARGUMENTS) == 7).all()
+        assert seen == ["seen"]
+        cpu.activate()
+
+    def test_calls_may_run_the_node(self, cpu: hal.Backend) -> None:
+        expected = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
+        with ops.intercepted(lambda operation, _: operation.overload):
+            found = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+    def test_a_node_is_seen_where_the_operation_is(self, cpu: hal.Backend) -> None:
+        seen: list[str] = []
+        with ops.intercepted(self.counting(seen, "seen")):
+            torch.ops.hal.rms_norm(*self.ARGUMENTS)
+        assert seen == ["seen"]
+
+    def test_a_wrapper_that_raises_leaves_nothing(self, cpu: hal.Backend) -> None:
+        def wrap(operation: Operation, kernel: Any) -> Any:
+            raise ZeroDivisionError(operation.name)
+
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError), ops.intercepted(wrap):
+                raise AssertionError("it was entered")
+        assert ops.operation("rms_norm").kernel is cpu.kernels["rms_norm"]
 
 
 def test_strict_refuses_to_run_a_reference() -> None:

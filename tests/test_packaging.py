@@ -20,6 +20,8 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=repository, capture_output=True, text=True, check=True
     )
     for name in files.stdout.splitlines():
+        if not (repository / name).exists():  # deleted, and git has not been told yet
+            continue
         if name.startswith(("hal/", "backends/", "models/")) or "/" not in name:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((repository / name).read_bytes())
@@ -51,7 +53,7 @@ def test_every_module_is_in_it(wheel: Path, repository: Path) -> None:
         if file.suffix in (".cpp", ".h"):  # compiled where they are used
             assert f"hal/backends/{file.relative_to(repository / 'backends').as_posix()}" in names
     assert "hal/py.typed" in names
-    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hal"}
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hal", "pytest_hal.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from pieces import drawn, eagerly, marked, step_of, uncaptured
 from reference import prompts
 from torch import Tensor, nn
 
@@ -34,36 +35,10 @@ def opened(
     return hal.open({"backend": "cpu", "max_prefill_tokens": most, "compilation": chosen, "cache": cache})
 
 
-def step_of(runner: hal.Runner, phase: str) -> PiecewiseStep:
-    step = runner._decode if phase == "decode" else runner._prefill
-    assert isinstance(step, PiecewiseStep)
-    return step
-
-
-@torch.inference_mode()
-def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
-    """The model's own Python, on the same cache."""
-    return runner.model(batch, runner.cache.layers)
-
-
 def assert_same(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     assert not found.isnan().any()
     assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()
-
-
-def drawn(runner: hal.Runner, seed: int, lengths: Sequence[int], cached: Sequence[int], **more: Any) -> Batch:
-    """A batch of new tokens behind cached ones, in blocks from all over. What is cached is computed eagerly."""
-    draw = random.Random(seed)
-    free = list(range(1, runner.spec.num_blocks))
-    draw.shuffle(free)
-    blocks = [[free.pop() for _ in range(runner.spec.blocks_for(a + b))] for a, b in zip(lengths, cached, strict=True)]
-    for length, own in zip(cached, blocks, strict=True):
-        if length:
-            tokens = [draw.randrange(runner.model.vocab_size) for _ in range(length)]
-            eagerly(runner, runner.batch([tokens], [own]))
-    new = [[draw.randrange(runner.model.vocab_size) for _ in range(length)] for length in lengths]
-    return runner.batch(new, blocks, cached=cached, **more)
 
 
 class Toy(CausalLM):
@@ -391,23 +366,9 @@ def test_phases_are_chosen_apart() -> None:
 class TestMarkers:
     """Pieces without a compiler."""
 
-    def eager(self, model: CausalLM, backend: hal.Backend) -> hal.Runner:
-        """A runner with nothing captured, on a backend whose config stays as it is."""
-        config = backend.config
-        backend.configure(attrs.evolve(config, compilation=hal.CompilationConfig()))
-        runner = hal.Runner(model, backend)
-        backend.configure(config)
-        return runner
-
-    def runner(self, model: CausalLM, backend: hal.Backend) -> hal.Runner:
-        runner = self.eager(model, backend)
-        runner._decode = MarkedStep(model, backend, runner.cache, "decode")
-        runner._prefill = MarkedStep(model, backend, runner.cache, "prefill")
-        return runner
-
     @pytest.mark.parametrize("at", [("paged_attention",), ("paged_attention", "store_kv_cache"), EVERYTHING])
     def test_around_every_bucket(self, at: Sequence[str]) -> None:
-        runner = self.runner(Deep(2), opened(splitting_ops=list(at)))
+        runner = marked(Deep(2), opened(splitting_ops=list(at)))
         calls = {"paged_attention": 2, "store_kv_cache": 2, "linear": 5}
         assert runner._prefill.num_pieces == 1 + sum(calls[name] for name in at)  # type: ignore[attr-defined]
         check(runner)
@@ -416,18 +377,18 @@ class TestMarkers:
             assert_same(runner.prefill(batch).clone(), eagerly(runner, batch))
 
     def test_more_logits_than_a_step_gives(self) -> None:
-        runner = self.runner(Toy(), opened([100]))
+        runner = marked(Toy(), opened([100]))
         batch = drawn(runner, 1, [60, 37], [5, 0], all_logits=True)
         assert_same(runner.prefill(batch), eagerly(runner, batch))
 
     def test_of_a_checkpoint(self, tmp_path: Path) -> None:
         backend = opened(debug=True)
         model = hal.load_model(random_checkpoint(tmp_path / "model", seed=4, **KINDS["sliding window"]), backend)
-        check(self.runner(model, backend))
+        check(marked(model, backend))
 
     @pytest.mark.parametrize("between", [_view, _written, _constants])
     def test_what_models_do_between(self, between: Callable[..., Tensor]) -> None:
-        check(self.runner(Toy(between), opened(splitting_ops=list(EVERYTHING))), (1, 7, 8, 9, 16, 33, 40))
+        check(marked(Toy(between), opened(splitting_ops=list(EVERYTHING))), (1, 7, 8, 9, 16, 33, 40))
 
     def test_what_the_model_still_has_is_left_alone(self) -> None:
         """The first tensor is read by the last piece, and never in between."""
@@ -438,7 +399,7 @@ class TestMarkers:
                 hidden = ops.linear(hidden.cos()[:, :16] * 2, model.out.weight, None)
             return hidden + first + part.repeat(1, 2)
 
-        check(self.runner(Toy(late), opened(splitting_ops=list(EVERYTHING))), (7, 8, 9, 40))
+        check(marked(Toy(late), opened(splitting_ops=list(EVERYTHING))), (7, 8, 9, 40))
 
     @pytest.mark.parametrize(
         ("between", "at", "message"),
@@ -450,22 +411,25 @@ class TestMarkers:
         ids=["lengths", "attention", "heads"],
     )
     def test_what_cannot_be_captured(self, between: Any, at: list[str], message: str) -> None:
-        runner = self.eager(Toy(between), opened(splitting_ops=at))
+        runner = uncaptured(Toy(between), opened(splitting_ops=at))
         with pytest.raises((CaptureError, CompileError), match=message):
             MarkedStep(runner.model, runner.backend, runner.cache, "decode")
-        runner = self.eager(Toy(between), opened(splitting_ops=at, on_capture_error="eager"))
+        runner = uncaptured(Toy(between), opened(splitting_ops=at, on_capture_error="eager"))
         step = runner._decode = MarkedStep(runner.model, runner.backend, runner.cache, "decode")
         assert step.sizes == []
         check(runner, (3,))
 
     def test_operations_that_are_not_called(self) -> None:
-        runner = self.eager(Toy(), opened(splitting_ops=["silu_and_mul"]))
-        with pytest.raises(ConfigError, match="calls none of the splitting_ops silu_and_mul"):
+        runner = uncaptured(Toy(), opened(splitting_ops=["silu_and_mul"]))
+        with pytest.raises(ConfigError, match="splitting_ops has silu_and_mul, which the model does not call"):
+            MarkedStep(runner.model, runner.backend, runner.cache, "decode")
+        runner = uncaptured(Toy(), opened(splitting_ops=["quantize", "paged_attention", "embedding"]))
+        with pytest.raises(ConfigError, match=r"has quantize, which the model .* it calls embedding, paged_attention"):
             MarkedStep(runner.model, runner.backend, runner.cache, "decode")
 
     def test_buckets_share_memory(self) -> None:
         def taken(sizes: Sequence[int]) -> int:
-            runner = self.eager(Deep(3, 512), opened(sizes, most=4096))
+            runner = uncaptured(Deep(3, 512), opened(sizes, most=4096))
             step = MarkedStep(runner.model, runner.backend, runner.cache, "prefill")
             (pool,) = {graph.pool for bucket in step._buckets.values() for graph in bucket.graphs}
             return pool.nbytes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 import hal
+from hal.errors import DeviceError, NumericsError
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.prefixes import PrefixCache
 
@@ -169,3 +172,59 @@ def test_giving_back_twice_is_refused() -> None:
     cache.give_back(blocks)
     with pytest.raises(ValueError, match="given back twice"):
         cache.give_back(blocks)
+
+
+@pytest.mark.parametrize("blocks", [[1, 1], [0], [2], [99]], ids=str)
+def test_what_is_not_ones_own_is_refused_whole(blocks: list[int]) -> None:
+    cache = PrefixCache(BlockAllocator(4), 2)
+    assert cache.take(1) == [1]
+    with pytest.raises(ValueError, match="or were never taken"):
+        cache.give_back(blocks)
+    cache.give_back([1])
+    assert sorted(cache.take(3) or []) == [1, 2, 3]
+
+
+class Failing(hal.Backend):
+    """A backend whose first step with tokens for the cache fails: as NaN, or unseen until the host waits for it."""
+
+    def __init__(self, kernels: Mapping[str, Any], *, late: bool) -> None:
+        self.late, self.failed, self.waits = late, False, False
+        self.sound = dict(kernels)
+        failing = {name: getattr(self, name) for name in ("store_kv_cache", "linear", "greedy_sample")}
+        super().__init__("failing", hal.HostDevice(), kernels=self.sound | failing)
+
+    def store_kv_cache(self, *arguments: Any) -> None:
+        if self.failed or not self.late:
+            self.sound["store_kv_cache"](*arguments)
+        else:
+            self.waits = True  # nothing is written, and the step goes on
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        found = self.sound["linear"](x, weight, bias)
+        return found if self.failed or self.late else found * float("nan")
+
+    def greedy_sample(self, logits: Any) -> Any:
+        if self.waits:
+            self.waits, self.failed = False, True
+            raise RuntimeError("the device lost a launch")
+        return self.sound["greedy_sample"](logits)
+
+    def explain(self, error: BaseException) -> hal.HalError | None:
+        return DeviceError(str(error), "run the step again") if "lost a launch" in str(error) else None
+
+
+@pytest.mark.parametrize(("late", "error"), [(True, DeviceError), (False, NumericsError)])
+def test_a_step_that_failed_leaves_nothing_to_share(trained: Path, late: bool, error: type[hal.HalError]) -> None:
+    prompt = list(range(5, 60))
+    expected = texts(open_runner(trained, reuse=False), [prompt])
+    kernels = hal.open({"backend": "cpu", "options": {"pack_weights": False}}).kernels
+    backend = Failing(kernels, late=late)
+    cache = hal.CacheConfig(num_tokens=1024, block_size=SIZE, reuse_prefixes=True)
+    backend.configure(hal.Config(backend="failing", dtype="float32", cache=cache))
+    backend.activate()
+    runner = hal.Runner(hal.load_model(trained, backend), backend)
+    with pytest.raises(error):
+        texts(runner, [prompt])
+    backend.failed = True
+    assert texts(runner, [prompt]) == expected
+    hal.open("cpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,8 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         (["ab"], [[1]], None, "token id that is no number"),
         ([torch.tensor([1, 2])], [[1]], None, "sequence 0 is given as a tensor"),
         ([[1]], [torch.tensor([1])], None, "sequence 0 is given as a tensor"),
+        ([[1]], [[1.0]], None, r"block \[1.0\], not integers"),
+        ([[1]], [[1]], [1.0], r"\[1.0\] tokens cached, not integers"),
     ],
 )
 def test_wrong_batches_are_refused(
@@ -125,6 +129,51 @@ def test_wrong_batches_are_refused(
     runner = hal.Runner(Toy(), cpu)
     with pytest.raises(BatchError, match=message):
         runner.batch(tokens, blocks, cached=cached)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cached", "message"),
+    [
+        ([1.5], 0, r"block \[1.5\], not integers"),
+        ([-3], 0, "block -3"),
+        ([2**31], 0, "block 2147483648"),
+        ([1], 1.0, r"\[1.0\] tokens cached, not integers"),
+        ([1], "1", r"\['1'\] tokens cached, not integers"),
+        ([1], -1, "-1 tokens cached"),
+    ],
+)
+def test_batches_that_no_cache_can_have(blocks: list[Any], cached: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        hal.Batch.build([[1, 2]], [blocks], block_size=16, cached=[cached])
+
+
+def test_any_integers_will_do() -> None:
+    numpy = pytest.importorskip("numpy", reason="integers of numpy's")
+    batch = hal.Batch.build([[1, 2]], [numpy.array([3])], block_size=16, cached=numpy.array([1]))
+    assert batch.slot_mapping.tolist() == [49, 50]
+
+
+def test_another_threads_calls_go_on_while_a_runner_is_made() -> None:
+    backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [1, 2]}})
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    expected = ops.rms_norm(x, weight, 1e-6)
+    done, made = [], threading.Event()
+
+    def serve() -> None:
+        with torch.inference_mode():
+            while not made.is_set():
+                done.append(torch.equal(ops.rms_norm(x, weight, 1e-6), expected))
+
+    with ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(serve)
+        try:
+            for _ in range(3):
+                hal.Runner(Toy(), backend)
+        finally:
+            made.set()
+        serving.result()  # with what it raised
+    assert len(done) > 10
+    assert all(done)
 
 
 def test_decode_takes_one_token_a_sequence(cpu: hal.Backend) -> None:

@@ -66,7 +66,7 @@ def draw_config(seed: int) -> Any:
     )
 
 
-COMPILED = SEEDS[:12]  # compiling takes seconds each; these have windows, biases and tied weights among them, too
+COMPILED = (30, 37, 40, 42, 44, 51, 62, 65)  # compiling takes seconds each; these have all that changes a graph
 WINDOWED = [seed for seed in SEEDS if draw_config(seed).use_sliding_window]
 
 
@@ -131,22 +131,23 @@ def test_sliding_window_matters(case: Case) -> None:
 
 
 def test_the_configurations_cover_what_they_should() -> None:
-    configs = [draw_config(seed) for seed in SEEDS]
+    every, compiled = ([draw_config(seed) for seed in seeds] for seeds in (SEEDS, COMPILED))
 
-    def drawn(value: Callable[[Any], Any]) -> set[Any]:
+    def drawn(value: Callable[[Any], Any], configs: Sequence[Any] = every) -> set[Any]:
         return {value(config) for config in configs}
 
     assert drawn(lambda c: c.num_hidden_layers) == {1, 2, 3, 4}
-    assert drawn(lambda c: c.num_attention_heads // c.num_key_value_heads) == {1, 2, 4, 8}
-    assert drawn(lambda c: c.head_dim) == {16, 32, 64, 128}
     assert drawn(lambda c: c.rms_norm_eps) == {1e-6, 1e-5, 1e-3}
     assert drawn(lambda c: c.rope_parameters["rope_theta"]) == {100.0, 1e4, 5e5, 1e6}
-    assert drawn(lambda c: (c.attention_bias, c.tie_word_embeddings, c.use_sliding_window)) == {
-        (bias, tied, window) for bias in (False, True) for tied in (False, True) for window in (False, True)
-    }
     assert drawn(lambda c: c.hidden_size == c.num_attention_heads * c.head_dim) == {False}
-    assert drawn(lambda c: len(set(c.layer_types))) == {1, 2}  # layers with and without a window in one model
     assert drawn(lambda c: 0 < c.max_window_layers < c.num_hidden_layers) == {False, True}
+    for configs in (every, compiled):
+        assert drawn(lambda c: c.num_attention_heads // c.num_key_value_heads, configs) == {1, 2, 4, 8}
+        assert drawn(lambda c: c.head_dim, configs) == {16, 32, 64, 128}
+        assert drawn(lambda c: (c.attention_bias, c.tie_word_embeddings, c.use_sliding_window), configs) == {
+            (bias, tied, window) for bias in (False, True) for tied in (False, True) for window in (False, True)
+        }
+        assert drawn(lambda c: len(set(c.layer_types)), configs) == {1, 2}  # some have both kinds of layers
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 from torch import Tensor
-from torch.nn import functional
 
 from hal.backend import Backend
 from hal.config import read
@@ -16,27 +15,21 @@ from hal.driver import Driver, Probe
 from hal.errors import DriverUnavailable
 from hal.graph import Graph
 from hal.host import HostDevice
+from hal.ops import torch_kernels
 from hal.ops.declaration import Kernel
 
 from . import kernels
 from .packing import ROWS, Packing, linear
 
 KERNELS: dict[str, Kernel] = {
-    "add_rms_norm": kernels.add_rms_norm,
-    "embedding": functional.embedding,
-    "greedy_sample": kernels.greedy_sample,
+    **torch_kernels.KERNELS,
     "linear": linear,
     "paged_attention": kernels.paged_attention,
-    "rms_norm": kernels.rms_norm,
     "rotary_embedding": kernels.rotary_embedding,
     "silu_and_mul": kernels.silu_and_mul,
-    "store_kv_cache": kernels.store_kv_cache,
 }
 
-INT8_KERNELS: dict[str, Kernel] = {
-    "quant_linear_dynamic": kernels.quant_linear_dynamic,
-    "quant_linear_static": kernels.quant_linear_static,
-}
+INT8_KERNELS = torch_kernels.int8_projections(kernels.int8_product)
 """Where torch multiplies int8 matrices exactly."""
 
 INDUCTOR = ("linear", "paged_attention", "quant_linear_dynamic", "quant_linear_static", "store_kv_cache")
@@ -78,8 +71,12 @@ class CpuBackend(Backend):
         """Packed for oneDNN, if that pays at the batch sizes that the config names."""
         if self._packing is None:
             return weight
-        sizes = sorted(self.config.compilation.capture_sizes or ROWS)
+        sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
         return self._packing.prepare(weight, shared=shared, sizes=sizes)
+
+    def plain_weight(self, weight: Tensor) -> Tensor:
+        """A packed one, unpacked."""
+        return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:

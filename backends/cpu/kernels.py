@@ -1,7 +1,6 @@
-"""Kernels for what torch does faster on a CPU than the references do.
+"""Kernels for what torch does faster on a CPU than the references do, beside those that hal.ops.torch_kernels has.
 
-Each rounds as its operation declares, silu_and_mul apart. An operation that is one torch call in its declaration
-already (linear, embedding) is taken over as it is.
+Each rounds as its operation declares, silu_and_mul apart.
 """
 
 from __future__ import annotations
@@ -11,20 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
+from hal.errors import OperationError
 
 MASKED_QUERIES = 256
 """How many queries attend through one mask."""
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """torch's own, which also computes in float32 and rounds once."""
-    return functional.rms_norm(x, weight.shape, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """No faster than its parts, but one call."""
-    hidden = x + residual
-    return functional.rms_norm(hidden, weight.shape, weight, eps), hidden
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,13 +34,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """index_copy_ moves whole rows, where index_put_ would move elements."""
-    slots = slot_mapping.long()
-    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
-    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
-
-
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -70,13 +52,17 @@ def paged_attention(
     It turns NaN, and scores of -inf alone, into 0, which would hide a broken model: then the reference runs.
     """
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
+    num_blocks, block_size = key_cache.shape[:2]
+    inside = bool(((block_table >= 0) & (block_table < num_blocks)).all())
+    if not inside or max(lengths, default=0) > block_table.shape[1] * block_size:
+        _refuse_outside(block_table, lengths, num_blocks, block_size)
     broken = not query.isfinite().all()
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
         if length == 0 or start == end:
             continue
-        blocks = block_table[row, : -(-length // key_cache.shape[1])]
+        blocks = block_table[row, : -(-length // block_size)]
         keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
         attend = _decode if end - start == 1 and causal else _prefill
         first = end - start > 1 or length == 1  # later steps would only find what this one did
@@ -87,6 +73,18 @@ def paged_attention(
             )  # fmt: skip
         output[start:end] = attend(query[start:end], keys, values, scale, causal, sliding_window)
     return output
+
+
+def _refuse_outside(block_table: Tensor, lengths: list[int], num_blocks: int, block_size: int) -> None:
+    """Raise OperationError for a sequence that is not all in the cache, of which a slice would only be shorter."""
+    for row, (blocks, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
+        used = blocks[: -(-length // block_size)]
+        if length > len(used) * block_size or not all(0 <= block < num_blocks for block in used):
+            raise OperationError(
+                f"paged_attention: sequence {row} has {length} tokens in the blocks {blocks} of a cache of "
+                f"{num_blocks} blocks of {block_size}",
+                "check the batch's block_table and lengths",
+            )
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
@@ -147,33 +145,11 @@ def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window
     return mask if window is None else mask & (slot > at - window)
 
 
-def greedy_sample(logits: Tensor) -> Tensor:
-    """torch's argmax takes the first of equal values on a CPU."""
-    return logits.argmax(-1)
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in int32, by oneDNN, which is many times faster than a product of int32.
 
-
-def quant_linear_static(
-    x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """By oneDNN's product of int8 matrices, which is many times faster than one of int32."""
-    sums = _int8_product(x, weight)
-    if quant_bias is not None:
-        sums += quant_bias
-    return (sums * deq_scale).to(dtype)
-
-
-def quant_linear_dynamic(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Likewise."""
-    values = (_int8_product(x, weight) * weight_scale).mul_(x_scale.unsqueeze(-1))
-    if bias is not None:
-        values += bias
-    return values.to(dtype)
-
-
-def _int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in int32. Of two strides that are both 1, torch's product takes the wrong one."""
+    Of two strides that are both 1, torch's product takes the wrong one.
+    """
     out_features, width = weight.shape
     if width == 1:
         return x.int() * weight.int().t()

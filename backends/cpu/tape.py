@@ -9,7 +9,6 @@ together share it.
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -129,7 +128,6 @@ class _Recorder(TorchDispatchMode):
         self.launches = launches
         self.whole = whole
         self.record_host_value = record_host_value
-        self.thread = threading.get_ident()
         self.opaque = False
 
     def __torch_dispatch__(
@@ -160,7 +158,7 @@ class _Recorder(TorchDispatchMode):
             return kernel
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self.thread or self.opaque:
+            if self.opaque:
                 return kernel(*args, **kwargs)
             arguments = operation.arguments(args, kwargs)
             for name in operation.host:

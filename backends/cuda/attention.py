@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.batch import one_query_each
 from hal.errors import CaptureError
 from hal.ops.declaration import Kernel
 
@@ -21,11 +22,6 @@ WIDEST_HEAD, HEAD_MULTIPLE = 256, 8
 LONG_PREFILL = 32
 """New tokens of a sequence from which on a prefill is given to the kernel for long ones."""
 HALVES = (torch.bfloat16, torch.float16)
-
-
-def one_query_each(tokens: int, starts: list[int]) -> bool:
-    """Whether every sequence has one query, and no token is left over."""
-    return starts == list(range(tokens + 1))
 
 
 def capturing(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ caller may change them at once and no replay meets lengths that are not its own.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,17 +19,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
+from hal.batch import one_query_each
 from hal.errors import GraphError, HalError, HostValueError
 from hal.graph import Graph
 from hal.ops.declaration import Kernel, Operation
 from hal.stream import Stream
 
-from .attention import one_query_each
 from .failures import capture_error, first_line
 
 if TYPE_CHECKING:
     from .driver import CudaBackend
-    from .flashinfer_attention import GraphPlan
+    from .flashinfer_plans import GraphPlan
 
 QUERIES = "query_start_loc_host"
 _UNENDED: list[torch.cuda.CUDAGraph] = []
@@ -85,6 +84,7 @@ class CudaGraph(Graph):
             one = torch.ones(8, 8, dtype=torch.float16, device="cuda")
             one @ one
         torch.cuda.synchronize()
+        del one
         _clear_cublas()
         torch.cuda.empty_cache()  # the graph's pool cannot use what is left over in others
 
@@ -130,15 +130,12 @@ class CudaGraph(Graph):
 
     def _watch(self) -> Callable[[Operation, Kernel], Kernel]:
         """The interception of calls with host values, which notes their names and runs the kernel for graphs."""
-        thread = threading.get_ident()
 
         def wrap(operation: Operation, kernel: Kernel) -> Kernel:
             if not operation.host:
                 return kernel
 
             def watched(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != thread:
-                    return kernel(*args, **kwargs)
                 arguments = operation.arguments(args, kwargs)
                 self._note(operation, arguments)
                 plan = self._plan(kernel, arguments) if getattr(kernel, "in_graphs", False) else None

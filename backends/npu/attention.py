@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
+from hal.batch import one_query_each
 from hal.errors import CaptureError
 from hal.ops.declaration import Kernel
 
@@ -49,11 +50,6 @@ UPDATES: dict[str, dict[str, Update]] = {
     "_npu_paged_attention.default": {"context_lens": lambda values: values["kv_lens_host"].clone()},
 }
 """By the operation that torch_npu records in a capture: the keys of its update, each with how it is made."""
-
-
-def one_query_each(tokens: int, starts: list[int]) -> bool:
-    """Whether every sequence has one query, and no token is left over."""
-    return starts == list(range(tokens + 1))
 
 
 class FusedAttention:
@@ -113,7 +109,7 @@ class FusedAttention:
         decodes = one_query_each(tokens, starts)
         if packs and not (decodes and sliding_window is None):
             attended = attend(
-                query[: starts[-1]],
+                query[: starts[-1]],  # it must be given all the queries, and no more
                 *caches,
                 input_layout="TND",
                 block_table=block_table,
@@ -121,36 +117,33 @@ class FusedAttention:
                 actual_seq_lengths_kv=lens,
                 **self._hiding(causal, sliding_window),
             )[0]
-            # It must be given all the queries, and no more.
             return _with_zeros(attended, tokens)
 
-        # Runs of sequences with as many queries each: a decode is one.
-        lengths = [after - before for before, after in pairwise(starts)]
-        runs = [(1, tokens)] if decodes else [(length, len(list(run))) for length, run in groupby(lengths)]
-        if block_size not in BLOCK_SIZES and max(lengths) > 1:
+        runs = [(1, slice(0, tokens))] if decodes else _runs(starts)
+        if block_size not in BLOCK_SIZES and any(queries > 1 for queries, _ in runs):
             return self._otherwise(  # type: ignore[no-any-return]
                 query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
                 kv_lens_host, scale, causal, sliding_window,
             )  # fmt: skip
         if len(runs) > 1:
             _refuse_in_capture(head_dim)
-        parts, row, start = [], 0, 0
-        for length, count in runs:
-            rows, end = slice(row, row + count), start + count * length
-            if length:
-                hiding = self._hiding(causal, sliding_window)
-                if length == 1:
-                    hiding = self._hiding_slots(block_table[rows], block_size, kv_lens[rows], sliding_window)
-                attended = attend(
-                    query[start:end].view(count, length, heads * head_dim),
-                    *caches,
-                    input_layout="BSH",
-                    block_table=block_table[rows],
-                    actual_seq_lengths_kv=lens[rows],
-                    **hiding,
-                )[0]
-                parts.append(attended.view(end - start, heads, head_dim))
-            row, start = rows.stop, end
+        parts = []
+        for queries, rows in runs:
+            if queries == 0:
+                continue
+            part = query[starts[rows.start] : starts[rows.stop]]
+            hiding = self._hiding(causal, sliding_window)
+            if queries == 1:
+                hiding = self._hiding_slots(block_table[rows], block_size, kv_lens[rows], sliding_window)
+            attended = attend(
+                part.view(-1, queries, heads * head_dim),
+                *caches,
+                input_layout="BSH",
+                block_table=block_table[rows],
+                actual_seq_lengths_kv=lens[rows],
+                **hiding,
+            )[0]
+            parts.append(attended.view(part.shape))
         return _with_zeros(parts[0] if len(parts) == 1 else torch.cat(parts), tokens)
 
     def _hiding(self, causal: bool, window: int | None) -> dict[str, Any]:
@@ -168,6 +161,15 @@ class FusedAttention:
             return {}
         slots = self._slots[: block_table.shape[1] * block_size]
         return {"atten_mask": slots < (kv_lens - window)[:, None]}
+
+
+def _runs(starts: list[int]) -> list[tuple[int, slice]]:
+    """Runs of sequences with as many queries each: how many, and of which sequences."""
+    runs, row = [], 0
+    for queries, run in groupby(after - before for before, after in pairwise(starts)):
+        first, row = row, row + len(list(run))
+        runs.append((queries, slice(first, row)))
+    return runs
 
 
 def _with_zeros(attended: Tensor, tokens: int) -> Tensor:

@@ -11,7 +11,7 @@ import os
 
 def autoload() -> None:
     """Activate the emulated CANN if the environment asks for it. torch_npu's own entry point must come after."""
-    if os.environ.get("HAL_NPU_EMULATOR", "0") not in ("", "0"):
+    if os.environ.get("HAL_NPU_EMULATOR", "0") not in ("", "0"):  # what else means no, the option's reader knows
         from .emulator import activate_from_environment
 
         activate_from_environment()

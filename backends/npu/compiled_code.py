@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ import torch_npu
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from hal.config import cache_folder
+from hal.config import cache_folder, home_of, is_own, private_folder
 from hal.errors import CompileError
 
 from .failures import first_line
@@ -42,12 +41,17 @@ class CodeCache:
 
     Callables among the options keep it from doing so: nothing is kept then.
 
+    Code from the folder runs in this process: what others could have written there is not taken.
+
     Attributes:
         taken: how many steps were taken from the folder.
+
+    Raises:
+        ConfigError: the folder is in a home folder, and there is none.
     """
 
     def __init__(self, folder: str | None, options: Mapping[str, Any]) -> None:
-        base = cache_folder("npugraph_ex") if folder is None else Path(folder).expanduser().absolute() / "npugraph_ex"
+        base = cache_folder("npugraph_ex") if folder is None else home_of(folder) / "npugraph_ex"
         self._folder, self._options, self.taken = base, dict(options), 0
         self._keeps = not any(callable(each) for each in options.values())  # which nothing could be known by
 
@@ -84,7 +88,12 @@ class CodeCache:
         extra: dict[str, Any] = {}
         if self._options.get("static_kernel_compile"):
             folder = self._folder / self._key(step)
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                own = private_folder(self._folder) and private_folder(folder)
+            except OSError as error:
+                raise CompileError(f"static kernels cannot be kept in {folder}: {error}", _FOLDER) from error
+            if not own:
+                raise CompileError(f"static kernels are kept in {folder}, where others may write", _FOLDER)
             extra = {
                 "static_kernel_compile.use_cache_compile": True,
                 "static_kernel_compile.compile_cache_dir": str(folder),
@@ -114,6 +123,7 @@ class CodeCache:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
+_FOLDER = "set compilation.cache_dir to a folder of your own"
 _REMEDY = 'use the compiler "graph", which captures kernels as they are'
 
 
@@ -137,9 +147,13 @@ def _check(step: NativeStep, names: Namespace) -> Namespace:
 
 
 def _read(file: Path) -> str | None:
-    """Code that was kept; None if there is none, or it is broken."""
+    """Code that was kept; None if there is none, it is broken, or others could have written it."""
     try:
-        digest, _, code = file.read_text(encoding="utf-8").partition("\n")
+        with file.open(encoding="utf-8") as opened:
+            if not (is_own(opened.fileno()) and is_own(file.parent)):
+                log.warning("the compile cache %s is not this user's alone, and is made anew", file)
+                return None
+            digest, _, code = opened.read().partition("\n")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -153,10 +167,15 @@ def _read(file: Path) -> str | None:
 
 def _write(file: Path, code: str) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as part:
-            part.write(f"{_digest(code)}\n{code}")
-        os.replace(part.name, file)
+        if not private_folder(file.parent):
+            log.warning("others may write in %s: nothing is kept there", file.parent)
+            return
+        # Written beside its place and moved there, so that no other process reads half of it.
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder) / file.name
+            part.write_text(f"{_digest(code)}\n{code}", encoding="utf-8")
+            part.chmod(0o600)
+            part.replace(file)
     except OSError as error:
         log.warning("the compile cache %s cannot be written: %s", file, error)
 

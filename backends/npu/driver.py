@@ -15,6 +15,7 @@ from hal.config import read
 from hal.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable, HalError
 
+from .emulator.activation import Switch, switch_of
 from .probe import probe, probe_emulated
 from .soc import Generation, generation_of
 
@@ -67,7 +68,7 @@ class NpuOptions:
     """
 
     device: int = attrs.field(default=0, validator=_at_least_0)
-    emulator: Literal["off", "on", "force"] = "off"
+    emulator: Switch = "off"
     emulator_options: dict[str, Any] = attrs.field(factory=dict)
     attention: Literal["fused", "atb"] = "fused"
     nz_weights: bool = False
@@ -103,6 +104,7 @@ class NpuBackend(Backend):
             device,
             kernels=table,
             compilers=_compilers(generation),
+            aliases={"npugraph": "graph"},
             limits=generation.limits(options.max_streams),
             native_names=NATIVE_NAMES,
             cache_layout="fractal_nz" if options.nz_cache else "canonical",
@@ -237,10 +239,9 @@ class NpuDriver(Driver):
         return tuple({**options, "device": index} for index in range(_import_torch_npu().npu.device_count()))
 
     def _read(self, options: Mapping[str, Any]) -> NpuOptions:
-        # HAL_NPU_EMULATOR=1, and {"emulator": true} in a config.
         given = {**options}
-        if given.get("emulator") in (True, False, ""):
-            given["emulator"] = "on" if given["emulator"] else "off"
+        if "emulator" in given:  # HAL_NPU_EMULATOR=1, and {"emulator": true} in a config
+            given["emulator"] = switch_of(given["emulator"])
         return read(NpuOptions, given, "options of the npu driver")
 
 

@@ -8,7 +8,6 @@ waits, on the device, until the replay before it has read its own, and a failure
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -131,15 +130,12 @@ class NpuGraph(Graph):
 
     def _watch(self, mode: Any, calls: list[HostCall]) -> Callable[[Operation, Kernel], Kernel]:
         """The interception that notes every call with host values, and whether torch_npu recorded a launch of it."""
-        thread = threading.get_ident()
 
         def wrap(operation: Operation, kernel: Kernel) -> Kernel:
             if not operation.host:
                 return kernel
 
             def noted(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != thread:
-                    return kernel(*args, **kwargs)
                 arguments, before = operation.arguments(args, kwargs), len(mode.graph_dispatch_records)
                 for name in operation.host:
                     self.host_values.record(name, arguments[name], operation.name)

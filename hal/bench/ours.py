@@ -63,7 +63,8 @@ class Ours:
         measured: dict[str, Any] = {"compiler": compiler, "capture_sizes": list(sizes)}
         if prompts is not None and compiler in IN_PIECES:
             measured["prefill"] = {"capture_sizes": [min(prompts, config.max_prefill_tokens)]}
-        compilation = read(hal.CompilationConfig, {**self._compilation, **measured}, "compilation")
+        given = {} if compiler == "eager" else self._compilation  # which are for compilers, and eager would refuse
+        compilation = read(hal.CompilationConfig, {**given, **measured}, "compilation")
         cache = attrs.evolve(config.cache, num_tokens=num_tokens)
         self._backend.configure(attrs.evolve(config, compilation=compilation, cache=cache))
 

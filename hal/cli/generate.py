@@ -22,7 +22,6 @@ from hal.errors import BatchError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hal.config import CompilationConfig
     from hal.nn import CausalLM
     from hal.runtime.generate import SamplingParams
     from hal.runtime.loading import Progress
@@ -78,6 +77,7 @@ def command(
     """
     import hal
     from hal.config import read
+    from hal.runtime.buckets import fitted_to
     from hal.runtime.checkpoint import Checkpoint
 
     texts = [*prompts, *(prompt_lines(prompts_file) if prompts_file else ())]
@@ -95,7 +95,7 @@ def command(
         settings["options"] = {**settings.get("options", {}), **options}
         config = read(hal.Config, settings, "configuration")
         on = hal.open(config)
-    config = attrs.evolve(config, compilation=_fit_graphs(config.compilation, on.limits.capture_sizes, len(texts)))
+    config = attrs.evolve(config, compilation=fitted_to(config.compilation, len(texts), on.limits.capture_sizes))
     on.configure(config)
     with _progress_bar("loading") as progress:
         model = hal.load_model(opened, on, progress=progress)
@@ -140,15 +140,6 @@ def check_prompts(texts: list[str]) -> None:
     for index, text in enumerate(texts):
         if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes that are not UTF-8
             raise BatchError(f"prompt {index} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
-
-
-def _fit_graphs(config: CompilationConfig, sizes: Sequence[int], num_prompts: int) -> CompilationConfig:
-    """Unless the config says which sizes to capture, leave out those that so few prompts cannot fill."""
-    from hal.runtime.buckets import bucket_for
-
-    if config.capture_sizes is not None or config.max_capture_size is not None:
-        return config
-    return attrs.evolve(config, max_capture_size=bucket_for(num_prompts, list(sizes)))
 
 
 def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:

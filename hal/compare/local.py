@@ -10,7 +10,7 @@ for each call of the first, the second's kernel gets the same arguments, copied 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
@@ -83,7 +83,7 @@ class OurCalls:
     def __init__(self, first: Side, second: Side, *, keep: bool) -> None:
         self._first, self._second, self._keep = first, second, keep
         self._dtype = first.runner.spec.dtype
-        self._own = _tensors_of(first.model)
+        self._own, self._their_own_tensors = _tensors_of(first.model), _tensors_of(second.model)
         self._mirror = second.backend.kv_cache(second.runner.spec)
         fill(self._mirror)
         self._caches = {
@@ -101,13 +101,14 @@ class OurCalls:
 
     def __call__(self, call: Call, operation: Operation, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the kernel, and the second's, and compare."""
+        first, second = self._first.backend, self._second.backend
         own = self._their_own(call)
         ours = operation.arguments(args, {})
         theirs = {name: self._counterpart(operation, name, value, own) for name, value in ours.items()}
         kept = self._keep and self.broken is None
-        ours_before, theirs_before = (_on_cpu(each) if kept else {} for each in (ours, theirs))
+        ours_before = _on_cpu(_plain(ours, first, self._own)) if kept else {}
+        theirs_before = _on_cpu(_plain(theirs, second, self._their_own_tensors)) if kept else {}
         returned = kernel(*args)
-        second = self._second.backend
         their_kernel = getattr(second.ops, operation.name)
         with second.explaining(), torch.inference_mode():
             answered = _blaming(second, call, their_kernel, tuple(theirs.values()))
@@ -146,7 +147,8 @@ class OurCalls:
         if id(value) in self._own and name in own:
             return own[name]
         host = name in operation.host
-        return transplant(value, torch.device("cpu") if host else self._second.backend.device.torch)
+        (plain,) = _plain({name: value}, self._first.backend, self._own).values()
+        return transplant(plain, torch.device("cpu") if host else self._second.backend.device.torch)
 
     def _results(self, operation: Operation, arguments: Mapping[str, Any], returned: Any) -> dict[str, Tensor]:
         """What a call returned and wrote."""
@@ -164,8 +166,6 @@ class OurCalls:
 
 def transplant(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on ``device`` with the same strides, which a kernel may read wrongly."""
-    if tensor.is_mkldnn:
-        return tensor.to_dense().to(device)
     copy = memory_of(tensor).to(device, copy=True)
     return copy if tensor.is_contiguous() else copy.as_strided(tensor.shape, tensor.stride())
 
@@ -181,6 +181,11 @@ def memory_of(tensor: Tensor) -> Tensor:
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     cpu = torch.device("cpu")
     return {name: transplant(each, cpu) if isinstance(each, Tensor) else each for name, each in values.items()}
+
+
+def _plain(values: Mapping[str, Any], backend: Backend, own: Collection[int]) -> dict[str, Any]:
+    """With weights, by identity, as torch can copy them."""
+    return {name: backend.plain_weight(each) if id(each) in own else each for name, each in values.items()}
 
 
 def _tensors_of(model: CausalLM) -> frozenset[int]:

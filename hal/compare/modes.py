@@ -23,7 +23,7 @@ from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch
 from hal.config import CompilationConfig
 from hal.kv_cache import DUMMY_BLOCK
-from hal.runtime.buckets import bucket_for
+from hal.runtime.buckets import fitted_to
 from hal.runtime.checkpoint import Checkpoint
 from hal.runtime.loading import load_model
 from hal.runtime.runner import Runner
@@ -56,7 +56,8 @@ def compare_modes(
         raise CompareError(f"the modes to compare are {', '.join(compilers) or 'none'}", "give two or more, each once")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     base = backend.config.compilation
-    modes = {name: _fitted(attrs.evolve(base, compiler=name), backend, prompts) for name in compilers}
+    sequences, sizes = len(prompts.token_ids), backend.limits.capture_sizes
+    modes = {name: fitted_to(in_mode(base, name), sequences, sizes) for name in compilers}
     for compilation in modes.values():  # what is refused is so before anything is loaded
         configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
     model = load_model(opened, backend)
@@ -81,11 +82,9 @@ def compare_modes(
     return tuple(_comparison(reference, name, found, texts) for name, found in drifts.items())
 
 
-def _fitted(config: CompilationConfig, backend: Backend, prompts: Prompts) -> CompilationConfig:
-    """Unless the config says which sizes to capture, leave out those that so few prompts cannot fill."""
-    if config.capture_sizes is not None or config.max_capture_size is not None:
-        return config
-    return attrs.evolve(config, max_capture_size=bucket_for(len(prompts.token_ids), list(backend.limits.capture_sizes)))
+def in_mode(config: CompilationConfig, compiler: str) -> CompilationConfig:
+    """The configuration with another compiler for decode steps, whichever it names for them itself."""
+    return attrs.evolve(config, compiler=compiler, decode=attrs.evolve(config.decode, compiler=None))
 
 
 def _state(texts: Texts, runner: Runner) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -95,7 +96,7 @@ class SavedCall:
         folder = Path(folder)
         try:
             text, tensors = (folder / CALL).read_text(encoding="utf-8"), load_file(folder / TENSORS)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"{folder} holds no saved call: {error}", "give a folder of `hal compare --save`"
             ) from None

@@ -38,6 +38,10 @@ def backend(
         inputs: examples of its inputs; what Dynamo knows of them counts.
         options: ``passes``, as in :class:`hal.CompilationConfig`.
 
+    Returns:
+        The compiled function. It has the active backend's kernels in it, so it raises BackendNotActive when another one
+        is active.
+
     Raises:
         BackendNotActive: no backend is open.
         ConfigError: an option is unknown.
@@ -59,7 +63,20 @@ def backend(
     manager = PassManager(graph, mode)
     for each in (*chosen_passes(active, given.get("passes", {})), *CLEANUPS):
         manager.add(each)
-    log.info("optimised a graph of Dynamo's:\n%s", manager.apply())
+    report = manager.apply()
+    log.info("optimised a graph of Dynamo's:\n%s", report)
+    for warning in report.missed([name for name, on in given.get("passes", {}).items() if on]):
+        log.warning("a graph of Dynamo's: %s", warning)
     if hoist_preparations(graph.graph, active, mode):
         common_subexpressions(graph)
-    return lower(graph.graph)
+    lowered = lower(graph.graph)
+
+    def run(*args: Any) -> Any:
+        if not active.active:
+            raise BackendNotActive(
+                f"this function was compiled for the backend {active.name}, and another one is active",
+                "call activate() of that backend before, or torch.compiler.reset() to compile anew",
+            )
+        return lowered(*args)
+
+    return run

@@ -32,15 +32,15 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
         kernel = None if operation is None else backend.kernels.get(operation.name)
         if operation is None or operation.name in keep or not isinstance(kernel, PreparingKernel):
             continue
-        arguments = operation.arguments(node.args, node.kwargs)
-        for name, prepare in kernel.prepare.items():
+        arguments = list(operation.arguments(node.args, node.kwargs).values())
+        for place, prepare in kernel.places:
             with mode:
-                traced = make_fx(prepare, _allow_non_fake_inputs=True)(value(arguments[name])).graph
+                traced = make_fx(prepare, _allow_non_fake_inputs=True)(value(arguments[place])).graph
             (source,) = (each for each in traced.nodes if each.op == "placeholder")
             with graph.inserting_before(node):
-                result = graph.graph_copy(traced, {source: arguments[name]})
+                result = graph.graph_copy(traced, {source: arguments[place]})
             assert isinstance(result, fx.Node)
-            arguments[name] = result
+            arguments[place] = result
             count += 1
-        node.target, node.args, node.kwargs = kernel.kernel, tuple(arguments.values()), {}
+        node.target, node.args, node.kwargs = kernel.kernel, tuple(arguments), {}
     return count

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
-from torch import Tensor, fx
+from torch import Tensor
 
 from hal import ops
 from hal.backend import Backend
@@ -19,9 +18,9 @@ from hal.compile.clean import CLEANUPS, common_subexpressions
 from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower, source_of
 from hal.compile.passes import PassManager, Report
-from hal.compile.rewrite import Rewrite, fusions, prepare
-from hal.compile.split import operation_of
+from hal.compile.rewrite import Rewrite, fusions
 from hal.compile.trace import Caches, TracedStep, trace_step
+from hal.compilers import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 
@@ -52,14 +51,11 @@ class OptimisedStep:
     Attributes:
         traced: its graph has the rewrites in it.
         report: what each pass did.
-        at_most: by rewrite, how many places there were for it when its turn came, by counting the operations that each
-            needs. Whether they stand as in the pattern is another question, so a model may well have fewer.
         stages: the graph's way so far.
     """
 
     traced: TracedStep
     report: Report
-    at_most: Mapping[str, int]
     stages: tuple[Stage, ...]
 
     def hoist(self, backend: Backend, keep: Collection[str] = ()) -> None:
@@ -87,20 +83,21 @@ def optimise_model(
 ) -> OptimisedStep:
     """Trace a model's step as it runs on ``example``, and rewrite it for a backend; see :func:`optimise`.
 
-    Warns of every rewrite whose place was found and that was applied nowhere: somebody expects what it brings.
+    Warns of what :meth:`hal.compile.report.Report.missed` tells: somebody expects what those rewrites bring.
 
     Args:
         model: loaded on the backend.
         example: a batch of the sizes to trace for; see :func:`hal.compile.trace.example_batch`.
         caches: that the step writes.
         backend: whose rewrites are applied.
-        passes: by name, which of them to leave out (False).
+        passes: by name, which of them to leave out (False), and which of the rewrites are wanted (True).
         any_size: whether the trace is to serve batches of other sizes.
     """
     trace = partial(trace_step, model, example, caches, whole=kept_whole(backend), any_size=any_size, decompose=False)
     step = optimise(trace, backend, passes)
     log.info("optimised a step of %s:\n%s", type(model).__name__, step.report)
-    for warning in step.report.missed():
+    rewrites = {each.name for each in all_passes(backend) if isinstance(each, Rewrite)}
+    for warning in step.report.missed(rewrites & {name for name, wanted in passes.items() if wanted}):
         log.warning("%s: %s", type(model).__name__, warning)
     return step
 
@@ -120,36 +117,22 @@ def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
     chosen = chosen_passes(backend, passes)
     began = time.perf_counter()
     traced = trace()
-    stages = [_stage("trace", traced, began)]
+    stages = [stage_of("trace", traced, began)]
     began = time.perf_counter()
     manager = PassManager(traced.graph, traced.mode)
     for each in (*chosen, *CLEANUPS):
         manager.add(each)
-    there = _operations(traced.graph.graph)
     report = manager.apply()
-    limits = _at_most(there, [each for each in chosen if isinstance(each, Rewrite)], report)
-    return OptimisedStep(traced, report, limits, (*stages, _stage("rewrite", traced, began)))
-
-
-def _at_most(there: Counter[str], rewrites: Sequence[Rewrite], report: Report) -> dict[str, int]:
-    limits: dict[str, int] = {}
-    for each in rewrites:
-        forms = [_operations(form.structure) for form in prepare(each)]
-        counts = [min((there[name] // times for name, times in needs.items()), default=0) for needs in forms]
-        best = max(range(len(forms)), key=counts.__getitem__)
-        limits[each.name] = counts[best]
-        applied = len(report[each.name].matches)
-        there.subtract({name: times * applied for name, times in forms[best].items()})
-    return limits
-
-
-def _operations(graph: fx.Graph) -> Counter[str]:
-    return Counter(name for node in graph.nodes if (name := operation_of(node)) is not None)
+    return OptimisedStep(traced, report, (*stages, stage_of("rewrite", traced, began)))
 
 
 def all_passes(backend: Backend) -> Sequence[Rewrite | Callable[..., Any]]:
-    """What a backend's graphs are rewritten with: its own rewrites, then those of the fused operations that it has."""
-    return (*backend.rewrites, *fusions(backend))
+    """What a backend's graphs are rewritten with: its own rewrites, then those of the fused operations that it has.
+
+    One of its own that is named after a fused operation takes the place of that operation's.
+    """
+    own = set(map(pass_name, backend.rewrites))
+    return (*backend.rewrites, *(each for each in fusions(backend) if each.name not in own))
 
 
 def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite | Callable[..., Any]]:
@@ -158,19 +141,15 @@ def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite 
     Raises:
         ConfigError: ``passes`` names one that there is not.
     """
-    known = {name_of(each): each for each in all_passes(backend)}
+    known = {pass_name(each): each for each in all_passes(backend)}
     for name in passes:
         if name not in known:
             raise ConfigError(f"the backend {backend.name} has no pass {name!r}", nearest(name, known))
     return [each for name, each in known.items() if passes.get(name, True)]
 
 
-def name_of(each: Rewrite | Callable[..., Any]) -> str:
-    """What a pass is called in reports and configurations."""
-    return each.name if isinstance(each, Rewrite) else getattr(each, "__name__", repr(each))
-
-
-def _stage(name: str, traced: TracedStep, began: float) -> Stage:
+def stage_of(name: str, traced: TracedStep, began: float) -> Stage:
+    """A stage that ends now, and began at ``began`` of :func:`time.perf_counter`."""
     seconds = time.perf_counter() - began
     graph = traced.graph.graph
     calls = sum(node.op == "call_function" for node in graph.nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import attrs
 
@@ -67,14 +67,29 @@ class Report:
             warnings.append(f"{name} was applied {applied[name]} times, and {count} were expected: {found}")
         return warnings
 
-    def missed(self) -> list[str]:
-        """A warning for every rewrite whose structure was found and that was applied nowhere, with the reasons."""
-        return [
-            f"the rewrite {each.name} was applied nowhere: "
-            + "; ".join(f"{reason} ({times} times)" for reason, times in each.reasons.most_common(3))
-            for each in self.passes
-            if each.near_misses and not each.matches
-        ]
+    def missed(self, wanted: Collection[str] = ()) -> list[str]:
+        """A warning for every rewrite that was not applied at a place with its structure, with the reasons.
+
+        So one that some layers of a model have and others lack is a warning, and one that suits none of them. One whose
+        structure is nowhere is a warning only if it is wanted: most models have no place for most rewrites.
+
+        Args:
+            wanted: names of rewrites that somebody asked for.
+        """
+        warnings = []
+        for each in self.passes:
+            why = "; ".join(f"{reason} ({times} times)" for reason, times in each.reasons.most_common(3))
+            if each.near_misses and each.matches:
+                times = f"{len(each.matches)} times and left out {len(each.near_misses)} times where its structure is"
+                warnings.append(f"the rewrite {each.name} was applied {times}: {why}")
+            elif each.near_misses:
+                warnings.append(f"the rewrite {each.name} was applied nowhere: {why}")
+            elif each.name in wanted and not each.matches:
+                warnings.append(
+                    f"the rewrite {each.name} was asked for and applied nowhere: its structure is not in the graph, as "
+                    "the passes before it left it"
+                )
+        return warnings
 
     def __str__(self) -> str:
         lines = []

@@ -50,6 +50,18 @@ class TracedStep:
         shapes: Any = self.mode.shape_env
         return [str(guard.expr) for guard in shapes.guards]
 
+    @property
+    def pinned(self) -> list[str]:
+        """Open sizes that something in the trace fixed to the example's, such as ``block_table.shape[1] = 5``."""
+        shapes: Any = self.mode.shape_env
+        found = []
+        for name, fake in zip(_DTYPES, self.fakes, strict=False):
+            shape: Sequence[Any] = fake.shape
+            for dim, size in enumerate(shape):
+                if not isinstance(size, int) and (known := shapes.replace(size.node.expr)).is_number:
+                    found.append(f"{name}.shape[{dim}] = {known}")
+        return found
+
     def serves(self, batch: Batch) -> bool:
         """Whether the graph is what the model does for a batch of these sizes."""
         sizes: dict[Any, int] = {}

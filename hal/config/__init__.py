@@ -6,14 +6,14 @@ names the place and the nearest known key. Drivers and models read their own opt
 
 from __future__ import annotations
 
-from hal.config.environment import CACHE_DIR, cache_folder, environment_mapping, environment_options
+from hal.config.cache import CACHE_DIR, cache_folder, home_of, is_own, private_folder
+from hal.config.environment import environment_mapping, environment_options
 from hal.config.reading import read, read_model_config
-from hal.config.settings import ALIASES, CacheConfig, CompilationConfig, Config, DTypeName, PhaseConfig
+from hal.config.settings import CacheConfig, CompilationConfig, Config, DTypeName, PhaseConfig
 from hal.config.sources import Source, load, to_mapping
 from hal.config.text import parse_json, read_file
 
 __all__ = [
-    "ALIASES",
     "CACHE_DIR",
     "CacheConfig",
     "CompilationConfig",
@@ -24,8 +24,11 @@ __all__ = [
     "cache_folder",
     "environment_mapping",
     "environment_options",
+    "home_of",
+    "is_own",
     "load",
     "parse_json",
+    "private_folder",
     "read",
     "read_file",
     "read_model_config",

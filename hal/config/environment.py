@@ -1,29 +1,18 @@
-"""``HAL_*`` variables: of the configuration, of drivers, and where compiled code is kept."""
+"""``HAL_*`` variables: of the configuration, and of drivers."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import attrs
 
+from hal.config.cache import CACHE_DIR
 from hal.config.settings import Config
 from hal.config.text import parse_json
 from hal.errors import ConfigError
-
-CACHE_DIR = "HAL_CACHE_DIR"
-"""The variable that names the folder for what hal compiles; it is no part of a configuration."""
-
-
-def cache_folder(name: str) -> Path:
-    """Where to keep what is compiled for ``name``: in ``HAL_CACHE_DIR``, ``XDG_CACHE_HOME``/torch-hal, or ~/.cache."""
-    if own := os.environ.get(CACHE_DIR):
-        return Path(own).expanduser().absolute() / name
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return home.absolute() / "torch-hal" / name
 
 
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
@@ -38,11 +27,9 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
     mapping: dict[str, Any] = {}
     wholes: set[tuple[str, ...]] = set()
     for variable, text in sorted(environ.items()):
-        if (
-            not variable.startswith("HAL_")
-            or variable == CACHE_DIR
-            or any(_option_of(variable, driver) for driver in drivers)
-        ):
+        if not variable.startswith("HAL_") or variable == CACHE_DIR:
+            continue
+        if any(_option_of(variable, driver) for driver in drivers):
             continue
         path = variable.removeprefix("HAL_").lower().split("__")
         table = mapping
@@ -66,6 +53,8 @@ def environment_options(driver_name: str, environ: Mapping[str, str] | None = No
 
 def _option_of(variable: str, driver_name: str) -> str:
     """The option of a driver that a variable sets, or nothing; two underscores are for the tables of Config."""
+    if variable == CACHE_DIR:
+        return ""
     option = variable.removeprefix(f"HAL_{driver_name.upper().replace('-', '_')}_")
     return option.lower() if option != variable and not option.startswith("_") else ""
 

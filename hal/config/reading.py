@@ -119,10 +119,11 @@ def _structure_literal(value: Any, annotation: Any) -> Any:
     return value
 
 
-def _structure_dict(value: Any, _: Any) -> Any:
+def _structure_dict(value: Any, annotation: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"expected a table with text keys, found {kind_of(value)}")
-    return value
+    element = get_args(annotation)[1]
+    return {key: _CONVERTER.structure(item, element) for key, item in value.items()}
 
 
 def _structure_table(cls: type) -> Any:

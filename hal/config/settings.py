@@ -17,14 +17,6 @@ def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
             raise ValueError(f"must be at least 1, not {number}")
 
 
-ALIASES = {"npugraph": "graph"}
-"""Other names that compilers go by."""
-
-
-def _own_name(compiler: str) -> str:
-    return ALIASES.get(compiler, compiler)
-
-
 def _some(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...] | None) -> None:
     if value is not None and not value:
         raise ValueError("must name an operation; leave it out for the default")
@@ -42,7 +34,7 @@ class PhaseConfig:
         max_capture_size: as there.
     """
 
-    compiler: str | None = attrs.field(default=None, converter=attrs.converters.optional(_own_name))
+    compiler: str | None = None
     splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_some)
     passes: dict[str, bool] | None = None
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
@@ -54,15 +46,16 @@ class CompilationConfig:
     """How a runner executes the model.
 
     Attributes:
-        compiler: ``eager`` runs the model's Python each step; ``graph`` (also ``npugraph``) captures decode steps
-            whole, one graph per bucket; ``piecewise`` captures decode and prefill steps in pieces, between the
-            operations that ``splitting_ops`` names, and ``piecewise_eager`` likewise, from the model's own Python,
-            without a trace or passes; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers may bring
-            more; see ``hal backends``. Prefill is eager unless the compiler captures in pieces, or ``prefill`` says
-            otherwise.
+        compiler: ``eager`` runs the model's Python each step; ``graph`` captures decode steps whole, one graph per
+            bucket; ``piecewise`` captures decode and prefill steps in pieces, between the operations that
+            ``splitting_ops`` names, and ``piecewise_eager`` likewise, from the model's own Python, without a trace or
+            passes; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers may bring more, and other names
+            for these; see ``hal backends``. Prefill is eager unless the compiler captures in pieces, or ``prefill``
+            says otherwise.
         splitting_ops: operations that run eagerly between the pieces of ``piecewise``, by hal's name or the vendor's;
             None (``null``) takes ``paged_attention``.
-        passes: rewrites by name, to turn off (false) or on; all that a backend has are on.
+        passes: rewrites by name, to turn off (false), or to ask for (true), which warns where one is applied nowhere;
+            all that a backend has are on.
         capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
         torch_compile_max_bs: decode batches above it are captured from the model's own Python; None has no such limit.
@@ -74,7 +67,7 @@ class CompilationConfig:
         prefill: what is otherwise for prefill steps.
     """
 
-    compiler: str = attrs.field(default="eager", converter=_own_name)
+    compiler: str = "eager"
     splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_some)
     passes: dict[str, bool] = attrs.field(factory=dict)
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from hal.config.environment import environment_mapping
 from hal.config.reading import read
-from hal.config.settings import Config
+from hal.config.settings import CacheConfig, CompilationConfig, Config, PhaseConfig
 from hal.config.text import kind_of, parse_json, read_file
 from hal.errors import ConfigError
 
@@ -20,18 +22,25 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
     """Read a :class:`Config` from whatever an integrator holds.
 
     Args:
-        source: a Config (returned as it is), a mapping, JSON text (begins with ``{``), a path ending in ``.json`` or
-            ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables.
+        source: a Config (which is checked, too), a mapping, JSON text (begins with ``{``), a path ending in ``.json``
+            or ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables.
         driver_names: drivers whose own ``HAL_<DRIVER>_*`` variables are left to them, if source is None.
 
     Raises:
         ConfigError: the source cannot be read or holds a key or value that Config does not know.
     """
     if isinstance(source, Config):
-        return source
+        return read(Config, _table(source))
     if source is None:
         return read(Config, environment_mapping(driver_names=driver_names), "environment")
     return read(Config, to_mapping(source))
+
+
+def _table(value: Any) -> Any:
+    """A Config as a mapping. Unlike attrs.asdict, it leaves the driver's options as the objects that they are."""
+    if not isinstance(value, (Config, CompilationConfig, PhaseConfig, CacheConfig)):
+        return value
+    return {field.name: _table(getattr(value, field.name)) for field in attrs.fields(type(value))}
 
 
 def to_mapping(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -24,7 +24,8 @@ class CausalLM(nn.Module):
         num_kv_heads: key heads per layer.
         head_dim: elements per head.
         tied: names of checkpoint tensors that repeat a parameter of another name, and that parameter.
-        prepared_by: the backend that brought weights into a form of its own at load; None if they are as in the file.
+        prepared_by: the backend that brought weights into a form of its own at load, or put layers of its own in; None
+            if neither.
         ignored: ends of the names of checkpoint tensors that are not read, since the config says the same.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hal.errors import OperationError
 from hal.ops.declaration import Operation
+from hal.ops.preparing import PreparingKernel
 
 
 def check_kernel(driver: str, operation: Operation, kernel: Any) -> None:
@@ -17,7 +18,7 @@ def check_kernel(driver: str, operation: Operation, kernel: Any) -> None:
         )
     names = list(operation.signature.parameters)
     try:
-        signature = inspect.signature(kernel)
+        signature = inspect.signature(kernel.kernel if isinstance(kernel, PreparingKernel) else kernel)
     except (TypeError, ValueError):
         return  # a function in C, which does not tell
     try:

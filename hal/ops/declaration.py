@@ -2,19 +2,22 @@
 
 ``@op`` turns a body in plain torch into an :class:`Operation` and returns the function that models call. That function
 is generated, one per operation, and calls its global ``_kernel``; activating a backend swaps the global. So a call
-costs one Python call more than the kernel itself, and a function imported by name never goes stale.
+costs one Python call more than the kernel itself, and a function imported by name never goes stale. While a thread
+intercepts calls, the global first asks which thread calls, so that the others notice nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import FunctionType, MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+import attrs
 import torch
 from torch._ops import OpOverload
 
@@ -28,6 +31,7 @@ R = TypeVar("R")
 
 Kernel = Callable[..., Any]
 Resolver = Callable[["Operation"], Kernel]
+Wrap = Callable[["Operation", Kernel], Kernel]
 Tolerance = Mapping[torch.dtype, tuple[float, float]]
 
 DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
@@ -39,6 +43,9 @@ log = logging.getLogger("hal.ops")
 _catalogue: dict[str, Operation] = {}
 _by_function: dict[Callable[..., Any], Operation] = {}
 _by_node: dict[OpOverload, Operation] = {}
+_interceptions: list[_Interception] = []
+_lock = threading.RLock()
+"""Held while what operations run is changed, so that every one of them ends up with the latest change."""
 
 
 class Operation:
@@ -85,6 +92,8 @@ class Operation:
                     nearest(argument, self.signature.parameters),
                 )
         self._globals: dict[str, Any] = {}
+        self._bound: Kernel = body
+        self._intercepted: Mapping[int, Kernel] = {}
         self.function = _generate_function(body, self.signature, self._globals)
         self.overload = library.register(self)
 
@@ -127,13 +136,33 @@ class Operation:
 
     @property
     def kernel(self) -> Kernel:
-        """What a call runs now."""
-        kernel: Kernel = self._globals["_kernel"]
-        return kernel
+        """What a call in this thread runs now."""
+        return self._intercepted.get(threading.get_ident(), self._bound)
+
+    @property
+    def kernel_of_node(self) -> Kernel:
+        """What the node runs now where it is called in this thread: as a call does, unless calls run the node."""
+        kernel = self.kernel
+        return self._bound if kernel is self.overload else kernel
 
     def bind(self, kernel: Kernel) -> None:
-        """Make calls run ``kernel``, from the next one on, wherever the function was imported."""
-        self._globals["_kernel"] = kernel
+        """Make calls run ``kernel``, from the next one on, wherever the function was imported.
+
+        A thread inside :func:`intercepted` gets it wrapped.
+        """
+        with _lock:
+            self._bound = kernel
+            found: dict[int, Kernel] = {}
+            for each in _interceptions:
+                found[each.thread] = each.wrap(self, found.get(each.thread, kernel))
+            self._intercepted = {thread: wrapped for thread, wrapped in found.items() if wrapped is not kernel}
+            self._globals["_kernel"] = _by_thread(self._intercepted, kernel) if self._intercepted else kernel
+
+    def replace(self, old: Kernel, new: Kernel) -> None:
+        """Bind ``new`` if ``old`` is what is bound: another thread may have activated a backend meanwhile."""
+        with _lock:
+            if self._bound is old:
+                self.bind(new)
 
     def calling(self, kernel: Kernel) -> Kernel:
         """A function with the operation's signature, defaults included, that always runs ``kernel``."""
@@ -219,23 +248,50 @@ def operation_of_node(overload: OpOverload) -> Operation | None:
 def activate(resolver: Resolver) -> None:
     """Make every operation, declared now or later, run what ``resolver`` gives for it."""
     global _resolver
-    _resolver = resolver
-    for each in _catalogue.values():
-        each.bind(resolver(each))
+    with _lock:
+        _resolver = resolver
+        for each in _catalogue.values():
+            each.bind(resolver(each))
 
 
 @contextmanager
-def intercepted(wrap: Callable[[Operation, Kernel], Kernel]) -> Iterator[None]:
-    """Inside the block, every call of an operation runs ``wrap(operation, kernel)``. Used by graph captures.
+def intercepted(wrap: Wrap) -> Iterator[None]:
+    """Inside the block, this thread's calls of an operation run ``wrap(operation, kernel)``. Used by graph captures.
 
-    Process-wide, as activation is: a wrapper that must serve one thread only compares thread ids itself.
+    Other threads go on as they are. Interceptions nest, the inner one's ``kernel`` being what the outer one gave, and
+    may overlap in any order. A backend that is activated inside the block is active in it and behind it: ``wrap`` gets
+    the new kernels. It is called again whenever what is under it changes, so it should only make the function.
+
+    ``wrap`` may give ``operation.overload``, the operation's node, which then runs the backend's kernel.
     """
-    resolver = _resolver
-    activate(lambda each: wrap(each, resolver(each)))
+    interception = _Interception(threading.get_ident(), wrap)
     try:
+        with _lock:
+            _interceptions.append(interception)
+            _bind_anew()
         yield
     finally:
-        activate(resolver)
+        with _lock:
+            _interceptions.remove(interception)
+            _bind_anew()
+
+
+@attrs.frozen(eq=False)
+class _Interception:
+    thread: int
+    wrap: Wrap
+
+
+def _bind_anew() -> None:
+    for each in _catalogue.values():
+        each.bind(each._bound)
+
+
+def _by_thread(kernels: Mapping[int, Kernel], otherwise: Kernel) -> Kernel:
+    def of_this_thread(*args: Any, **kwargs: Any) -> Any:
+        return kernels.get(threading.get_ident(), otherwise)(*args, **kwargs)
+
+    return of_this_thread
 
 
 def _run_reference(operation: Operation) -> Kernel:
@@ -243,8 +299,7 @@ def _run_reference(operation: Operation) -> Kernel:
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
         log.info("no backend is open: %s runs its reference", operation.name)
-        if operation.kernel is first_call:
-            operation.bind(operation.reference)
+        operation.replace(first_call, operation.reference)
         return operation.reference(*args, **kwargs)
 
     return first_call

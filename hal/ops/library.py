@@ -26,7 +26,8 @@ def register(operation: Operation) -> OpOverload:
         library = _libraries[operation.namespace] = torch.library.Library(operation.namespace, "FRAGMENT")
     schema = torch.library.infer_schema(operation.body, mutates_args=operation.mutates)
     library.define(operation.name + schema)
-    library.impl(operation.name, _implementation(operation, lambda: operation.kernel), "CompositeExplicitAutograd")
+    run = _implementation(operation, lambda: operation.kernel_of_node)
+    library.impl(operation.name, run, "CompositeExplicitAutograd")
     fake = remembering(_implementation(operation, lambda: operation.reference))
     torch.library.register_fake(operation.qualified_name, fake, lib=library)
     overload: OpOverload = getattr(getattr(torch.ops, operation.namespace), operation.name).default

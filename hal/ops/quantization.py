@@ -125,7 +125,7 @@ def quant_linear_static(
     Returns:
         ``[..., out_features]``, of dtype.
     """
-    sums = _accumulated(x, weight)
+    sums = accumulated(x, weight)
     if quant_bias is not None:
         sums = sums + quant_bias
     return (sums.float() * deq_scale).to(dtype)
@@ -160,13 +160,13 @@ def quant_linear_dynamic(
     Returns:
         ``[..., out_features]``, of dtype.
     """
-    values = _accumulated(x, weight).float() * weight_scale * x_scale.unsqueeze(-1)
+    values = accumulated(x, weight).float() * weight_scale * x_scale.unsqueeze(-1)
     if bias is not None:
         values = values + bias
     return values.to(dtype)
 
 
-def _accumulated(x: Tensor, weight: Tensor) -> Tensor:
+def accumulated(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in int32. Few devices but the CPU multiply such matrices; float64 has exactly the same sums."""
     kind = torch.int32 if x.device.type == "cpu" else torch.float64
     return (x.to(kind) @ weight.to(kind).t()).to(torch.int32)

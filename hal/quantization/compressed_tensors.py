@@ -16,6 +16,7 @@ from torch import Tensor
 from hal.errors import CheckpointError, ConfigError
 from hal.quantization.arithmetic import AGAIN, Activation, DynamicLayer, StaticLayer, fold, input_activation
 from hal.quantization.description import FLOATS, INTEGERS, SUPPORTED, Quantization, Scheme, TensorSpec, Writer, zeros
+from hal.quantization.layer_patterns import LayerPattern
 
 _WHERE = "quantization_config in config.json"
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -32,17 +33,24 @@ class Matcher:
     """Layers, by exact name, by ``re:`` and a regular expression that matches from the start, or as ``Linear``."""
 
     names: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[LayerPattern, ...]
     every: bool
 
     @classmethod
     def of(cls, entries: object, where: str) -> Matcher:
-        """Read a list of them."""
+        """Read a list of them.
+
+        Raises:
+            CheckpointError: it is none, or an expression in it is not one of Python's.
+            ConfigError: an expression is one that hal does not read.
+        """
         if not isinstance(entries, list) or not all(isinstance(each, str) for each in entries):
             raise CheckpointError(f"{where} of {_WHERE} is {entries!r:.60}, no list of names", AGAIN)
         try:
-            patterns = tuple(re.compile(each.removeprefix("re:")) for each in entries if each.startswith("re:"))
-        except re.error as error:
+            patterns = tuple(LayerPattern(each.removeprefix("re:")) for each in entries if each.startswith("re:"))
+        except ConfigError as error:
+            raise ConfigError(f"{where} of {_WHERE}: {error.problem}", error.remedy) from None
+        except (re.error, OverflowError, ValueError) as error:  # the latter two for numbers of repeats
             raise CheckpointError(f"{where} of {_WHERE} holds a bad regular expression: {error}", AGAIN) from None
         return cls(frozenset(each for each in entries if not each.startswith("re:")), patterns, "Linear" in entries)
 

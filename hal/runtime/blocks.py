@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hal.kv_cache import DUMMY_BLOCK
 
 
@@ -10,6 +12,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(DUMMY_BLOCK + 1, num_blocks))
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -24,14 +27,18 @@ class BlockAllocator:
         first = next((i for i in starts if self._free[i + count - 1] - self._free[i] == count - 1), 0)
         taken = self._free[first : first + count]
         del self._free[first : first + count]
+        self._taken.update(taken)
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
         """Take blocks back.
 
         Raises:
-            ValueError: one of them is free already; its next two owners would overwrite each other.
+            ValueError: one of them is not out, or is named twice: its next two owners would overwrite each other. Then
+                none is taken back.
         """
-        if twice := set(blocks) & set(self._free):
-            raise ValueError(f"blocks {sorted(twice)} were given back twice")
+        wrong = sorted(block for block, times in Counter(blocks).items() if times > 1 or block not in self._taken)
+        if wrong:
+            raise ValueError(f"blocks {wrong} were given back twice, or were never taken")
+        self._taken.difference_update(blocks)
         self._free = sorted(self._free + blocks)

@@ -49,6 +49,20 @@ def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int 
     return sizes
 
 
+def fitted_to(config: CompilationConfig, sequences: int, defaults: Sequence[int]) -> CompilationConfig:
+    """Without the default decode batch sizes that so few sequences cannot fill; as it is if it names some itself.
+
+    Args:
+        config: what is configured.
+        sequences: that will run, at most.
+        defaults: the backend's sizes.
+    """
+    decode = config.of("decode")
+    if decode.capture_sizes is not None or decode.max_capture_size is not None:
+        return config
+    return attrs.evolve(config, max_capture_size=bucket_for(sequences, sorted(defaults)))
+
+
 def bucket_for(size: int, sizes: list[int]) -> int | None:
     """The smallest of ``sizes`` (ascending) that holds ``size``, or None."""
     place = bisect_left(sizes, size)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hal.errors import CheckpointError
+from hal.errors import CheckpointError, nearest
 from hal.quantization.description import KEYS, Quantization, read_quantization
 
 INDEX = "model.safetensors.index.json"
@@ -133,7 +133,9 @@ class Checkpoint:
     def stop_token_ids(self) -> frozenset[int]:
         """The tokens that end a text, by generation_config.json, or else by config.json."""
         file = self.path / "generation_config.json"
-        ids = (_read_json(file) if file.exists() else {}).get("eos_token_id", self.config.get("eos_token_id"))
+        ids = _read_json(file).get("eos_token_id") if file.exists() else None
+        if ids is None:  # left out, or null
+            ids = self.config.get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(each) is int for each in listed):
             raise CheckpointError(f"eos_token_id in {self.path} is {ids!r}", "make it a token id, or a list of them")
@@ -154,9 +156,15 @@ class Checkpoint:
         return tokenizer
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The values of ``names``, file by file, as CPU tensors mapped from disk: copy each before taking the next."""
+        """The values of ``names``, file by file, as CPU tensors mapped from disk: copy each before taking the next.
+
+        Raises:
+            CheckpointError: it has no tensor of a name.
+        """
         by_file: dict[Path, list[str]] = {}
         for name in names:
+            if name not in self.tensors:
+                raise CheckpointError(f"{self.path} has no tensor {name!r}", nearest(name, self.tensors))
             by_file.setdefault(self.tensors[name].file, []).append(name)
         for file, wanted in by_file.items():
             for group in _grouped(wanted, self.tensors):

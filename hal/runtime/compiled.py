@@ -35,7 +35,7 @@ class CompiledDecoder:
     def __init__(self, model: CausalLM, backend: Backend, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        config = backend.config.compilation
+        config = backend.config.compilation.of("decode")
         sizes = capture_sizes(config, backend.limits.capture_sizes)
         longest = min(model.max_length, cache.spec.num_tokens)
         max_blocks = math.ceil(longest / cache.spec.block_size)
@@ -77,4 +77,10 @@ class CompiledDecoder:
             self._model, example.batch, self._cache.layers, whole=backend.inductor or (), any_size=size > 1
         )
         log.info("compiling the decode step for %s", "one sequence" if size == 1 else "two or more sequences")
-        return compile_step(step)
+        compiled = compile_step(step)
+        if pinned := step.pinned:
+            raise CompileError(
+                f"the decode step cannot be compiled for other sizes than the example's: it fixes {', '.join(pinned)}",
+                "give the operations that it runs kernels of their own, or use the compiler graph",
+            )
+        return compiled

@@ -166,9 +166,9 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                     [each.blocks for each in admitted],
                     cached=[each.cached for each in admitted],
                 )
-                logits = runner.prefill(batch)
-                _remember(runner, admitted)
-                yield from _take(runner, admitted, logits)
+                chosen = _choose(runner, admitted, runner.prefill(batch))
+                _remember(runner, admitted)  # not before: a failure on the device shows where the host waits
+                yield from _append(admitted, chosen)
             elif not running:
                 raise BatchError(
                     f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks",
@@ -179,7 +179,7 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                 cached = [len(each.tokens) - 1 for each in running]
                 last = [each.tokens[-1:] for each in running]
                 batch = runner.batch(last, [each.blocks for each in running], cached=cached)
-                yield from _take(runner, running, runner.decode(batch))
+                yield from _append(running, _choose(runner, running, runner.decode(batch)))
                 running = _without_finished(running, runner)
     finally:
         for sequence in running:  # of a caller that stops early
@@ -219,18 +219,21 @@ def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
     return admitted
 
 
-def _take(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> Iterator[Token]:
-    """Choose each sequence's next token and append it."""
+def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> list[int]:
+    """Each sequence's next token. The step has run to its end by then, and gave no NaN."""
     with runner.backend.explaining(), torch.inference_mode():
         _refuse_nan(sequences, logits)
-        chosen = _choose(sequences, logits).tolist()
+        return _sample(sequences, logits).tolist()
+
+
+def _append(sequences: list[_Sequence], chosen: list[int]) -> Iterator[Token]:
     for sequence, token in zip(sequences, chosen, strict=True):
         sequence.tokens.append(token)
         sequence.new += 1
         yield Token(sequence.prompt, token, _finished(sequence))
 
 
-def _choose(sequences: list[_Sequence], logits: Tensor) -> Tensor:
+def _sample(sequences: list[_Sequence], logits: Tensor) -> Tensor:
     if all(each.params.temperature == 0 for each in sequences):
         return ops.greedy_sample(logits)
 

@@ -18,6 +18,7 @@ from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Embedding, Linear, MergedLinear, QuantizedLinear
 from hal.nn.linear import named_parts
 from hal.runtime.checkpoint import Checkpoint, TensorInfo
+from hal.runtime.layers import put_layers
 from hal.runtime.quantization import QuantizedLayers
 
 log = logging.getLogger("hal.runtime")
@@ -69,6 +70,7 @@ def load_model(
     """Load a checkpoint onto a backend's device.
 
     What a checkpoint holds in int8 stays so: its linear layers are :class:`hal.nn.QuantizedLinear` in the model.
+    Where the backend has layers of its own (``Backend.layers``), the model gets those, and runs on that backend only.
 
     Args:
         path: the checkpoint's folder.
@@ -79,12 +81,14 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
         ConfigError: its config, or the dtype, is not one that the model or the backend can do.
+        DriverIncompatible: a layer of the backend's own does not fit the place of the one that it replaces.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
     model, quantized = _build(checkpoint, model_class)
+    own_layers = put_layers(model, backend)
     if (dims := backend.limits.head_dims) and model.head_dim not in dims:
         raise ConfigError(
             f"the backend {backend.name} has no attention for head_dim {model.head_dim}",
@@ -93,7 +97,7 @@ def load_model(
     places = dict(_places(model))
     _check(checkpoint, model, places, quantized)
     prepared = _fill(checkpoint, places, quantized, dtype, backend, progress)
-    if _prepare_tied(model, backend) or prepared:
+    if _prepare_tied(model, backend) or prepared or own_layers:
         model.prepared_by = backend.name
     if left := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]:
         raise CheckpointError(f"{type(model).__name__} keeps {', '.join(left)}, which no checkpoint fills", "make it a "
@@ -114,6 +118,13 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
 
 
 def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, QuantizedLayers]:
+    layers = checkpoint.config.get("num_hidden_layers")
+    if type(layers) is int and layers > len(checkpoint.tensors):  # before so many are built
+        raise CheckpointError(
+            f"config.json in {checkpoint.path} says num_hidden_layers {layers}, and there are "
+            f"{len(checkpoint.tensors)} tensors for them",
+            "check that config.json and the weights belong together",
+        )
     with torch.device("meta"):
         model = (model_class or find_model(checkpoint.architecture)).from_config(checkpoint.model_config)
     return model, QuantizedLayers(model, checkpoint)

@@ -69,14 +69,16 @@ class Eagerly:
         """The splitting operations that the step calls, in order, and which of their tensors go by tokens.
 
         Raises:
-            ConfigError: it calls none.
+            ConfigError: it does not call all of them.
             CompileError: it does not do the same for ``most`` tokens and for one less.
         """
         small = max(1, most - 1)
         first, second = self._noted(most), self._noted(small)
-        if not first:
+        called = {each.operation for each in first}
+        if missing := sorted(set(self.at) - called):
+            others = f"; of those it calls {', '.join(sorted(called))}" if called else ""
             raise ConfigError(
-                f"the model calls none of the splitting_ops {', '.join(sorted(self.at))}", "name some that it calls"
+                f"splitting_ops has {', '.join(missing)}, which the model does not call{others}", "leave it out"
             )
         if [each.operation for each in first] != [each.operation for each in second]:
             raise CompileError(

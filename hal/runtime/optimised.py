@@ -31,8 +31,12 @@ class OptimisedModel:
         self._steps: dict[int, Callable[..., tuple[Tensor]]] = {}
         self.optimised: dict[int, OptimisedStep] = {}
 
-    def prepare(self, size: int) -> OptimisedStep:
-        """Trace and optimise what runs decode steps of ``size`` sequences, if nothing did yet."""
+    def prepare(self, size: int) -> Callable[..., tuple[Tensor]]:
+        """Trace and optimise what runs decode steps of ``size`` sequences, if nothing did yet.
+
+        Returns:
+            A function from the tensors of a batch, in the order of its fields, to ``(logits,)``.
+        """
         if size not in self._steps:
             example = example_batch(size, size, size, columns=2 * size + 3, device=self._backend.device.torch)
             known = next((each for each in self._lowered if each[0].traced.serves(example)), None)
@@ -40,7 +44,7 @@ class OptimisedModel:
                 known = self._optimise(example)
                 self._lowered.append(known)
             self.optimised[size], self._steps[size] = known
-        return self.optimised[size]
+        return self._steps[size]
 
     def _optimise(self, example: Batch) -> tuple[OptimisedStep, Callable[..., tuple[Tensor]]]:
         size = example.num_sequences
@@ -51,7 +55,5 @@ class OptimisedModel:
 
     def __call__(self, batch: Batch, caches: Caches) -> Tensor:
         """Logits, as the model gives them. ``caches`` are those that it was made for."""
-        self.prepare(batch.num_sequences)
-        (logits,) = self._steps[batch.num_sequences](*batch_tensors(batch))
-        result: Tensor = logits
-        return result
+        (logits,) = self.prepare(batch.num_sequences)(*batch_tensors(batch))
+        return logits

@@ -67,12 +67,14 @@ class PrefixCache:
         """End the caller's ownership.
 
         Raises:
-            ValueError: a block has no owner.
+            ValueError: a block is given back more often than it has owners. Then none is taken back.
         """
-        if ownerless := [block for block in blocks if not self._owners[block]]:
-            raise ValueError(f"blocks {ownerless} were given back twice")
+        if ownerless := [block for block, times in Counter(blocks).items() if self._owners[block] < times]:
+            raise ValueError(f"blocks {ownerless} were given back twice, or were never taken")
         self._owners.subtract(blocks)
-        self._allocator.give_back([each for each in blocks if not self._owners[each] and each not in self._contents])
+        self._allocator.give_back(
+            [each for each in dict.fromkeys(blocks) if not self._owners[each] and each not in self._contents]
+        )
 
     def _use(self, chain: list[bytes]) -> None:
         """Note a use. A block is of no use without those before it, so the end of the chain counts as older."""

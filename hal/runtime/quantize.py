@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,19 +89,7 @@ def quantize_checkpoint(
         CheckpointError: the source cannot be read or is quantised already, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
-    if scheme not in SCHEMES:
-        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), SCHEMES))
-    if format not in WRITERS:
-        raise ConfigError(f"unknown format {format!r}", nearest(str(format), WRITERS))
-    if scheme == "w8a8" and calibration is None:
-        raise ConfigError(
-            "the scheme w8a8 fixes the scales of activations beforehand, and needs a calibration text for that",
-            "give one (--calibration FILE), or use w8a8_dynamic, which needs none",
-        )
-    if scheme == "w8a8_dynamic" and calibration is not None:
-        raise ConfigError("the scheme w8a8_dynamic uses no calibration text", "leave it out, or use w8a8")
-    if calibration_tokens < 1:
-        raise ConfigError(f"{calibration_tokens} tokens of calibration were asked for", "ask for at least 1")
+    _check_request(scheme, format, calibration, calibration_tokens)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
         raise ConfigError(f"{checkpoint.path} is quantised already", "use a checkpoint in floating point")
@@ -111,20 +100,9 @@ def quantize_checkpoint(
     job = _Job(checkpoint, scheme, format, layers, {})
     if calibration is not None:
         job = attrs.evolve(job, activations=_activations(checkpoint, calibration, calibration_tokens, job))
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        try:
-            tensors = _write_weights(job, partial, progress)
-            _write_rest(job, model, tensors, partial)
-            partial.rename(folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot be written: {error}", "choose a folder that can be, with room"
-        ) from None
+    with _appearing(folder) as partial:
+        tensors = _write_weights(job, partial, progress)
+        _write_rest(job, model, tensors, partial)
     after = Checkpoint.open(folder)
     sizes = (sum(info.nbytes for info in each.tensors.values()) for each in (checkpoint, after))
     return Quantized(folder, len(layers), *sizes)
@@ -144,6 +122,40 @@ class _Job:
     format: Format
     layers: Mapping[str, str]
     activations: Mapping[str, Activation]
+
+
+def _check_request(scheme: Scheme, format: Format, calibration: str | None, calibration_tokens: int) -> None:  # noqa: A002
+    if scheme not in SCHEMES:
+        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), SCHEMES))
+    if format not in WRITERS:
+        raise ConfigError(f"unknown format {format!r}", nearest(str(format), WRITERS))
+    if scheme == "w8a8" and calibration is None:
+        raise ConfigError(
+            "the scheme w8a8 fixes the scales of activations beforehand, and needs a calibration text for that",
+            "give one (--calibration FILE), or use w8a8_dynamic, which needs none",
+        )
+    if scheme == "w8a8_dynamic" and calibration is not None:
+        raise ConfigError("the scheme w8a8_dynamic uses no calibration text", "leave it out, or use w8a8")
+    if calibration_tokens < 1:
+        raise ConfigError(f"{calibration_tokens} tokens of calibration were asked for", "ask for at least 1")
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``folder`` if the block ends well, and is removed if not."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error}", "choose a folder that can be, with room"
+        ) from None
 
 
 def _check_target(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hal.backend import Backend
-from hal.batch import Batch
+from hal.batch import Batch, one_query_each
 from hal.errors import BackendNotActive, BatchError, ConfigError
 from hal.kv_cache import DUMMY_BLOCK, KVCache, KVCacheSpec
 from hal.nn import CausalLM
@@ -144,12 +144,12 @@ class Runner:
             BatchError: also for a token id or block out of range, or a sequence longer than the model was made for.
         """
         lengths = [0] * len(token_ids) if cached is None else cached
-        # Lists of unequal length are refused by Batch.build.
+        # What is no number, and lists of unequal length, are refused by Batch.build.
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, lengths, strict=False)):
-            length = len(tokens) + start
-            if length > self.model.max_length:
+            if isinstance(start, int) and len(tokens) + start > self.model.max_length:
                 raise BatchError(
-                    f"sequence {row} would be {length} tokens long; the model takes {self.model.max_length}",
+                    f"sequence {row} would be {len(tokens) + start} tokens long; the model takes "
+                    f"{self.model.max_length}",
                     "shorten the prompt, or ask for fewer new tokens",
                 )
             self._check_range(row, "token id", tokens, 0, self.model.vocab_size)
@@ -200,7 +200,7 @@ class Runner:
         self._check_rows(batch)
         size = batch.num_sequences
         # Lists, as one operation of torch would cost more than these few numbers.
-        if batch.query_start_loc_host.tolist() != list(range(size + 1)) or batch.num_tokens != size:
+        if not one_query_each(batch.num_tokens, batch.query_start_loc_host.tolist()):
             raise BatchError(
                 f"decode was given {batch.num_tokens} tokens for {size} sequences, not one for each",
                 "give one token a sequence, or call prefill",

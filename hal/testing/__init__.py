@@ -1,7 +1,8 @@
 """The conformance suite: what every driver must do, as a pytest plugin that vendors install.
 
-conformance.py is the hook, plugin.py and report.py are pytest's side of it, and each other module holds the cases of an
-area, or what they share. Cases are made from declarations, so an operation is covered the day it is declared.
+conformance.py is the hook, suite.py and report.py are pytest's side of it with the plugin, :mod:`pytest_hal`, and each
+other module holds the cases of an area, or what they share. Cases are made from declarations, so an operation is
+covered the day it is declared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["Conformance"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because pytest loads hal.testing.plugin in every run, and the cases import torch.
+    # Late, because the report is made without any case.
     if name != "Conformance":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hal.testing.conformance import Conformance

@@ -62,6 +62,27 @@ class Case:
                 before.activate()
 
 
+def unsupported(case: Case, pattern: str, reason: str) -> Case:
+    """A case that its driver does without, tried all the same: where it fails, it counts as skipped.
+
+    If it passes, it says that ``pattern``, the entry that names it, is out of date.
+    """
+
+    def check() -> None:
+        try:
+            case.check()
+        except NotApplicable:
+            raise
+        except Exception as error:
+            raise NotApplicable(reason) from error
+        raise AssertionError(
+            f"it passes, and the entry {pattern!r} of `unsupported` says: {reason}; take the entry out, or let its "
+            "pattern match only what the driver still does without"
+        )
+
+    return attrs.evolve(case, check=check)
+
+
 def raised_in(error: BaseException) -> str:
     """The name of the module whose code raised ``error``."""
     trace = error.__traceback__

@@ -33,8 +33,11 @@ class Conformance:
     Attributes:
         backend: the driver's name.
         config: keys of the configuration that it is opened with, such as ``{"options": {"device_index": 0}}``.
-        unsupported: by pattern, why the driver does without; such cases are skipped.
-        failing: by pattern, why cases fail for now. One that passes is an error.
+        unsupported: by pattern, why the driver does without. Such cases are run, and count as skipped where they fail;
+            one that passes is an error.
+        failing: by pattern, why cases fail for now. One that passes is an error, too.
+        untried: by pattern, why cases may not even be run: they hang, or take the process or the device with them. They
+            are skipped, so nothing tells when they would pass.
         only: patterns of the cases to make; empty makes all. For a second configuration of a driver, where the first
             has all.
         open: opens the backend in place of the driver's entry point, each time a new one.
@@ -44,6 +47,7 @@ class Conformance:
     config: Mapping[str, Any] = attrs.field(factory=dict)
     unsupported: Mapping[str, str] = attrs.field(factory=dict)
     failing: Mapping[str, str] = attrs.field(factory=dict)
+    untried: Mapping[str, str] = attrs.field(factory=dict)
     only: Sequence[str] = ()
     open: Callable[[], Backend] | None = None
 
@@ -53,7 +57,7 @@ class Conformance:
                 f"the hook's config names a backend, {self.config['backend']!r}, beside backend={self.backend!r}",
                 "leave it out of config",
             )
-        for pattern, reason in [*self.unsupported.items(), *self.failing.items()]:
+        for pattern, reason in [*self.untried.items(), *self.unsupported.items(), *self.failing.items()]:
             if not (isinstance(reason, str) and reason.strip()):
                 raise ConfigError(f"the exception {pattern!r} has no reason", "say why, in words")
 
@@ -96,12 +100,16 @@ class Conformance:
                 return each
         raise ConfigError(f"there is no case {name!r}", nearest(name, (each.name for each in self.cases)))
 
-    def exception(self, name: str) -> tuple[str, str] | None:
-        """``("unsupported" | "failing", reason)`` of the first pattern that matches a case's name, or None."""
-        for kind, patterns in (("unsupported", self.unsupported), ("failing", self.failing)):
-            for pattern, reason in patterns.items():
+    def exception(self, name: str) -> tuple[str, str, str] | None:
+        """The first exception whose pattern matches a case's name, or None.
+
+        Returns:
+            ``"untried"``, ``"unsupported"`` or ``"failing"``; the pattern; the reason.
+        """
+        for kind in ("untried", "unsupported", "failing"):
+            for pattern, reason in getattr(self, kind).items():
                 if fnmatchcase(name, pattern):
-                    return kind, reason
+                    return kind, pattern, reason
         return None
 
     def check_patterns(self) -> None:
@@ -109,7 +117,7 @@ class Conformance:
         names = [each.name for each in self.cases]
         if len(names) == 1:
             return
-        for pattern in (*self.unsupported, *self.failing, *self.only):
+        for pattern in (*self.untried, *self.unsupported, *self.failing, *self.only):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
                     f"the pattern {pattern!r} matches none of the {len(names)} cases of the backend {self.backend}",

@@ -117,7 +117,7 @@ class _Planted(RuntimeError):
 def _step(target: Target) -> None:
     """What a kernel raises in the middle of a step comes out of the runner, and the next step is right."""
     run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager")
-    runner = run.open()  # before the interception, which activating a backend ends
+    runner = run.open()  # before the interception, which is of steps and not of what making a runner computes
 
     def wrap(operation: Operation, kernel: Kernel) -> Kernel:
         def raising(*args: Any, **kwargs: Any) -> Any:

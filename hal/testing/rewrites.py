@@ -82,11 +82,11 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
         for graph in (plain, changed):
             _read(graph, _intermediates(graph.graph)[reader])
     from hal.compile.clean import CLEANUPS
+    from hal.compile.optimise import all_passes
     from hal.compile.passes import PassManager
-    from hal.compile.rewrite import fusions
 
     manager = PassManager(changed, mode)
-    for each in (*backend.rewrites, *fusions(backend), *CLEANUPS):
+    for each in (*all_passes(backend), *CLEANUPS):
         manager.add(each)
     manager.apply()
     with torch.inference_mode():

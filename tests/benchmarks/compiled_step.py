@@ -106,8 +106,7 @@ def main() -> None:
     runner.prefill(runner.batch([[5] * 20] * ROWS, blocks))
     batch = runner.batch([[7]] * ROWS, blocks, cached=[20] * ROWS)
     optimised = OptimisedModel(model, backend, runner.cache, backend.config.compilation)
-    optimised.prepare(ROWS)
-    lowered, tensors = optimised._steps[ROWS], batch_tensors(batch)
+    lowered, tensors = optimised.prepare(ROWS), batch_tensors(batch)
     hand = hand_written(model, backend, caches)
     ways: dict[str, Callable[[], object]] = {
         "hand_us": lambda: hand(batch),

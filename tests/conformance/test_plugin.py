@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -106,10 +103,31 @@ def test_the_table_of_several_workers(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["streams * 7 * 7 * 0 * 0 * 0"])
 
 
-def test_unsupported_is_skipped_with_its_reason(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "streams/", 'unsupported={"streams/pr*": "one queue only"}')
-    result.assert_outcomes(passed=6, skipped=1)
-    result.stdout.fnmatch_lines(["streams * 7 * 6 * 1 * 0 * 0", "SKIPPED*one queue only"])
+def test_unsupported_is_tried_and_counts_as_skipped_with_its_reason(pytester: pytest.Pytester) -> None:
+    without = "opened = lambda: hal.Backend('plain', hal.HostDevice(), kernels={})"
+    more = 'unsupported={"graphs/*": "there are no graphs"}, open=opened'
+    result = run(pytester, "graphs/ and not replay", more, f"import hal\n{without}")
+    assert set(result.parseoutcomes()) == {"skipped", "deselected"}
+    result.stdout.fnmatch_lines(["graphs * 0 * 0 * 0", "SKIPPED*there are no graphs"])
+
+
+def test_unsupported_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "streams/", 'unsupported={"streams/o*": "one queue only"}')
+    result.assert_outcomes(passed=6, failed=1)
+    result.stdout.fnmatch_lines([
+        "*it passes, and the entry 'streams/o[*]' of `unsupported` says: one queue only; take the entry out, or *",
+        "streams * 7 * 6 * 0 * 0 * 1",
+    ])  # fmt: skip
+
+
+def test_untried_is_not_even_run(pytester: pytest.Pytester) -> None:
+    ends = BROKEN.replace("return x * 2", "import os; os._exit(3)")
+    more = (
+        'untried={"operations/rms_norm/*": "it ends the process"}, unsupported={"operations/rms_*": "too"}, open=opened'
+    )
+    result = run(pytester, "rms_norm/float32/sample-0 and not add", more, ends, apart=True)
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*it ends the process"])
 
 
 def test_failing_is_expected_to_fail_and_the_smallest_shapes_are_shown(pytester: pytest.Pytester) -> None:
@@ -132,7 +150,7 @@ def test_an_expected_failure_that_passes_is_an_error(pytester: pytest.Pytester) 
     result.stdout.fnmatch_lines(["*XPASS(strict)*issue 12*", "streams * 7 * 6 * 0 * 0 * 1"])
 
 
-@pytest.mark.parametrize("kind", ["unsupported", "failing"])
+@pytest.mark.parametrize("kind", ["untried", "unsupported", "failing"])
 def test_a_pattern_that_matches_nothing_is_an_error(pytester: pytest.Pytester, kind: str) -> None:
     result = run(pytester, "streams/", f'{kind}={{"operations/rms_nrm/*": "typed in haste"}}')
     result.assert_outcomes(errors=1)
@@ -212,10 +230,19 @@ def test_an_operation_is_covered_the_day_it_is_declared(pytester: pytest.Pyteste
     assert set(outcomes) <= {"passed", "deselected"}
 
 
-def test_the_plugin_does_not_import_torch() -> None:
-    program = "import sys, hal.testing.plugin; sys.exit('torch' in sys.modules)"
-    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environ)
+def test_a_run_without_conformance_imports_neither_torch_nor_hal(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest loads the plugin in every run, of any project, wherever torch-hal is installed."""
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)  # without it, `import hal` imports torch
+    pytester.makepyfile("""
+        import sys
+
+        def test_elsewhere(pytestconfig):
+            assert pytestconfig.pluginmanager.has_plugin("hal")
+            assert not {"torch", "hal"} & {name.partition(".")[0] for name in sys.modules}
+    """)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
 def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:

@@ -11,63 +11,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import attending
 import pytest
 import torch
+from attending import LENGTHS, ROWS
 from torch import Tensor
 
 import hal
-from hal import ops
 from hal.errors import CaptureError, ConfigError, GraphError, HostValueError
-
-HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS_EACH, ROWS = 4, 2, 64, 64, 6, 5
-LENGTHS = [
-    [1, 1, 1, 1, 1],
-    [5, 130, 384, 2, 77],
-    [6, 131, 129, 3, 78],
-    [384, 2, 77, 5, 130],
-    [9, 0, 300, 0, 0],
-    [0] * 5,
-]
-"""Growing, shrinking, permuted, padded; each differs from those around it."""
 
 Opened = Callable[..., hal.Backend]
 
 
-class Attend:
-    """Two attentions over a drawn cache, and what a graph of them needs."""
+class Attend(attending.Attend):
+    """In blocks and heads that every library takes."""
 
     def __init__(self, backend: hal.Backend, window: int | None = None) -> None:
-        self.backend, self.window = backend, window
-        device, generator = backend.device.torch, torch.Generator().manual_seed(0)
-        self.query, *self.caches = (
-            torch.randn(shape, generator=generator).half().to(device)
-            for shape in ((ROWS, HEADS, HEAD_DIM), *2 * [(ROWS * BLOCKS_EACH, BLOCK, KV_HEADS, HEAD_DIM)])
-        )
-        table = torch.randperm(ROWS * BLOCKS_EACH, generator=generator).to(torch.int32)
-        self.table = table.view(ROWS, BLOCKS_EACH).to(device)
-        self.starts, self.lens = torch.arange(ROWS + 1, dtype=torch.int32), torch.ones(ROWS, dtype=torch.int32)
-        self.device_starts, self.device_lens = self.starts.to(device), self.lens.to(device)
-
-    def call(self, query: Tensor, lens: Tensor) -> Tensor:
-        attended: Tensor = ops.paged_attention(
-            query, *self.caches, self.table, self.device_starts, self.device_lens, self.starts, lens, 0.2, True,
-            self.window,
-        )  # fmt: skip
-        return attended
-
-    def twice(self, lens: Tensor | None = None) -> Tensor:
-        """The second reads what the first gives."""
-        lens = self.lens if lens is None else lens
-        return self.call(self.call(self.query, lens) * 4 + self.query, lens)
+        super().__init__(backend, block_size=64, head_dim=64, window=window)
 
     def eagerly(self, lens: Sequence[int]) -> Tensor:
         host = torch.tensor(lens, dtype=torch.int32)
         self.device_lens.copy_(host)
         with torch.inference_mode():
             return self.twice(host).cpu()
-
-    def host_values(self, lens: Sequence[int]) -> dict[str, Any]:
-        return {"kv_lens_host": torch.tensor(lens, dtype=torch.int32), "query_start_loc_host": self.starts}
 
 
 TOLERANCE = 1e-2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by_one
-from hal.backends.cuda.flashinfer_attention import Shape, pages_of
+from hal.backends.cuda.flashinfer_plans import Plan, Shape, pages_of
 from hal.backends.cuda.kernels import KERNELS, int8_product
 from torch import Tensor
 
@@ -124,3 +124,42 @@ def test_what_flashinfer_takes() -> None:
     for refused in (shape(80), shape(dtype=torch.float32), shape(causal=False, sliding_window=4)):
         assert not refused.taken
     assert (shape().heads, shape().kv_heads, shape().block_size, shape().tensor_cores) == (8, 2, 16, True)
+
+
+class TestPlansAreShared:
+    """By the layers of one step, and by no other call."""
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        table = torch.arange(6, dtype=torch.int32).view(2, 3)
+        return table, torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
+
+    def planned(self, step: tuple[torch.Tensor, ...], layers: set[int]) -> Plan:
+        plan = Plan.of(torch.abs, *step)
+        plan.layers |= layers
+        return plan
+
+    def test_a_layer_that_comes_again_begins_another_step(self) -> None:
+        step = self.step()
+        plan = self.planned(step, {1, 2})
+        assert plan.serves(3, *step)
+        assert not plan.serves(1, *step)
+
+    @pytest.mark.parametrize("changed", range(3), ids=["table", "starts", "lengths"])
+    def test_another_models_layer_sees_what_was_written_since(self, changed: int) -> None:
+        """A draft and its target may share a batch, which the engine writes to between them."""
+        step = self.step()
+        plan = self.planned(step, {1, 2})
+        with torch.inference_mode():
+            step[changed].add_(1)
+        assert not plan.serves(3, *step)
+
+    def test_another_table_is_another_step(self) -> None:
+        step = self.step()
+        assert not self.planned(step, {1}).serves(2, step[0].clone(), *step[1:])
+
+    def test_tables_whose_writes_torch_does_not_count(self) -> None:
+        with torch.inference_mode():
+            step = self.step()
+        plan = self.planned(step, {1})
+        assert plan.serves(2, *step)
+        assert not plan.serves(2, *step[:2], step[2] + 1)

@@ -1,8 +1,9 @@
 """Whether models compute on the npu backend what they compute on the cpu backend.
 
 A plan is what an engine would do: which sequences run in each step, in which order, and in which blocks. The CPU runs
-it in the dtype and chooses the tokens, and runs it again in float32 on the same weights and tokens, which tells how far
-rounding takes it. The NPU runs it on those tokens too, and may be about as far away, step by step.
+it in the dtype and chooses the tokens, and runs it again in float32 on the same weights and tokens. The NPU runs it on
+those tokens too, step by step. The measure is the conformance suite's, :mod:`hal.testing.agreement`, with the CPU's
+kernels for its reference and closer bounds, which so many tokens allow.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import checkpoints
 import hal
 from hal.compilers import IN_PIECES
 from hal.runtime.checkpoint import Checkpoint
+from hal.testing.agreement import Agreement, Truth, check_choice, check_logits
 
 BLOCK = 128
 DTYPES = ("float16", "bfloat16")
@@ -37,11 +39,7 @@ PREFILLS = (16, 64, 256)
 MEAN_RATIO = 1.05
 """How far from float32 the NPU's logits may lie, root mean square over all, in units of the CPU's distance."""
 TOKEN_RATIO = 2.0
-"""The same of a single token, in units of the CPU's distance there and in the mean, added up: some tokens magnify what
-rounding does before them, and by chance the CPU may come close where the NPU does not."""
-TIE_RATIO = 6.0
-"""How far apart two logits may lie and still count as equal, in units of the CPU's distance there, or of its mean if
-that is larger: each rounding moves both, so these are three standard deviations of what the gaps may differ by."""
+"""The same of a single token, in the units of :data:`hal.testing.agreement.TOKEN_RATIO`."""
 
 
 # Configurations
@@ -297,14 +295,14 @@ def run(
 
 @attrs.frozen
 class Case:
-    """A checkpoint, a plan, and what the CPU makes of it, in the dtype and exactly."""
+    """A checkpoint, a plan, what the CPU makes of it, and how near to that is the same."""
 
     path: Path
     dtype: str
     plan: Plan
     buckets: Sequence[int] | None
     rounded: Run
-    exact: Run
+    known: Truth
 
 
 def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None) -> Case:
@@ -315,7 +313,9 @@ def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None
         return run(new_runner(hal.load_model(path, backend), backend), plan, texts)
 
     rounded = on_cpu(dtype, None)
-    return Case(path, dtype, plan, buckets, rounded, on_cpu("float32", rounded.texts))
+    exact = on_cpu("float32", rounded.texts)
+    known = Truth.of(rounded.logits, exact.logits, getattr(torch, dtype))
+    return Case(path, dtype, plan, buckets, rounded, known)
 
 
 def random_case(family: str, seed: int, dtype: str, folder: Path, *, count: int = 12) -> Case:
@@ -364,67 +364,21 @@ def same_bits(ours: Run, whole: Run) -> None:
         assert not wrong, f"sequence {row}: other logits at tokens {wrong}"
 
 
-@attrs.frozen
-class Report:
-    """A comparison that found nothing wrong.
-
-    Attributes:
-        tokens: how many tokens' logits were compared.
-        mean: distance from the float32 logits over all of them, in units of the CPU's.
-        worst: the largest such of a token; see TOKEN_RATIO.
-        choices: how many greedy choices were compared.
-        ties: of those, how many differ, between logits that are equal but for rounding.
-    """
-
-    tokens: int
-    mean: float
-    worst: float
-    choices: int
-    ties: int
-
-
-def compare(ours: Run, case: Case) -> Report:
+def compare(ours: Run, case: Case) -> Agreement:
     """Hold the NPU's logits and greedy choices against the CPU's.
 
     Raises:
         AssertionError: they differ by more than rounding explains.
     """
-    eps = torch.finfo(getattr(torch, case.dtype)).eps
-    where, found_of, theirs_of = [], [], []
-    for row, (mine, rounded, exact) in enumerate(zip(ours.logits, case.rounded.logits, case.exact.logits, strict=True)):
+    for row, (mine, rounded) in enumerate(zip(ours.logits, case.rounded.logits, strict=True)):
         assert mine.shape == rounded.shape, f"sequence {row}: logits of {mine.shape[0]} tokens, not {rounded.shape[0]}"
-        assert rounded.isfinite().all(), "the CPU's logits are not all finite, and prove nothing"
-        wrong = (~mine.isfinite().all(-1)).nonzero().flatten().tolist()
-        assert not wrong, f"sequence {row}, token {wrong[0]}: not all logits are finite"
-        where += [f"sequence {row}, token {at}" for at in range(mine.shape[0])]
-        found_of.append(_rms(mine.float() - exact, -1))
-        # At the least what rounding the logits themselves takes.
-        theirs_of.append(_rms(torch.maximum((rounded.float() - exact).abs(), exact.abs() * (eps / 12**0.5)), -1))
-    found, theirs = torch.cat(found_of), torch.cat(theirs_of)
-    mean = _rms(theirs)
-    ratios = found / (theirs + mean)
-    worst = int(ratios.argmax())
-    assert float(ratios[worst]) <= TOKEN_RATIO, (
-        f"{where[worst]}: {found[worst]:.4g} from float32, the CPU {theirs[worst]:.4g} there and {mean:.4g} in the "
-        f"mean; {int((ratios > TOKEN_RATIO).sum())} tokens of {len(ratios)} are too far"
-    )
-    total = float(_rms(found) / mean)
-    assert total <= MEAN_RATIO, f"all logits: {_rms(found):.4g} from float32, the CPU {mean:.4g}"
-
-    choices = ties = 0
-    errors = theirs.clamp(min=float(mean)).split([each.shape[0] for each in found_of])
-    for row, prompt in enumerate(case.plan.prompts):
-        for at in range(len(prompt) - 1, ours.logits[row].shape[0]):
-            both = [ours.logits[row][at].float(), case.rounded.logits[row][at].float()]
-            mine, token = (int(each.argmax()) for each in both)
-            choices += 1
-            if mine != token:
-                check_tie(f"sequence {row}, token {at + 1}", both, mine, token, float(errors[row][at]))
-                ties += 1
-    return Report(len(where), total, float(ratios[worst]), choices, ties)
+    found = {(row, at): each for row, logits in enumerate(ours.logits) for at, each in enumerate(logits)}
+    agreement = check_logits(found, case.known, TOKEN_RATIO)
+    assert agreement.mean <= MEAN_RATIO, f"all logits are {agreement.mean:.4g} times as far from float32 as the CPU's"
+    return agreement
 
 
-def same_text(runner: hal.Runner, case: Case, ours: Run) -> int:
+def same_text(runner: hal.Runner, case: Case) -> int:
     """Let ``hal.generate`` continue the prompts by itself: each text is the CPU's, up to a tie. Returns how many tie.
 
     Raises:
@@ -436,21 +390,8 @@ def same_text(runner: hal.Runner, case: Case, ours: Run) -> int:
     ties = 0
     for row, (prompt, new) in enumerate(zip(case.plan.prompts, made, strict=True)):
         assert len(new) == NEW_TOKENS
-        for at, (mine, token) in enumerate(zip(new, case.rounded.texts[row][len(prompt) :], strict=False), len(prompt)):
-            if mine != token:
-                both = [each.logits[row][at - 1].float() for each in (ours, case.rounded)]
-                error = float(_rms(case.rounded.logits[row].float() - case.exact.logits[row]))
-                check_tie(f"generate, sequence {row}, token {at}", both, mine, token, error)
+        for at, token in enumerate(new, len(prompt)):
+            if check_choice(f"generate, sequence {row}, token {at}", token, case.known, row, at - 1):
                 ties += 1
-                break
+                break  # from here on it is another text
     return ties
-
-
-def check_tie(place: str, logits: Sequence[Tensor], one: int, other: int, error: float) -> None:
-    """Two choices that differ must be equal but for rounding, in every set of logits."""
-    apart = max(abs(float(each[one] - each[other])) for each in logits)
-    assert apart <= TIE_RATIO * error, f"{place}: {one} for {other}, {apart:.4g} apart, with an error of {error:.4g}"
-
-
-def _rms(values: Tensor, dim: int | None = None) -> Tensor:
-    return values.square().mean(dim).sqrt()

@@ -44,7 +44,6 @@ class Summary:
     runs: int = 0
     seeded: int = 0
     tokens: int = 0
-    choices: int = 0
     ties: int = 0
     texts: int = 0
     mean: float = 0.0
@@ -60,7 +59,7 @@ class Summary:
     def __str__(self) -> str:
         return (
             f"{self.checkpoints} checkpoints, {self.runs} runs, {self.tokens} tokens, worst ratio {self.worst:.2f}, "
-            f"mean {self.mean:.3f}, {self.choices} greedy choices with {self.ties} ties, {self.texts} texts, "
+            f"mean {self.mean:.3f}, {self.ties} ties among their greedy choices, {self.texts} texts, "
             f"{self.seeded} runs under seeds, {self.failures} failures"
         )
 
@@ -73,6 +72,7 @@ class Chosen:
     seeds: int
     calls: int
     queues: tuple[str, ...]
+    dtypes: tuple[str, ...]
     trained: bool
 
     def seeds_of(self, number: int | None, queue: str) -> list[int]:
@@ -101,10 +101,9 @@ def check(case: Any, chosen: Chosen, seeds: list[int], name: str, *, generate: b
             free = compare.run(runner, case.plan, case.rounded.texts)
             summary.runs += 1
             report = compare.compare(free, case)
-            found = {key: getattr(report, key) for key in ("tokens", "choices", "ties", "mean", "worst")}
-            summary.add(Summary(**found))
+            summary.add(Summary(**attrs.asdict(report)))
             if generate:
-                compare.same_text(runner, case, free)
+                compare.same_text(runner, case)
                 summary.texts += len(case.plan.prompts)
         except Exception as error:
             failed(mode, error)
@@ -150,7 +149,7 @@ def work(chosen: Chosen, queue: str) -> Summary:
                     case = compare.random_case(family, number, dtype, Path(folder))
                     yield name, check(case, chosen, chosen.seeds_of(number, queue), name)
 
-    for dtype in compare.DTYPES:
+    for dtype in chosen.dtypes:
         for part in (trained, drawn) if chosen.trained else (drawn,):
             began = time.perf_counter()
             for name, summary in part(dtype):
@@ -167,12 +166,15 @@ def work(chosen: Chosen, queue: str) -> Summary:
 @click.option("--calls", default=40, show_default=True, help="Steps of each run under a schedule seed.")
 @click.option("--queue", "queues", type=click.Choice(["0", "1"]), multiple=True, default=("0", "1"), show_default=True,
               help="TASK_QUEUE_ENABLE; may be given twice.")  # fmt: skip
+@click.option("--dtype", "dtypes", type=click.Choice(["float16", "bfloat16"]), multiple=True,
+              default=("float16", "bfloat16"), show_default=True, help="May be given twice.")  # fmt: skip
 @click.option("--trained/--no-trained", default=True, show_default=True, help="The trained checkpoint, too.")
 @click.option("--summary", "file", type=click.Path(path_type=Path), hidden=True)
 def main(
-    configurations: int, seeds: int, calls: int, queues: tuple[str, ...], trained: bool, file: Path | None
-) -> None:
-    chosen = Chosen(configurations, seeds, calls, queues, trained)
+    configurations: int, seeds: int, calls: int, queues: tuple[str, ...], dtypes: tuple[str, ...], trained: bool,
+    file: Path | None,
+) -> None:  # fmt: skip
+    chosen = Chosen(configurations, seeds, calls, queues, dtypes, trained)
     if file is not None:  # a process of the one below
         file.write_text(json.dumps(attrs.asdict(work(chosen, os.environ["TASK_QUEUE_ENABLE"]))))
         return

@@ -103,6 +103,12 @@ class TestOptions:
         with pytest.raises(ConfigError):
             npu(**config)
 
+    @pytest.mark.parametrize("compilation", [{"compiler": "npugraph"}, {"decode": {"compiler": "npugraph"}}], ids=str)
+    def test_graphs_go_by_the_vendors_name_too(self, npu: Opened, compilation: dict[str, Any]) -> None:
+        assert npu(compilation=compilation).config.compilation.of("decode").compiler == "graph"
+        with pytest.raises(ConfigError, match="no compiler 'npugraph'"):
+            hal.open({"backend": "cpu", "compilation": compilation}, activate=False)
+
     def test_it_has_no_inductor(self, npu: Opened) -> None:
         with pytest.raises(ConfigError, match="the backend npu has no compiler 'inductor'"):
             npu(compilation={"compiler": "inductor"})

@@ -6,74 +6,31 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import attending
 import pytest
 import torch
+from attending import HEADS, KV_HEADS, LENGTHS, ROWS, SCALE
 from hal.backends.npu import emulator
 from torch import Tensor
 
 import hal
-from hal import ops
 from hal.errors import CaptureError, DeviceError, GraphError, HostValueError
 
-HEADS, KV_HEADS, BLOCK, BLOCKS_EACH, ROWS = 4, 2, 128, 3, 5
-SCALE = 0.2
-LENGTHS = [
-    [1, 1, 1, 1, 1],
-    [5, 130, 384, 2, 77],
-    [6, 131, 129, 3, 78],
-    [384, 2, 77, 5, 130],
-    [9, 0, 300, 0, 0],
-    [0] * 5,
-]
-"""Growing, shrinking, permuted, padded; each differs from those around it."""
+BLOCK = 128
 
 Opened = Callable[..., hal.Backend]
 
 
-class Attend:
-    """Two attentions over a drawn cache, and what a graph of them needs."""
+class Attend(attending.Attend):
+    """In the blocks that the NPU has."""
 
     def __init__(self, backend: hal.Backend, window: int | None = None, head_dim: int = 32) -> None:
-        self.backend, self.window = backend, window
-        self.lens = torch.ones(ROWS, dtype=torch.int32)
-        device, generator = self.backend.device.torch, torch.Generator().manual_seed(7)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).half().to(device)
-
-        self.query = normal(ROWS, HEADS, head_dim)
-        self.caches = (
-            normal(ROWS * BLOCKS_EACH, BLOCK, KV_HEADS, head_dim),
-            normal(ROWS * BLOCKS_EACH, BLOCK, KV_HEADS, head_dim),
-        )
-        table = torch.randperm(ROWS * BLOCKS_EACH, generator=generator).to(torch.int32)
-        self.table = table.view(ROWS, BLOCKS_EACH).to(device)
-        self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
-        self.device_starts, self.device_lens = self.starts.to(device), self.lens.to(device)
-
-    def call(self, query: Tensor, lens: Tensor, attention: Any = ops.paged_attention) -> Tensor:
-        attended: Tensor = attention(
-            query, *self.caches, self.table, self.device_starts, self.device_lens, self.starts, lens, SCALE, True,
-            self.window,
-        )  # fmt: skip
-        return attended
-
-    def twice_first(self) -> Tensor:
-        return self.call(self.query, self.lens)
-
-    def twice(self, lens: Tensor | None = None, attention: Any = ops.paged_attention) -> Tensor:
-        """The second reads what the first gives, and a norm lies between them."""
-        lens = self.lens if lens is None else lens
-        first = self.call(self.query, lens, attention)
-        return self.call(first * 4 + self.query, lens, attention)
-
-    def host_values(self, lens: Sequence[int]) -> dict[str, Any]:
-        return {"kv_lens_host": torch.tensor(lens, dtype=torch.int32), "query_start_loc_host": self.starts}
+        super().__init__(backend, block_size=BLOCK, head_dim=head_dim, window=window)
 
 
 @pytest.fixture(params=["fused", "atb"])
@@ -173,8 +130,13 @@ class TestCounts:
         graph = attend.backend.graph()
         with pytest.raises(CaptureError, match=r"2 of 2 calls with host values \(paged_attention\) were not recorded"):
             graph.capture(lambda: attend.twice(attention=torch.ops.hal.paged_attention))
+
+        def half() -> Tensor:
+            first = attend.call(attend.query, attend.lens)
+            return attend.call(first, attend.lens, torch.ops.hal.paged_attention)
+
         with pytest.raises(CaptureError, match="1 of 2 calls"):
-            graph.capture(lambda: attend.call(attend.twice_first(), attend.lens, torch.ops.hal.paged_attention))
+            graph.capture(half)
         with pytest.raises(GraphError, match="holds no capture"):
             graph.replay(**attend.host_values(LENGTHS[0]))
         TestHostValues().check(attend, graph, graph.capture(attend.twice))
@@ -327,7 +289,7 @@ def test_update_and_replay_overlap(npu: Opened) -> None:
 
 QUEUED = """
 import sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from hal.backends.npu import emulator
 emulator.activate(devices=2)
 import hal, test_graph
@@ -342,7 +304,8 @@ print("right")
 
 
 def test_with_the_task_queue() -> None:
-    program = QUEUED.format(folder=str(Path(__file__).parent))
+    here = Path(__file__).parent
+    program = QUEUED.format(folders=[str(here), str(here.parent)])
     environ = {**os.environ, "TASK_QUEUE_ENABLE": "1"}
     result = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=200)
     assert result.stdout == "right\n", result.stderr

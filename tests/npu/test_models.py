@@ -46,8 +46,9 @@ def test_trained_checkpoint(trained_case: Case, mode: str) -> None:
     model, backend = compare.on_npu(trained_case, mode)
     runner = compare.new_runner(model, backend)
     found = compare.run(runner, trained_case.plan, trained_case.rounded.texts)
-    assert compare.compare(found, trained_case).choices == len(trained_case.plan.prompts) * (compare.NEW_TOKENS + 1)
-    compare.same_text(runner, trained_case, found)
+    tokens = sum(len(prompt) + compare.NEW_TOKENS for prompt in trained_case.plan.prompts)
+    assert compare.compare(found, trained_case).tokens == tokens
+    compare.same_text(runner, trained_case)
 
 
 @pytest.fixture(
@@ -76,12 +77,14 @@ def test_random_configurations(drawn_case: Case, mode: str) -> None:
 
 
 def test_with_the_task_queue() -> None:
-    """torch_npu reads the variable when it is imported, so this takes a process of its own."""
-    result = processes.python(
-        "tests/npu/everything.py", "--queue", "1", "--configurations", "1", "--seeds", "2", "--no-trained"
-    )
-    assert result.stdout.splitlines()[-1].startswith("4 checkpoints, 8 runs, "), result.stdout
-    assert " 16 runs under seeds, 0 failures; " in result.stdout
+    """torch_npu reads the variable when it is imported, so this takes a process of its own.
+
+    What waits in the queue has no dtype: one is enough here, and everything.py takes both.
+    """
+    chosen = ("--configurations", "1", "--seeds", "2", "--dtype", "float16", "--no-trained")
+    result = processes.python("tests/npu/everything.py", "--queue", "1", *chosen)
+    assert result.stdout.splitlines()[-1].startswith("2 checkpoints, 4 runs, "), result.stdout
+    assert " 8 runs under seeds, 0 failures; " in result.stdout
 
 
 def with_lengths(batch: hal.Batch, lengths: torch.Tensor) -> hal.Batch:
@@ -154,7 +157,7 @@ def run_with(fault: Tamper, case: Case, mode: str, fill: float) -> compare.Run:
 def test_one_fault_in_one_step_would_be_noticed(faulty_case: Case, mode: str, fault: Tamper) -> None:
     """By the bounds alone: the cache has zeros in place of NaN."""
     ours = run_with(fault, faulty_case, mode, 0.0)
-    with pytest.raises(AssertionError, match="from float32, the CPU"):
+    with pytest.raises(AssertionError, match=r"logits are .* from the exact ones"):
         compare.compare(ours, faulty_case)
 
 
@@ -164,13 +167,6 @@ def test_a_slot_that_was_not_written_would_be_noticed(faulty_case: Case, mode: s
     ours = run_with(fault, faulty_case, mode, math.nan)
     with pytest.raises(AssertionError, match="not all logits are finite"):
         compare.compare(ours, faulty_case)
-
-
-def test_a_difference_that_is_no_tie_is_refused() -> None:
-    logits = [torch.tensor([1.0, 2.0, 2.05]), torch.tensor([1.0, 2.05, 2.0])]
-    compare.check_tie("here", logits, 2, 1, error=0.01)
-    with pytest.raises(AssertionError, match=r"here: 2 for 1, 0\.05 apart, with an error of 0\.005"):
-        compare.check_tie("here", logits, 2, 1, error=0.005)
 
 
 def test_the_configurations_cover_what_they_should() -> None:

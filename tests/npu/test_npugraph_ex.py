@@ -8,6 +8,7 @@ import logging
 import random
 import re
 import signal
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import reference
 import torch
 from click.testing import CliRunner
 from hal.backends.npu import emulator
-from hal.backends.npu.compiled_code import CodeCache
+from hal.backends.npu.compiled_code import CodeCache, _digest, _write
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 
@@ -238,6 +239,38 @@ class TestCache:
         check(compiled())
         assert "broken" not in caplog.text
 
+    @pytest.mark.parametrize("opened_to", ["file", "folder"])
+    def test_one_that_others_may_write_is_made_anew(
+        self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, opened_to: str
+    ) -> None:
+        """It is code, which would run here."""
+        loaded(small, opened(capture_sizes=[2], cache_dir=str(tmp_path)))
+        folder = tmp_path / "npugraph_ex"
+        (file,) = folder.iterdir()
+        planted = "raise SystemExit('planted')"
+        file.write_text(f"{_digest(planted)}\n{planted}")
+        (file if opened_to == "file" else folder).chmod(0o777)
+        check(loaded(small, opened(capture_sizes=[2], cache_dir=str(tmp_path))))
+        assert f"the compile cache {file} is not this user's alone, and is made anew" in caplog.text
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, file)] == [0o700, 0o600]
+        assert planted not in file.read_text()
+
+    def test_what_cannot_be_written_leaves_nothing_behind(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = tmp_path / "kept" / "code.py"
+        file.mkdir(parents=True)  # in whose place no file can be moved
+        _write(file, "x = 1")
+        assert f"the compile cache {file} cannot be written" in caplog.text
+        assert list(file.parent.iterdir()) == [file]
+
+    def test_static_kernels_want_a_folder_of_their_own(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        cache = CodeCache(str(tmp_path / "file"), {"static_kernel_compile": True})
+        with pytest.raises(CompileError, match="static kernels cannot be kept in") as caught:
+            cache.compile(tiny_step())
+        assert "compilation.cache_dir" in caught.value.remedy
+
     def test_options_that_are_functions_are_not_kept(self, opened: Opened, small: Path, tmp_path: Path) -> None:
         seen: list[int] = []
 
@@ -272,9 +305,9 @@ def tiny_step() -> Any:
     batch = PaddedBatch(2, 1, 128, torch.device("npu", 0)).batch
 
     def step(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
-        return (rest[-1][token_ids].cumsum(-1),)
+        return (weight[token_ids].cumsum(-1),)
 
-    return native_step(step, [weight], batch)
+    return native_step(step, batch)
 
 
 class TestErrors:
@@ -325,7 +358,7 @@ class TestErrors:
             return (token_ids + rest[7].tolist()[0],)
 
         with pytest.raises(CompileError, match=r"new lengths to 0 of the \d operations that read them \(aten\.add"):
-            CodeCache(None, {}).compile(native_step(reads, [], batch))
+            CodeCache(None, {}).compile(native_step(reads, batch))
 
     @pytest.mark.parametrize("kernel", [ATTENTION, "Matmul", "SwiGlu"])
     def test_a_kernel_timeout(self, opened: Opened, small: Path, kernel: str) -> None:

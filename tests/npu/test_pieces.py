@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import torch_npu  # noqa: F401 (it brings torch.npu)
 from hal.backends.npu import emulator
+from pieces import drawn, eagerly, marked, step_of, uncaptured
 from torch import Tensor
 
 import hal
@@ -21,7 +21,6 @@ from hal import ops
 from hal.errors import CaptureError, ConfigError, GraphError
 from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
 from hal.runtime.markers import MarkedStep
-from hal.runtime.pieces import PiecewiseStep
 
 Opened = Callable[..., hal.Backend]
 DECODE, PREFILL = [2, 4], [8, 16, 140]
@@ -69,32 +68,8 @@ def opened(npu: Opened) -> Opened:
             max_prefill_tokens=most,
         )  # fmt: skip
 
+    npu()  # models are made on the current device, which another test may have left at the second
     return pieces
-
-
-def step_of(runner: hal.Runner, phase: str) -> PiecewiseStep:
-    step = runner._decode if phase == "decode" else runner._prefill
-    assert isinstance(step, PiecewiseStep)
-    return step
-
-
-@torch.inference_mode()
-def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
-    return runner.model(batch, runner.cache.layers)
-
-
-def drawn(runner: hal.Runner, seed: int, lengths: Sequence[int], cached: Sequence[int], **more: Any) -> Batch:
-    """A batch of new tokens behind cached ones, in blocks from all over. What is cached is computed eagerly."""
-    draw = random.Random(seed)
-    free = list(range(1, runner.spec.num_blocks))
-    draw.shuffle(free)
-    blocks = [[free.pop() for _ in range(runner.spec.blocks_for(a + b))] for a, b in zip(lengths, cached, strict=True)]
-    for length, own in zip(cached, blocks, strict=True):
-        if length:
-            tokens = [draw.randrange(runner.model.vocab_size) for _ in range(length)]
-            eagerly(runner, runner.batch([tokens], [own]))
-    new = [[draw.randrange(runner.model.vocab_size) for _ in range(length)] for length in lengths]
-    return runner.batch(new, blocks, cached=cached, **more)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -266,30 +241,16 @@ class TestFaults:
 class TestMarkers:
     """The same without a compiler."""
 
-    def eager(self, backend: hal.Backend, model: CausalLM) -> hal.Runner:
-        """A runner with nothing captured, on a backend whose config stays as it is."""
-        config = backend.config
-        backend.configure(attrs.evolve(config, compilation=hal.CompilationConfig()))
-        runner = hal.Runner(model, backend)
-        backend.configure(config)
-        return runner
-
-    def runner(self, backend: hal.Backend, model: CausalLM | None = None) -> hal.Runner:
-        runner = self.eager(backend, model or Deep())
-        runner._decode = MarkedStep(runner.model, backend, runner.cache, "decode")
-        runner._prefill = MarkedStep(runner.model, backend, runner.cache, "prefill")
-        return runner
-
     @pytest.mark.parametrize("at", [["paged_attention"], ["linear", "paged_attention"]])
     def test_around_every_bucket(self, opened: Opened, at: list[str]) -> None:
-        runner = self.runner(opened(splitting_ops=at))
+        runner = marked(Deep(), opened(splitting_ops=at))
         check(runner)
         for seed in range(3):
             batch = drawn(runner, seed, [60, 9, 30], [0, 130, 5], all_logits=seed != 0)
             assert_same(runner.prefill(batch), eagerly(runner, batch))
 
     def test_attention_is_launched_and_the_rest_replayed(self, opened: Opened) -> None:
-        runner = self.runner(opened())
+        runner = marked(Deep(), opened())
         batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
         runner.decode(batch)
         torch.npu.synchronize()
@@ -302,7 +263,7 @@ class TestMarkers:
     def test_pieces_and_buckets_share_memory(self, opened: Opened) -> None:
         def taken(sizes: Sequence[int], layers: int = 2) -> int:
             backend = opened(prefill={"capture_sizes": list(sizes)})
-            runner = self.eager(backend, Deep(layers, 2 * 8192))
+            runner = uncaptured(Deep(layers, 2 * 8192), backend)
             settle()
             before = torch.npu.memory_reserved()
             step = MarkedStep(runner.model, backend, runner.cache, "prefill")
@@ -318,13 +279,13 @@ class TestMarkers:
     def test_faults(self, opened: Opened) -> None:
         """And all that was held is given back."""
         backend, model = opened(), Deep()
-        check(self.runner(backend, model), (9,))
+        check(marked(model, backend), (9,))
         settle()
         memory, handles = torch.npu.memory_allocated(), emulator.live_handles()
         settle()
         with emulator.faults.streams(first=14), pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
-            self.runner(backend, model)
-        check(self.runner(backend, model), (9,))
+            marked(model, backend)
+        check(marked(model, backend), (9,))
         settle()
         assert torch.npu.memory_allocated() == memory
         assert emulator.live_handles()["graph"] == handles["graph"]

@@ -64,8 +64,8 @@ def test_the_cpus_tokens(case: compare.Case, mode: str) -> None:
     """Prefill and decode: logits as near to float32's as the CPU's, and its greedy tokens, but where two are equal."""
     model, backend = compare.on_npu(case, mode)
     report = compare.compare(compare.run(compare.new_runner(model, backend), case.plan, case.rounded.texts), case)
-    assert report.choices > 1000
-    assert report.ties < 0.02 * report.choices
+    assert report.tokens > 1000
+    assert report.ties < 0.03 * report.tokens  # also within prompts, whose next tokens are less sure than new ones
 
 
 @pytest.fixture(scope="module")

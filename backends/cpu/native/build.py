@@ -14,8 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hal.config import cache_folder
-from hal.errors import DriverUnavailable
+from hal.config import cache_folder, is_own, private_folder
+from hal.errors import ConfigError, DriverUnavailable
 
 SOURCES = Path(__file__).parent
 FLAGS = (
@@ -31,14 +31,28 @@ log = logging.getLogger("hal.cpu")
 def load() -> ctypes.CDLL:
     """The library of kernels, compiled now unless a cache holds it (about 3 seconds).
 
-    The cache is ``$HAL_CACHE_DIR``, or ``torch-hal`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    The cache is ``$HAL_CACHE_DIR``, or ``torch-hal`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. What others could have
+    written there is not loaded.
 
     Raises:
         DriverUnavailable: there is no C++ compiler, it failed, or the cache cannot be written.
     """
-    library = cache_folder("cpu") / f"kernels-{_fingerprint()}.so"
     try:
-        if library.exists():
+        folder = cache_folder("cpu")
+    except ConfigError as error:
+        raise DriverUnavailable(error.problem, f"{error.remedy}, or the driver's option native to false") from error
+    library = folder / f"kernels-{_fingerprint()}.so"
+    try:
+        if not private_folder(folder):
+            log.warning(
+                "others may write in %s: the C++ kernels are not kept there, and compiled at each start", folder
+            )
+            with tempfile.TemporaryDirectory() as own:
+                _compile(Path(own) / library.name)
+                return ctypes.CDLL(str(Path(own) / library.name))  # which stays when its file goes
+        if library.exists() and not is_own(library):
+            log.warning("%s is not this user's alone, and is compiled again", library)
+        elif library.exists():
             try:
                 return ctypes.CDLL(str(library))
             except OSError as error:
@@ -88,7 +102,6 @@ def _compiler() -> list[str]:
 def _compile(library: Path) -> None:
     compiler = _compiler()
     log.info("compiling the C++ kernels of the cpu driver with %s, once", " ".join(compiler))
-    library.parent.mkdir(parents=True, exist_ok=True)
     # Made beside its place and moved there, so that no other process ever loads half of it.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
@@ -99,4 +112,5 @@ def _compile(library: Path) -> None:
                 f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}",
                 "repair the compiler, choose another with CXX, or set the driver's option native to false",
             )
+        made.chmod(0o700)
         made.replace(library)

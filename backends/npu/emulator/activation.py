@@ -13,11 +13,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
-from hal.config import parse_json, read
+from hal.config import environment_options, parse_json, read
 from hal.errors import DriverError, DriverUnavailable
 
 from .build import LIBRARIES, MARK, build
@@ -27,6 +27,10 @@ OPTIONS = "HAL_NPU_EMULATOR_OPTIONS"
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 """Where a CANN says that it is installed."""
 RUNTIME = "libascendcl.so"
+
+
+Switch = Literal["off", "on", "force"]
+"""Whether to emulate: ``force`` does so even where a real CANN is installed."""
 
 
 def _at_least_1(instance: Options, attribute: attrs.Attribute[Any], value: int | None) -> None:
@@ -106,12 +110,28 @@ def activate(*, force: bool = False, **options: Any) -> None:
 def activate_from_environment() -> bool:
     """Activate if ``HAL_NPU_EMULATOR`` is 1, with the options in ``HAL_NPU_EMULATOR_OPTIONS``.
 
-    Returns whether the emulated CANN is active. Other values of the variable: 0 and none leave torch_npu alone, and
-    ``force`` activates even though a real CANN is installed.
+    Returns whether the emulated CANN is active. The variable is the driver's option: ``on`` and ``true`` are 1;
+    ``off``, ``false``, 0 and none leave torch_npu alone; and ``force`` activates even though a real CANN is installed.
+
+    Raises:
+        ConfigError: the variable has another value, or the options are wrong.
     """
-    if os.environ.get(SWITCH, "0") not in ("", "0") and not is_inherited():
-        activate(**attrs.asdict(from_environment()), force=os.environ[SWITCH] == "force")
+    asked = read(_Asked, {"emulator": switch_of(environment_options("npu").get("emulator", "off"))}, "environment")
+    if asked.emulator != "off" and not is_inherited():
+        activate(**attrs.asdict(from_environment()), force=asked.emulator == "force")
     return is_active()
+
+
+@attrs.frozen
+class _Asked:
+    emulator: Switch
+
+
+def switch_of(value: Any) -> Any:
+    """A :data:`Switch` in the forms that it may be given in: true and false, 1 and 0, and nothing. Others stay."""
+    if type(value) is int and value in (0, 1):
+        value = bool(value)
+    return {True: "on", False: "off", "": "off"}.get(value, value) if isinstance(value, (bool, str)) else value
 
 
 def is_active() -> bool:

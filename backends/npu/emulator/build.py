@@ -287,7 +287,7 @@ class _Builder:
 
 
 def _flags() -> tuple[str, ...]:
-    return (*FLAGS, *os.environ.get("HAL_NPU_EMULATOR_CXXFLAGS", "").split())
+    return (*FLAGS, *os.environ.get("EMULATED_CANN_CXXFLAGS", "").split())
 
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)

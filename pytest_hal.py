@@ -1,12 +1,14 @@
-"""The pytest plugin: makes a test of each case, and reports by area. Imports neither torch nor anything that does."""
+"""The pytest plugin of the conformance suite, :mod:`hal.testing`: makes a test of each case, and reports by area.
+
+It stands beside the package hal, not in it: pytest loads it in every run wherever torch-hal is installed, and to import
+anything of hal is to import torch. So hal is imported only where a test module has a ``conformance``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-
-from hal.testing.report import Outcome, summary
 
 KEY = "hal_conformance"
 
@@ -40,13 +42,18 @@ def _problem_with(conformance: Any) -> str:
 
 
 def _parameter(conformance: Any, case: Any) -> Any:
+    from hal.testing.case import unsupported
+
     marks: list[pytest.MarkDecorator] = []
     exception = conformance.exception(case.name)
     if exception is not None:
-        kind, reason = exception
-        marks.append(
-            pytest.mark.skip(reason=reason) if kind == "unsupported" else pytest.mark.xfail(reason=reason, strict=True)
-        )
+        kind, pattern, reason = exception
+        if kind == "untried":
+            marks.append(pytest.mark.skip(reason=reason))
+        elif kind == "failing":
+            marks.append(pytest.mark.xfail(reason=reason, strict=True))
+        else:
+            case = unsupported(case, pattern, reason)
     return pytest.param(case, marks=marks, id=case.name)
 
 
@@ -78,12 +85,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The table by area, and the smallest shapes that fail."""
-    outcomes = [
-        Outcome.of(kind, dict(report.user_properties), KEY)
+    reports = [
+        (kind, dict(report.user_properties))
         for kind in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
         for report in terminalreporter.stats.get(kind, ())
         if any(name == KEY for name, _ in getattr(report, "user_properties", ()))
     ]
+    if not reports:
+        return
+    from hal.testing.report import Outcome, summary
+
+    outcomes = [Outcome.of(kind, properties, KEY) for kind, properties in reports]
     for backend in dict.fromkeys(each.backend for each in outcomes):
         terminalreporter.section(f"conformance of {backend}")
         for line in summary([each for each in outcomes if each.backend == backend]):

@@ -1,0 +1,70 @@
+"""Layers of a driver's own, which a model gets where it has those of ``hal.nn``."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hal.backend import Backend, LayerMaker
+from hal.errors import DriverIncompatible
+from hal.nn import CausalLM
+
+log = logging.getLogger("hal.runtime")
+
+
+def put_layers(model: CausalLM, backend: Backend) -> bool:
+    """Put the backend's layers into a model without values; whether there was a place for any.
+
+    The inner ones are first, so that what takes an outer one's place finds them in it.
+
+    Raises:
+        DriverIncompatible: a layer is of no subclass of the one that it replaces, or has other tensors.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    counts: Counter[str] = Counter()
+    with torch.device("meta"):
+        for path, layer in reversed(list(model.named_modules(remove_duplicate=False))):
+            make = backend.layers.get(type(layer))  # a subclass computes something of its own, and stays
+            if make is None:
+                continue
+            if layer not in made:
+                made[layer] = _made(layer, make, backend.name)
+            if made[layer] is not layer:
+                model.set_submodule(path, made[layer])
+                counts[f"{type(made[layer]).__name__} for {type(layer).__name__}"] += 1
+    if counts:
+        log.info("layers of %s in %s: %s", backend.name, type(model).__name__,
+                 ", ".join(f"{which} ({times} times)" for which, times in counts.items()))  # fmt: skip
+    return bool(counts)
+
+
+def replaced(model: nn.Module, plain: nn.Module) -> Iterator[tuple[type, type]]:
+    """For each layer of ``model`` that stands in another's place: that one's type in ``plain``, and its own."""
+    layers = dict(model.named_modules())
+    for path, layer in plain.named_modules():
+        if path in layers and type(layers[path]) is not type(layer):
+            yield type(layer), type(layers[path])
+
+
+def _made(layer: nn.Module, make: LayerMaker, driver: str) -> nn.Module:
+    wanted = _tensors(layer)  # before it may be taken apart
+    new, name = make(layer), type(layer).__name__
+    if not isinstance(new, type(layer)):
+        raise DriverIncompatible(
+            f"the driver {driver} replaces {name} by {type(new).__name__}, which is no subclass of it",
+            "derive it from the layer that it replaces, so that models can call it alike",
+        )
+    if wrong := sorted(wanted.items() ^ _tensors(new).items()):
+        raise DriverIncompatible(
+            f"the driver {driver} replaces {name} by a {type(new).__name__} with other parameters: {wrong[0][0]}",
+            f"give it those of {name}, by name, shape and dtype: a checkpoint fills them",
+        )
+    return new
+
+
+def _tensors(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(each.shape), str(each.dtype)) for name, each in layer.state_dict().items()}

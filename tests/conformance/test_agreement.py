@@ -1,0 +1,85 @@
+"""The measure by which logits are held against a reference: what it lets pass, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hal.testing.agreement import TOKEN_RATIO, Agreement, Truth, check_choice, check_logits
+
+SEED, TEXTS, TOKENS, VOCAB = 5, 3, 20, 50
+ERROR = 1e-3
+"""How far the reference's logits are off, root mean square."""
+
+
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(TOKENS, VOCAB, generator=generator, dtype=torch.float64) for _ in range(TEXTS)]
+
+
+EXACT = drawn(SEED)
+KNOWN = Truth.of([a + ERROR * b for a, b in zip(EXACT, drawn(SEED + 1), strict=True)], EXACT, torch.float32)
+
+
+def off_by(size: float, seed: int = SEED + 2) -> dict[tuple[int, int], Tensor]:
+    """Logits that are so far from the exact ones, in units of the reference's distance."""
+    return {
+        (row, at): exact[at] + size * ERROR * noise[at]
+        for row, (exact, noise) in enumerate(zip(EXACT, drawn(seed), strict=True))
+        for at in range(TOKENS)
+    }
+
+
+def check(found: dict[tuple[int, int], Tensor], ratio: float = TOKEN_RATIO) -> Agreement:
+    return check_logits(found, KNOWN, ratio)
+
+
+def test_what_is_as_far_as_the_reference_passes() -> None:
+    found = check(off_by(1.0))
+    assert found.tokens == TEXTS * TOKENS
+    assert found.mean == pytest.approx(1.0, rel=0.1)
+    assert found.worst == pytest.approx(0.5, rel=0.5)  # its unit is the reference's distance twice
+
+
+def test_the_mean_is_that_of_the_tokens_compared() -> None:
+    first = {place: logits for place, logits in off_by(1.0).items() if place[1] == 0}
+    assert check(first).tokens == TEXTS
+    assert check(first).mean == pytest.approx(1.0, rel=0.3)
+
+
+def test_a_token_that_is_too_far_is_named() -> None:
+    found = off_by(1.0) | {(1, 7): off_by(20.0)[1, 7]}
+    with pytest.raises(AssertionError, match=r"sequence 1, token 7: logits are 0\.0\d+ from the exact ones"):
+        check(found)
+    with pytest.raises(AssertionError, match="sequence 0, token 0: logits are"):
+        check(off_by(1.0), 0.1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_refused(value: float) -> None:
+    found = off_by(1.0)
+    found[2, 3][9] = value
+    with pytest.raises(AssertionError, match="sequence 2, token 3: not all logits are finite"):
+        check(found)
+    with pytest.raises(AssertionError, match="the reference's logits are not all finite, and prove nothing"):
+        Truth.of([torch.tensor([[1.0, value]])], [torch.tensor([[1.0, 1.0]])], torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
+def test_rounding_the_logits_themselves_is_the_least_error(dtype: torch.dtype, error: float) -> None:
+    """A reference that comes out exact by chance does not demand that of others."""
+    known = Truth.of([torch.ones(4, 8)], [torch.ones(4, 8)], dtype)
+    assert known.mean == pytest.approx(error / 12**0.5)
+
+
+def test_another_choice_must_be_a_tie() -> None:
+    rounded, exact = torch.tensor([[1.0, 2.05, 2.0]]), torch.tensor([[1.0, 2.0, 2.04]])
+    known = Truth.of([rounded], [exact], torch.float32)  # an error of 0.04
+    assert not check_choice("here", 1, known, 0, 0)
+    assert check_choice("here", 2, known, 0, 0)
+    with pytest.raises(AssertionError, match=r"here: token 0 in place of 1, which are 1\.05 apart, with an error of"):
+        check_choice("here", 0, known, 0, 0)
+    sure = Truth.of([rounded], [rounded], torch.float32)  # the same gap, and hardly an error
+    with pytest.raises(AssertionError, match=r"here: token 2 in place of 1, which are 0\.05 apart"):
+        check_choice("here", 2, sure, 0, 0)

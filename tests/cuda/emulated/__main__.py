@@ -1,0 +1,54 @@
+"""Runs a command on the emulated CUDA, such as ``python -m emulated hal backends``.
+
+What the command starts in turn runs on it, too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from .build import CannotEmulate, build
+
+HERE = Path(__file__).parent
+
+
+def environment(libraries: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Under which Python loads the emulator when it starts, by ``startup/sitecustomize.py``.
+
+    Args:
+        libraries: the folder of the emulator's libraries.
+        environ: the environment to begin with.
+    """
+    paths = [str(HERE / "startup"), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
+    return {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",  # kernels that the program waits for one after the other
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        **environ,
+        "EMULATED_CUDA": str(libraries),
+        "CUDA_HOME": str(libraries),
+        "PYTHONPATH": ":".join(dict.fromkeys(paths)),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
+    }
+
+
+def main(command: list[str]) -> None:
+    """Become the command."""
+    if not command:
+        raise SystemExit("usage: python -m emulated COMMAND [ARGUMENT ...]")
+    try:
+        environ = environment(build(), os.environ)
+    except CannotEmulate as error:
+        raise SystemExit(str(error)) from None
+    program = shutil.which(command[0], path=environ["PATH"])
+    if program is None:
+        raise SystemExit(f"there is no command {command[0]}")
+    os.execve(program, command, environ)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,67 @@
+"""Loading the emulator into a process: its libraries before torch asks for CUDA's, its kernels when torch is there.
+
+torch finds CUDA's libraries by paths of its own, unless a library of the same name is loaded: so nothing that is
+installed changes. What is imported later is noticed by hooks, which cost nothing where it is not imported. Here nothing
+may import torch or hal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from types import ModuleType
+
+import wrapt
+
+RUNTIME, DRIVER, OPERATIONS = "libcudart.so.13", "libcuda.so.1", "libemulated_operations.so"
+LIBRARIES = "EMULATED_CUDA"
+"""The variable that names the folder of the libraries; where it is set, processes run on the emulator."""
+
+
+def is_active() -> bool:
+    """Whether this process runs on the emulator."""
+    return bool(os.environ.get(LIBRARIES))
+
+
+def libraries() -> Path:
+    """Where the libraries lie, of a process that runs on the emulator."""
+    return Path(os.environ[LIBRARIES])
+
+
+def activate() -> None:
+    """Put the emulator under torch, before that is imported."""
+    for name in (RUNTIME, DRIVER):
+        ctypes.CDLL(str(libraries() / name), mode=ctypes.RTLD_GLOBAL)
+    wrapt.register_post_import_hook(_torch, "torch")
+    wrapt.register_post_import_hook(_probe, "hal.backends.cuda.probe")
+    wrapt.register_post_import_hook(_triton, "triton.runtime.interpreter")
+    wrapt.register_post_import_hook(_flashinfer, "flashinfer")
+
+
+def _torch(torch: ModuleType) -> None:
+    from .kernels import flash_attention, of_torch
+
+    of_torch.register()
+    flash_attention.register()
+
+
+def _triton(interpreter: ModuleType) -> None:
+    from .kernels import of_triton
+
+    of_triton.register(interpreter)
+
+
+def _flashinfer(library: ModuleType) -> None:
+    from .kernels import of_flashinfer
+
+    of_flashinfer.register()
+
+
+def _probe(module: ModuleType) -> None:
+    """There are no device files: the driver's probe looks for them in a folder that has them, and for all else here."""
+    devices = libraries() / "dev"
+    devices.mkdir(exist_ok=True)
+    (devices / "nvidia0").touch()
+    function = module.probe
+    function.__defaults__ = tuple(devices if each == module.DEVICES else each for each in function.__defaults__)

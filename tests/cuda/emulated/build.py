@@ -1,0 +1,183 @@
+"""Compiles the emulator with the system's g++, once for each state of its sources and each torch.
+
+Libraries lie in a folder of the cache that is named by the hash of what went into them: a process that has loaded them
+never sees them change. Two processes that build at once take turns.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+
+from .activation import DRIVER, OPERATIONS, RUNTIME
+
+SOURCES = Path(__file__).parent / "src"
+TORCH, CUDA = "2.11", "13."
+"""What the sources were written against: what torch calls of CUDA's runtime differs between releases."""
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-pthread")
+LINKED = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
+SHOWN_LINES = 30
+
+
+class CannotEmulate(Exception):
+    """Something is missing on this machine. The text says what, and what to do."""
+
+
+@attrs.frozen
+class Tools:
+    """What the build uses of this machine.
+
+    Attributes:
+        compiler: the path of g++.
+        packages: the folder that torch and NVIDIA's packages are installed in.
+        torch: torch's version.
+    """
+
+    compiler: str
+    packages: Path
+    torch: str
+
+    @classmethod
+    def find(cls) -> Tools:
+        """Find them.
+
+        Raises:
+            CannotEmulate: one is missing, or torch is another build than one that can be emulated.
+        """
+        spec = importlib.util.find_spec("torch")
+        if sys.platform != "linux":
+            raise CannotEmulate(f"the emulated CUDA needs Linux, and this is {sys.platform}")
+        if spec is None or not spec.origin:
+            raise CannotEmulate(f"torch is not installed: pip install torch=={TORCH}.0")
+        from hal.backends.cuda.probe import built_for  # which, as all of hal, needs torch
+
+        version = importlib.metadata.version("torch")
+        cuda, problem = built_for(Path(spec.origin).with_name("version.py"))
+        if cuda is None or not version.startswith(f"{TORCH}.") or not cuda.startswith(CUDA):
+            found = problem if cuda is None else f"the installed torch {version} is built for CUDA {cuda}"
+            raise CannotEmulate(
+                f"the emulated CUDA serves torch {TORCH} for CUDA {CUDA}x: {found}. In an environment of its own: "
+                f"pip install torch=={TORCH}.0, which is that build on Linux; `make test-cuda-emulated` does it"
+            )
+        compiler = shutil.which("g++")
+        if compiler is None:
+            raise CannotEmulate(
+                "the emulated CUDA is compiled on first use, and there is no g++ on the PATH: "
+                "install g++ 11 or later (Debian and Ubuntu: apt install g++)"
+            )
+        tools = cls(compiler, Path(spec.origin).parent.parent, version)
+        for header in (tools.packages / "nvidia/cu13/include/cuda_runtime_api.h", tools.triton / "crt/host_defines.h"):
+            if not header.exists():
+                raise CannotEmulate(f"there is no {header}, which comes with torch from PyPI: install torch anew")
+        return tools
+
+    @property
+    def triton(self) -> Path:
+        """Headers of CUDA's that NVIDIA's package for the runtime leaves to the one for the compiler."""
+        return self.packages / "triton/backends/nvidia/include"
+
+    def includes(self) -> list[str]:
+        """Where headers are looked for."""
+        torch = self.packages / "torch/include"
+        others = (torch, torch / "torch/csrc/api/include", self.packages / "nvidia/cu13/include")
+        return [f"-I{SOURCES}", *(f"-isystem{each}" for each in others), f"-idirafter{self.triton}"]
+
+
+def build() -> Path:
+    """Build the libraries if they are not in the cache, and return their folder.
+
+    Raises:
+        CannotEmulate: something is missing, or a source does not compile, of which the text shows the errors.
+    """
+    tools = Tools.find()
+    from hal.config import cache_folder
+
+    cache = cache_folder("emulated-cuda")
+    folder = cache / _key(tools)
+    if not folder.is_dir():
+        with _locked(cache / "lock"):
+            if not folder.is_dir():  # another process may have built it meanwhile
+                _build(tools, folder)
+    return folder
+
+
+def _key(tools: Tools) -> str:
+    digest = hashlib.sha256("\0".join((tools.torch, str(tools.packages), *FLAGS)).encode())
+    for path in (Path(__file__), *sorted(SOURCES.rglob("*.*"))):
+        data = path.read_bytes()
+        digest.update(f"{path.name} {len(data)} ".encode() + data)
+    return digest.hexdigest()[:20]
+
+
+def _build(tools: Tools, folder: Path) -> None:
+    sys.stderr.write("building the emulated CUDA, about a minute, once\n")
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        sources = sorted(
+            SOURCES.rglob("*.cpp"), key=lambda path: path.parent.name != "operations"
+        )  # the slow ones first
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            compiled = list(pool.map(lambda path: _compile(tools, path, scratch), sources))
+        objects = {part: [made for path, made in zip(sources, compiled, strict=True) if path.parent.name == part]
+                   for part in ("runtime", "driver", "operations")}  # fmt: skip
+        versions = f"--version-script={SOURCES / 'runtime' / 'symbols.map'}"
+        _link(tools, scratch / RUNTIME, objects["runtime"], f"-Wl,{versions},--no-undefined", "-ldl")
+        _link(tools, scratch / DRIVER, objects["driver"], "-Wl,--no-undefined")
+        libraries = [f"-L{tools.packages / 'torch/lib'}", *(f"-l{each}" for each in LINKED)]
+        # torch's own libraries name others by a path that only the loader needs to know.
+        _link(tools, scratch / OPERATIONS, objects["operations"], *libraries, f"-L{scratch}", f"-l:{RUNTIME}",
+              "-Wl,--allow-shlib-undefined")  # fmt: skip
+        for each in compiled:
+            each.unlink()
+        _stand_in_for_nvcc(scratch)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _compile(tools: Tools, source: Path, folder: Path) -> Path:
+    made = folder / f"{source.parent.name}-{source.stem}.o"
+    _run(source.name, [tools.compiler, *FLAGS, *tools.includes(), "-c", str(source), "-o", str(made)])
+    return made
+
+
+def _link(tools: Tools, library: Path, objects: list[Path], *arguments: str) -> None:
+    command = [tools.compiler, "-shared", "-pthread", f"-Wl,-soname,{library.name}", *map(str, objects), *arguments]
+    _run(library.name, [*command, "-o", str(library)])
+
+
+def _run(what: str, command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        said = "\n".join(result.stderr.splitlines()[:SHOWN_LINES])
+        raise CannotEmulate(f"the emulated CUDA does not build: {what}: g++ exited with {result.returncode}\n{said}")
+
+
+def _stand_in_for_nvcc(folder: Path) -> None:
+    """The driver takes FlashInfer where it finds nvcc, which compiles its kernels. Here nothing has to be compiled."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'the emulated CUDA compiles nothing' >&2\nexit 1\n", encoding="utf-8")
+    nvcc.chmod(0o755)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

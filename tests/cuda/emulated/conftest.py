@@ -1,0 +1,28 @@
+"""The emulator's own tests run on it only; elsewhere they are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .activation import is_active
+from .calls import Calls
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip them where this process does not run on the emulator."""
+    if is_active():
+        return
+    for each in items:
+        if Path(__file__).parent in each.path.parents:
+            each.add_marker(pytest.mark.skip(reason="not on the emulated CUDA: see make test-cuda-emulated"))
+
+
+@pytest.fixture
+def cuda() -> Iterator[Calls]:
+    """CUDA's functions. The last error, which torch would come upon, is forgotten."""
+    calls = Calls()
+    yield calls
+    calls.call("cudaGetLastError")

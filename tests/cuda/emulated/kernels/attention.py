@@ -1,0 +1,46 @@
+"""Attention in torch's functions, in float32: what flash attention and FlashInfer compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool, window: int = -1) -> Tensor:
+    """Of one sequence.
+
+    Args:
+        query: [tokens, heads, head_dim], the last tokens of the sequence.
+        key: [length, kv_heads, head_dim].
+        value: as the key.
+        scale: by which products are multiplied.
+        causal: whether a token attends to those before it only.
+        window: how many tokens before its own a token attends to at most; any number if it is negative.
+
+    Returns:
+        [tokens, heads, head_dim], in float32; zeros where the length is 0.
+    """
+    tokens, length = query.shape[0], key.shape[0]
+    if not length:
+        return query.new_zeros(query.shape, dtype=torch.float32)
+    key, value = (each.float().repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    own, slot = torch.arange(tokens)[:, None] + length - tokens, torch.arange(length)
+    seen = torch.ones(tokens, length, dtype=torch.bool)
+    if causal:
+        seen &= slot <= own
+    if window >= 0:
+        seen &= slot >= own - window
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def pages(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first tokens of a sequence.
+
+    Args:
+        cache: [blocks, block_size, kv_heads, head_dim].
+        blocks: the sequence's, in their order.
+        length: how many tokens.
+    """
+    return cache[blocks.long()].flatten(0, 1)[:length]
