@@ -89,12 +89,14 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.test
 
-# Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports.
+# Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports. numpy 2.4
+# takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
 $(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(PIP) torch==2.11.0
-	$(PIP) --editable '.[testing,cuda]' hypothesis pytest-benchmark pytest-xdist transformers
+	$(PIP) --editable '.[testing,cuda]' hypothesis 'numpy<2.4' pytest-benchmark pytest-xdist \
+	  transformers
 	$(PIP) --no-deps flashinfer-python==0.7.2.post1 apache-tvm-ffi
 	$(PIP) einops ninja nvidia-ml-py requests tabulate
 	touch $@

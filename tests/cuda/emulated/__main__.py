@@ -28,9 +28,11 @@ def environment(libraries: Path, environ: Mapping[str, str]) -> dict[str, str]:
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",  # kernels that the program waits for one after the other
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # nothing is compiled, so nobody need wait elsewhere to do it
         **environ,
         "EMULATED_CUDA": str(libraries),
         "CUDA_HOME": str(libraries),
+        "TRITON_LIBCUDA_PATH": str(libraries),
         "PYTHONPATH": ":".join(dict.fromkeys(paths)),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
     }

@@ -37,6 +37,8 @@ def activate() -> None:
     wrapt.register_post_import_hook(_probe, "hal.backends.cuda.probe")
     wrapt.register_post_import_hook(_triton, "triton.runtime.interpreter")
     wrapt.register_post_import_hook(_flashinfer, "flashinfer")
+    wrapt.register_post_import_hook(_inductors_launches, "torch._inductor.runtime.triton_heuristics")
+    wrapt.register_post_import_hook(_inductors_functions, "torch._inductor.runtime.triton_helpers")
 
 
 def _torch(torch: ModuleType) -> None:
@@ -56,6 +58,18 @@ def _flashinfer(library: ModuleType) -> None:
     from .kernels import of_flashinfer
 
     of_flashinfer.register()
+
+
+def _inductors_launches(heuristics: ModuleType) -> None:
+    from .kernels import of_inductor
+
+    of_inductor.register_launches(heuristics)
+
+
+def _inductors_functions(helpers: ModuleType) -> None:
+    from .kernels import of_inductor
+
+    of_inductor.register_functions(helpers)
 
 
 def _probe(module: ModuleType) -> None:

@@ -136,7 +136,7 @@ def _build(tools: Tools, folder: Path) -> None:
                    for part in ("runtime", "driver", "operations")}  # fmt: skip
         versions = f"--version-script={SOURCES / 'runtime' / 'symbols.map'}"
         _link(tools, scratch / RUNTIME, objects["runtime"], f"-Wl,{versions},--no-undefined", "-ldl")
-        _link(tools, scratch / DRIVER, objects["driver"], "-Wl,--no-undefined")
+        _link(tools, scratch / DRIVER, objects["driver"], f"-L{scratch}", f"-l:{RUNTIME}", "-Wl,--no-undefined")
         libraries = [f"-L{tools.packages / 'torch/lib'}", *(f"-l{each}" for each in LINKED)]
         # torch's own libraries name others by a path that only the loader needs to know.
         _link(tools, scratch / OPERATIONS, objects["operations"], *libraries, f"-L{scratch}", f"-l:{RUNTIME}",

@@ -1,4 +1,4 @@
-"""Commands on the emulator: what they find, what their own processes find, and what is said where something is missing."""
+"""Commands on the emulator: what they find, what their processes find, and what is said where something is missing."""
 
 from __future__ import annotations
 

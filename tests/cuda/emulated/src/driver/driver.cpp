@@ -1,6 +1,7 @@
 // The library of NVIDIA's driver, as far as torch, Triton and FlashInfer look whether it is there. torch allocates and
 // launches through the runtime, so nearly nothing of it is called.
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdio>
 
@@ -31,6 +32,10 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
     return CUDA_SUCCESS;
 }
 CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+    // The runtime's attributes have the driver's numbers.
+    return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device));
+}
 
 // Mappings of memory (PYTORCH_ALLOC_CONF=expandable_segments:True), and waits for values in memory.
 #define REFUSED(function, ...)                                                  \
@@ -51,6 +56,15 @@ REFUSED(cuMemExportToShareableHandle, void*, CUmemGenericAllocationHandle, CUmem
 REFUSED(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType)
 REFUSED(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle*, void*)
 REFUSED(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp*, CUmemGenericAllocationHandle)
+// What Triton launches compiled kernels with: here its interpreter runs them.
+REFUSED(cuModuleLoadData, CUmodule*, const void*)
+REFUSED(cuModuleGetFunction, CUfunction*, CUmodule, const char*)
+REFUSED(cuFuncGetAttribute, int*, CUfunction_attribute, CUfunction)
+REFUSED(cuFuncSetAttribute, CUfunction, CUfunction_attribute, int)
+REFUSED(cuFuncSetCacheConfig, CUfunction, CUfunc_cache)
+REFUSED(cuDevicePrimaryCtxRetain, CUcontext*, CUdevice)
+REFUSED(cuCtxGetLimit, size_t*, CUlimit)
+REFUSED(cuCtxSetLimit, CUlimit, size_t)
 REFUSED(cuMemsetD32Async, CUdeviceptr, unsigned, size_t, CUstream)
 REFUSED(cuStreamWriteValue32, CUstream, CUdeviceptr, cuuint32_t, unsigned)
 
