@@ -91,9 +91,15 @@ def _filled(backend: Backend, draw: Draw, head_dim: int) -> tuple[Tensor, Tensor
     return cache
 
 
-def _agrees(attend: Attend, found: Tensor, lens: list[int], what: str) -> None:
+def _tolerance(attend: Attend) -> tuple[float, float]:
+    # The second attention is given four times what the first gives, and so passes its rounding on: in graphs a driver
+    # may have another kernel than for eager calls.
     relative, absolute = ops.operation("paged_attention").tolerance[attend.query.dtype]
-    expected = attend.eager(lens)
+    return 4 * relative, 4 * absolute
+
+
+def _agrees(attend: Attend, found: Tensor, lens: list[int], what: str) -> None:
+    expected, (relative, absolute) = attend.eager(lens), _tolerance(attend)
     torch.testing.assert_close(
         found.cpu(), expected, rtol=relative, atol=absolute, msg=lambda text: f"{what} with lengths {lens}: {text}"
     )
@@ -104,7 +110,7 @@ def lengths_change(backend: Backend) -> None:
     attend = Attend(backend)
     results = [attend.eager(lens) for lens in attend.lengths]
     require(
-        all(not torch.equal(*pair) for pair in itertools.pairwise(results)),
+        all(not torch.allclose(*pair, *_tolerance(attend)) for pair in itertools.pairwise(results)),
         "attention gives the same for other lengths, even without a graph",
     )
     output = attend.captured()

@@ -18,6 +18,7 @@ import hal
 from hal import ops
 from hal.errors import CaptureError
 from hal.graph import Graph, HostValues
+from hal.ops import torch_kernels
 from hal.stream import Stream
 
 
@@ -46,7 +47,7 @@ class Twin(CpuBackend):
 
 
 def wrong_epsilon(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return right.rms_norm(x, weight, 1e-5)
+    return torch_kernels.rms_norm(x, weight, 1e-5)
 
 
 def accumulates_in_half(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,7 +61,7 @@ def accumulates_in_half(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 def sums_squares_in_half(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float16:
-        return right.rms_norm(x, weight, eps)
+        return torch_kernels.rms_norm(x, weight, eps)
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -97,7 +98,7 @@ class KeepsResult:
 
 def leaves_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype)
-    result[:-1] = right.rms_norm(x, weight, eps)[:-1]
+    result[:-1] = torch_kernels.rms_norm(x, weight, eps)[:-1]
     return result
 
 
@@ -142,7 +143,7 @@ def swallows(x: Tensor) -> Tensor:
 
 
 def scratches_its_input(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    result = right.rms_norm(x, weight, eps)
+    result = torch_kernels.rms_norm(x, weight, eps)
     x.mul_(0.5)
     return result
 
@@ -150,7 +151,7 @@ def scratches_its_input(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def writes_a_slot_more(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    right.store_kv_cache(key, value, key_cache, value_cache, slot_mapping)
+    torch_kernels.store_kv_cache(key, value, key_cache, value_cache, slot_mapping)
     slots = set(range(key_cache.shape[0] * key_cache.shape[1])) - set(slot_mapping.tolist())
     key_cache.view(-1, *key_cache.shape[2:])[min(slots)] = 0
 
@@ -159,11 +160,11 @@ def pads_into_block_1(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     """What belongs to the dummy block goes to the first that a sequence may own."""
     size = key_cache.shape[1]
     slots = torch.where(slot_mapping < size, slot_mapping + size, slot_mapping)
-    right.store_kv_cache(key, value, key_cache, value_cache, slots)
+    torch_kernels.store_kv_cache(key, value, key_cache, value_cache, slots)
 
 
 def hides_nan(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return right.rms_norm(x, weight, eps).nan_to_num()
+    return torch_kernels.rms_norm(x, weight, eps).nan_to_num()
 
 
 # Graphs

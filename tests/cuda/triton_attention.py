@@ -89,6 +89,27 @@ def test_runs_agree_bit_by_bit(dtype: torch.dtype) -> None:
     check("paged_attention", dtype, drawn(draw, [5, 9], [37, 9]))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("first", ["query", "key"])
+def test_infinities_are_neither_hidden_nor_spread(first: str, parts: int) -> None:
+    """A row whose scores are all minus infinity is NaN; one of which some are is what the other keys give."""
+    draw = Draw(torch.float32, seed=5)
+    sample = drawn(draw, [1, 1, 1], [1, 37, 50])
+    query, key_cache, _, table = sample[:4]
+    if first == "query":
+        query[:, :, 0] = float("inf")
+        key_cache[..., 0] = -1.0
+    else:
+        query[..., 0] = 1.0
+        key_cache[table.long()[1:, :3], :, :, 0] = float("-inf")  # of two sequences, the blocks that come first
+    kernel = cut(Tiles(1, 16, 16, 4, 2), parts)
+    if first == "key":
+        agree(torch.float32, sample, kernel)
+        return
+    assert torch.isnan(ops.operation("paged_attention").reference(*sample)).all()
+    assert torch.isnan(kernel(*(each.to(DEVICE) if isinstance(each, Tensor) else each for each in sample))).all()
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1), (14, 2), (8, 1), (20, 1)], ids=str)
 def test_any_group(heads: tuple[int, int]) -> None:
     draw = Draw(torch.float32, seed=heads[0])

@@ -31,8 +31,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: b
     if window >= 0:
         seen &= slot >= own - window
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    # NaN of a query, or of what it sees, stays; a token that sees nothing gets zeros.
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
+    if value.isfinite().all():
+        return torch.einsum("hqk,khd->qhd", weights, value)
+    # What a token does not see must not reach it: 0 times infinity would.
+    rows = [torch.einsum("hk,khd->hd", weights[:, row, seen[row]], value[seen[row]]) for row in range(tokens)]
+    return torch.stack(rows)
 
 
 def pages(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
