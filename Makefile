@@ -9,8 +9,7 @@ CUDA_VENV ?= $(VENV)/cuda
 CUDA_TESTS ?= tests/cuda/emulated $(wildcard tests/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
-# Modules are compiled when they are imported, which most of what is installed never is.
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test bench lint types layers docs checkpoint clean test-cuda-emulated
 
@@ -91,7 +90,7 @@ $(VENV)/.dev: $(VENV)/.base
 
 # Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports. numpy 2.4
 # takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
-$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(PIP) torch==2.11.0
