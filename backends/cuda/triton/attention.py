@@ -115,24 +115,19 @@ def _attend(
         total = total * kept + tl.sum(weights, 1)
         best = better
 
-    # A row without weights has no key in sight, or minus infinity for the score of each. That has no mean, and what
-    # went wrong before must not be hidden.
-    lower, upper = low, high
-    if causal:
-        upper = tl.minimum(position + 1, high)
-    if window is not None:
-        lower = tl.maximum(position - window + 1, low)
-    lost = (total == 0.0) & (lower < upper)
+    # An empty sequence gives zeros. Elsewhere a row without weights has minus infinity for the score of each key that
+    # it sees, its own at least. That has no mean, which 0 / 0 says: what went wrong before must not be hidden.
+    total = tl.where(high > 0, total, 1.0)
 
     out_row = token.to(tl.int64) * num_heads + head
     if sums is None:
-        summed = summed / tl.where(lost, float("nan"), tl.where(total == 0.0, 1.0, total))[:, None]
+        summed = summed / total[:, None]
         tl.store(
             result + out_row[:, None] * head_dim + column[None, :], rounded(summed, result.dtype.element_ty), mask=taken
         )
     else:
         part = out_row * splits + split
-        tl.store(bests + part, tl.where(lost, float("nan"), best), mask=real)
+        tl.store(bests + part, tl.where(high > 0, best, 0.0), mask=real)
         tl.store(totals + part, total, mask=real)
         # Of a part that saw no key nothing is read.
         tl.store(sums + part[:, None] * head_dim + column[None, :], summed, mask=taken & (total != 0.0)[:, None])
@@ -146,16 +141,13 @@ def _combine(sums, bests, totals, result, splits, head_dim: tl.constexpr, most: 
     part = row * splits + split
     total = tl.load(totals + part, mask=split < splits, other=0.0)
     used = total != 0.0
-    best = tl.load(bests + part, mask=split < splits, other=float("-inf"))
-    lost = tl.max((~used & (best != best)).to(tl.int32), 0) == 1
-    best = tl.where(used, best, float("-inf"))
+    best = tl.load(bests + part, mask=used, other=float("-inf"))
     largest = tl.max(best, 0)
     factor = tl.exp2(best - tl.where(largest == float("-inf"), 0.0, largest))
     mask = used[:, None] & (column < head_dim)[None, :]
     values = tl.load(sums + part[:, None] * head_dim + column[None, :], mask=mask, other=0.0)
     whole = tl.sum(total * factor, 0)
-    empty = tl.where(lost, float("nan"), 1.0)
-    summed = tl.sum(values * factor[:, None], 0) / tl.where(whole == 0.0, empty, whole)
+    summed = tl.sum(values * factor[:, None], 0) / whole
     tl.store(result + row * head_dim + column, rounded(summed, result.dtype.element_ty), mask=column < head_dim)
 
 
