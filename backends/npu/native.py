@@ -80,12 +80,13 @@ def on_device(batch: Batch) -> list[Tensor]:
     return [getattr(batch, name) for name in _NAMES if name not in (LENGTHS, STARTS)]
 
 
-def native_step(step: Callable[..., tuple[Tensor]], batch: Batch) -> NativeStep:
+def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], batch: Batch) -> NativeStep:
     """Make the graph for batches of one size.
 
     Args:
         step: of calls of operations, in which the active backend's kernels run: from the tensors of a batch, in the
-            order of its fields, to ``(logits,)``. What else it reads and writes, it holds.
+            order of its fields, and the fixed ones, to ``(logits,)``.
+        fixed: weights, buffers and caches.
         batch: of that size, on the memory that all will have.
 
     Raises:
@@ -94,13 +95,14 @@ def native_step(step: Callable[..., tuple[Tensor]], batch: Batch) -> NativeStep:
     sequences, device = batch.num_sequences, on_device(batch)
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    tensors = [mode.from_tensor(tensor, static_shapes=True) for tensor in (*device, batch.kv_lens_host)]
+    tensors = [mode.from_tensor(tensor, static_shapes=True) for tensor in (*device, *fixed, batch.kv_lens_host)]
     lengths = [_symbol(shapes, number) for number in range(sequences)]
 
     def run(*inputs: Any) -> tuple[Tensor]:
         given, last = iter(inputs), len(tensors) - 1
         host = {STARTS: _Starts(sequences), LENGTHS: _Lengths(inputs[last], inputs[last + 1 :])}
-        return step(*(host[name] if name in host else next(given) for name in _NAMES))
+        first: list[Any] = [host[name] if name in host else next(given) for name in _NAMES]
+        return step(*first, *inputs[len(device) : last])
 
     try:
         with torch.inference_mode(False), torch.no_grad(), mode:
@@ -111,13 +113,13 @@ def native_step(step: Callable[..., tuple[Tensor]], batch: Batch) -> NativeStep:
             'use the compiler "graph", which captures kernels as they are',
         ) from error
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    fixed = _hold(graph, mode, before=places[len(tensors) - 1])
+    held = _hold(graph, mode, before=places[len(tensors) - 1])
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     for example in examples:
         if isinstance(example, Tensor):
             mark_static_address(example)  # so that it is neither copied nor looked at
     readers = _users(places[len(tensors) - 1 :])
-    return NativeStep(graph, examples, fixed, mode, readers)
+    return NativeStep(graph, examples, [*fixed, *held], mode, readers)
 
 
 def _symbol(shapes: ShapeEnv, number: int) -> Any:

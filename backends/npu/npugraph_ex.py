@@ -14,8 +14,9 @@ import torch_npu
 from torch import Tensor
 
 from hal.batch import Batch
-from hal.compile.lower import source_of
-from hal.compile.optimise import Stage
+from hal.compile.lower import lower, source_of
+from hal.compile.optimise import OptimisedStep, Stage, optimise_model
+from hal.compile.trace import example_batch
 from hal.errors import GraphError, HalError
 from hal.kv_cache import KVCache
 from hal.nn import CausalLM
@@ -114,6 +115,9 @@ class CompiledGraph(NpuGraph):
 class ExDecoder(GraphDecoder):
     """Decode steps by graphs that torch_npu's compiler makes of the optimised step. Otherwise as its base.
 
+    Attributes:
+        optimised_steps: by batch size, the step that was compiled for it; most sizes share one.
+
     Raises:
         ConfigError: an option of the compiler is wrong, or cannot be had here.
     """
@@ -124,6 +128,8 @@ class ExDecoder(GraphDecoder):
             check_static_kernels()
         self._npu = backend
         self._code = CodeCache(backend.config.compilation.of("decode").cache_dir, compiler_options(backend.options))
+        self._lowered: list[tuple[OptimisedStep, Callable[..., tuple[Tensor]]]] = []
+        self.optimised_steps: dict[int, OptimisedStep] = {}
         began = time.perf_counter()
         super().__init__(model, backend, cache)
         seconds, taken = time.perf_counter() - began, self._code.taken
@@ -149,5 +155,18 @@ class ExDecoder(GraphDecoder):
         calls = len(re.findall(r"^\s+\w+ = [\w.]+\(|^\s+\w+ = \w+\[", forward, re.MULTILINE))
         return native, Stage("npugraph_ex", time.perf_counter() - began, calls, code)
 
+    def _largest_call(self, largest: PaddedBatch) -> Callable[[], Tensor]:
+        return partial(self._model, largest.batch, self._cache.layers)  # as the optimised step stays as it is
+
     def _native(self, batch: Batch) -> NativeStep:
-        return native_step(self.optimised.prepare(batch.num_sequences), batch)
+        size = batch.num_sequences
+        example = example_batch(size, size, size, columns=2 * size + 3, device=self._npu.device.torch)
+        known = next((each for each in self._lowered if each[0].traced.serves(example)), None)
+        if known is None:
+            passes = self._config.passes
+            step = optimise_model(self._model, example, self._cache.layers, self._npu, passes, any_size=size > 1)
+            step.hoist(self._npu)
+            known = step, lower(step.traced.graph.graph)
+            self._lowered.append(known)
+        self.optimised_steps[size] = known[0]
+        return native_step(known[1], known[0].traced.fixed, batch)

@@ -305,9 +305,9 @@ def tiny_step() -> Any:
     batch = PaddedBatch(2, 1, 128, torch.device("npu", 0)).batch
 
     def step(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
-        return (weight[token_ids].cumsum(-1),)
+        return (rest[-1][token_ids].cumsum(-1),)
 
-    return native_step(step, batch)
+    return native_step(step, [weight], batch)
 
 
 class TestErrors:
@@ -358,7 +358,7 @@ class TestErrors:
             return (token_ids + rest[7].tolist()[0],)
 
         with pytest.raises(CompileError, match=r"new lengths to 0 of the \d operations that read them \(aten\.add"):
-            CodeCache(None, {}).compile(native_step(reads, batch))
+            CodeCache(None, {}).compile(native_step(reads, [], batch))
 
     @pytest.mark.parametrize("kernel", [ATTENTION, "Matmul", "SwiGlu"])
     def test_a_kernel_timeout(self, opened: Opened, small: Path, kernel: str) -> None:
