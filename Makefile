@@ -37,6 +37,8 @@ test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test: export OMP_NUM_THREADS = 1
 # The workers have the cores: Inductor's own would each import torch again.
 test: export TORCHINDUCTOR_COMPILE_THREADS = 1
+# Else each of the hundreds of processes that tests start would compile hal's own modules anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.test
 	$(PYTEST)
 	$(PYTEST) tests/emulator

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.backend_checks import check_cache_layout, check_layers, check_names, check_rewrites
 from hal.backend_ops import BackendOps, StandIns
 from hal.compilers import (
     IN_PIECES,
@@ -31,14 +32,12 @@ from hal.errors import (
     ConfigError,
     DeviceError,
     DeviceOutOfMemory,
-    DriverIncompatible,
     HalError,
     nearest,
 )
 from hal.graph import Graph
 from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.limits import DEFAULT_BLOCK_SIZE, Limits
-from hal.nn import CausalLM, QuantizedLinear
 from hal.ops.calling import check_kernel
 from hal.ops.declaration import Kernel, Operation
 
@@ -71,8 +70,8 @@ class Backend:
     Raises:
         OperationError: a kernel is for no known operation, or cannot be called as its operation is.
         DriverIncompatible: the cache layout is not canonical, and an operation that touches the cache has no kernel;
-            two rewrites have one name; an alias is a compiler's own name, or stands for none; or a layer is none of
-            hal.nn's that can be replaced.
+            a text stands where names are wanted; a rewrite is none, or has another's name; an alias is a compiler's own
+            name, or stands for none; or a layer is none of hal.nn's that can be replaced.
     """
 
     def __init__(
@@ -94,12 +93,10 @@ class Backend:
     ) -> None:
         for each, kernel in kernels.items():
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would otherwise never run
-        without = [each.name for each in ops.catalogue().values() if each.touches_cache and each.name not in kernels]
-        if without and cache_layout != "canonical":
-            raise DriverIncompatible(
-                f"the driver {name} lays its cache out as {cache_layout} but has no kernel for {', '.join(without)}",
-                "give it those kernels, or use the canonical layout, which the references can read",
-            )
+        check_cache_layout(name, cache_layout, kernels)
+        check_names(name, compilers=compilers, capabilities=capabilities, inductor=inductor or ())
+        check_rewrites(name, rewrites)
+        check_layers(name, layers)
         self.name = name
         self.device = device
         self.kernels = MappingProxyType(dict(kernels))
@@ -108,19 +105,9 @@ class Backend:
         self.aliases = MappingProxyType(dict(aliases))
         check_aliases(name, aliases, self.compilers)
         self.rewrites = tuple(rewrites)
-        if twice := [each for each, count in Counter(map(pass_name, rewrites)).items() if count > 1]:
-            raise DriverIncompatible(
-                f"the driver {name} has more than one rewrite named {', '.join(twice)}",
-                "give each a name of its own, by which a configuration can turn it off",
-            )
-        if wrong_layers := [each.__name__ for each in layers if not _is_replaceable(each)]:
-            raise DriverIncompatible(
-                f"the driver {name} has a layer for {', '.join(wrong_layers)}, in whose place no driver may put one",
-                "name classes of hal.nn, none of them a model or an int8 projection; the latter take kernels",
-            )
         self.layers = MappingProxyType(dict(layers))
         self.native_names = MappingProxyType(dict(native_names))
-        self.capabilities = capabilities
+        self.capabilities = frozenset(capabilities)
         self.limits = limits or Limits()
         self.cache_layout = cache_layout
         self.sources = MappingProxyType(dict(sources))
@@ -331,11 +318,6 @@ class Backend:
         raise ConfigError(
             f"the backend {self.name} does not count launches", "use one that does, such as an emulated device"
         )
-
-
-def _is_replaceable(layer: type[nn.Module]) -> bool:
-    """Whether it is a layer of hal.nn; not a model, nor what a checkpoint's quantisation fills."""
-    return layer.__module__.startswith("hal.nn.") and not issubclass(layer, CausalLM | QuantizedLinear)
 
 
 _active: Backend | None = None

@@ -16,7 +16,24 @@ from torch import Tensor
 
 from hal.errors import BatchError
 
-_LISTS = "give a list of integers per sequence, of its tokens and of its blocks"
+_LISTS = "give a list of integers per sequence, of its tokens and of its blocks, and one length cached of each"
+
+
+@attrs.frozen
+class Bounds:
+    """What the numbers that a batch is built from may be. The defaults are what its tensors can hold.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        first_block: blocks are at least it,
+        num_blocks: and below it.
+        max_length: a sequence's tokens, new ones included.
+    """
+
+    vocab_size: int = 2**63
+    first_block: int = 0
+    num_blocks: int = 2**31
+    max_length: int = 2**31 - 1
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +47,9 @@ class Batch:
         block_table: ``[sequences, max_blocks]``, int32: the blocks of each sequence, in order; padded with 0.
         query_start_loc: ``[sequences + 1]``, int32: where each sequence's tokens begin; the last is ``tokens``.
         kv_lens: ``[sequences]``, int32: the length of each sequence, new tokens included.
-        logits_indices: ``[rows]``, int64: the tokens whose logits are wanted; by default each sequence's last.
+        logits_indices: ``[rows]``, int64: the tokens whose logits are wanted; by default each sequence's last. They
+            count from 0: steps are padded, so that a negative one would be a row of padding. A runner refuses others
+            that lie in the CPU's memory. In a device's it does not look: the host would wait for the device each step.
         query_start_loc_host: the values of query_start_loc on the CPU.
         kv_lens_host: the values of kv_lens on the CPU.
     """
@@ -103,6 +122,7 @@ class Batch:
         cached: Sequence[int] | None = None,
         all_logits: bool = False,
         device: torch.device | str = "cpu",
+        bounds: Bounds | None = None,
     ) -> Batch:
         """Make a batch from each sequence's new tokens and the blocks it owns.
 
@@ -113,29 +133,35 @@ class Batch:
             cached: per sequence, how many tokens the cache holds already; None for none.
             all_logits: ask for the logits of every token instead of each sequence's last.
             device: where the tensors for the model go.
+            bounds: what the numbers may be; :meth:`hal.Runner.batch` gives its model's and its cache's.
 
         Raises:
             BatchError: no sequences, a sequence without new tokens, or with too few blocks, or numbers that are no
                 integers or out of their range.
         """
-        cached = [0] * len(token_ids) if cached is None else cached
-        if not token_ids or not len(token_ids) == len(block_ids) == len(cached):
+        bounds = bounds or Bounds()
+        size = _length("token_ids", token_ids)
+        cached = [0] * size if cached is None else cached
+        if not size or not size == _length("block_ids", block_ids) == _length("cached", cached):
             raise BatchError(
-                f"a batch of {len(token_ids)} token lists, {len(block_ids)} block lists and {len(cached)} lengths",
+                f"a batch of {size} token lists, {len(block_ids)} block lists and {len(cached)} lengths",
                 "give at least one sequence, and one of each per sequence",
             )
-        ends = 2**31 // block_size, 2**31  # slots and lengths are int32
-        block_ids = [_integers(row, "block {}", blocks, ends[0]) for row, blocks in enumerate(block_ids)]
-        cached = [_integers(row, "{} tokens cached", [each], ends[1])[0] for row, each in enumerate(cached)]
+        low, end = bounds.first_block, min(bounds.num_blocks, 2**31 // block_size)  # slots are int32
+        token_ids = [_integers(row, "token id {}", each, 0, bounds.vocab_size) for row, each in enumerate(token_ids)]
+        block_ids = [_integers(row, "block {}", each, low, end) for row, each in enumerate(block_ids)]
+        cached = [_integers(row, "{} tokens cached", [each], 0, 2**31)[0] for row, each in enumerate(cached)]
         slots: list[int] = []
         positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
-            given: Any = tokens
-            if isinstance(given, Tensor):
-                raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
             if not tokens:
                 raise BatchError(f"sequence {row} has no new token", "leave it out, or give it at least one token")
             length = start + len(tokens)
+            if length > bounds.max_length:
+                raise BatchError(
+                    f"sequence {row} would be {length} tokens long; the model takes {bounds.max_length}",
+                    "shorten the prompt, or ask for fewer new tokens",
+                )
             if length > len(blocks) * block_size:
                 raise BatchError(
                     f"sequence {row} has {length} tokens, but its {len(blocks)} blocks hold {len(blocks) * block_size}",
@@ -150,7 +176,7 @@ class Batch:
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in block_ids], dtype=torch.int32)
         rows = torch.arange(int(lengths.sum())) if all_logits else starts[1:].long() - 1
         return cls(
-            token_ids=_joined(token_ids).to(device),
+            token_ids=torch.tensor([token for tokens in token_ids for token in tokens]).to(device),
             positions=torch.tensor(positions).to(device),
             slot_mapping=torch.tensor(slots, dtype=torch.int32).to(device),
             block_table=table.to(device),
@@ -172,26 +198,35 @@ def one_query_each(tokens: int, starts: list[int]) -> bool:
     return starts == list(range(tokens + 1))
 
 
-def _integers(row: int, what: str, numbers: Any, end: int) -> list[int]:
-    """A sequence's numbers, as integers from 0 to below ``end``."""
+def _length(name: str, given: Any) -> int:
+    try:
+        return len(given)
+    except TypeError:
+        raise BatchError(f"{name} is {given!r:.70}, not a list", _LISTS) from None
+
+
+_REMEDIES = {
+    "token id {}": "check that tokenizer and model belong together",
+    "block {}": "take blocks from runner.blocks (block 0 is for padding), or raise cache.num_tokens for more of them",
+    "{} tokens cached": "give the number of tokens that the cache holds of it",
+}
+
+
+def _integers(row: int, what: str, numbers: Any, low: int, end: int) -> list[int]:
+    """A sequence's numbers, as integers from ``low`` to below ``end``."""
     if isinstance(numbers, Tensor):
         raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
     try:
-        found = list(map(operator.index, numbers))
+        kinds = set(map(type, numbers))
+        # Most are what they should be, and are looked at as little as can be: this is done for each sequence of a step.
+        found = numbers if kinds == {int} and type(numbers) is list else list(map(operator.index, numbers))
     except TypeError:
         raise BatchError(f"sequence {row} has {what.format(f'{numbers!r:.70}')}, not integers", _LISTS) from None
-    if found and not (min(found) >= 0 and max(found) < end):
-        wrong = next(each for each in found if not 0 <= each < end)
-        raise BatchError(f"sequence {row} has {what.format(wrong)}", f"give 0 or more, and less than {end}")
+    if bool in kinds:
+        raise BatchError(f"sequence {row} has {what.format(f'{numbers!r:.70}')}, not integers", _LISTS)
+    if found and not (min(found) >= low and max(found) < end):
+        wrong = next(each for each in found if not low <= each < end)
+        raise BatchError(
+            f"sequence {row} has {what.format(wrong)}, out of the range {low} to {end - 1}", _REMEDIES[what]
+        )
     return found
-
-
-def _joined(token_ids: Sequence[Sequence[int]]) -> Tensor:
-    """The tokens of all sequences, one after the other."""
-    try:
-        joined = torch.tensor([token for tokens in token_ids for token in tokens])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BatchError(f"the token ids are not all integers: {error}", _LISTS) from None
-    if joined.dtype != torch.int64:
-        raise BatchError(f"the token ids are {str(joined.dtype).removeprefix('torch.')}, not integers", _LISTS)
-    return joined

@@ -87,6 +87,10 @@ class CheckpointError(HalError):
     """A checkpoint that is missing, damaged, unsafe, or does not fit its model."""
 
 
+class ModelError(HalError):
+    """A model class that does not do what :class:`hal.nn.CausalLM` asks of it, or that cannot be imported."""
+
+
 class BatchError(HalError):
     """A batch or prompt that the model or the cache cannot take."""
 

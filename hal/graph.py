@@ -12,11 +12,12 @@ Contract of capture and replay, for every driver:
   shapes before it launches anything. Values are copied before the call returns.
 - What cannot be captured raises :class:`CaptureError`, and leaves the graph as if never captured.
 - Both run under ``torch.inference_mode``, as the caches that they write do.
-- Threading: a graph belongs to one thread at a time. One capture runs in a process at a time.
+- Threading: a graph belongs to one thread at a time. One capture runs in a process at a time; another thread's waits.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from hal.errors import CaptureError, GraphError, HostValueError, nearest
 from hal.stream import Stream
 
 HostValue = Tensor | Sequence[int]
+CAPTURING = threading.RLock()
+"""Held during a capture, and while a runner that captures or compiles is made. No replay takes it."""
 
 
 class HostValues:
@@ -96,7 +99,10 @@ class HostValues:
 
 
 class Graph(ABC):
-    """One captured graph. A driver implements ``_capture``, ``_launch``, ``_release`` and ``dump``."""
+    """One captured graph. A driver implements ``_capture``, ``_launch``, ``_release`` and ``dump``.
+
+    One that shall capture in pieces, which ``hold`` is for, implements ``_let_go`` too.
+    """
 
     _capturing: ClassVar[bool] = False
 
@@ -110,7 +116,7 @@ class Graph(ABC):
     def capture(
         self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None, hold: bool = False
     ) -> Any:
-        """Call ``fn`` once, recording what it launches.
+        """Call ``fn`` once, recording what it launches. Waits for a capture of another thread to end.
 
         Args:
             fn: takes nothing; returns tensors (or a tuple, list or dict of them), whose addresses then stay.
@@ -131,19 +137,20 @@ class Graph(ABC):
                 f"{type(self).__name__} cannot hold its outputs while others are captured",
                 'use the compiler "graph" or "eager", or ask the driver\'s authors for it',
             )
-        if Graph._capturing:
-            raise GraphError("a capture was begun inside another", "capture one graph after the other")
-        self.host_values = HostValues()
-        self._holds = hold
-        Graph._capturing = True
-        try:
-            with torch.inference_mode():
-                self._outputs, self._pool = self._capture(lambda: _checked(fn()), pool, stream)
-        except BaseException:
-            self.reset()
-            raise
-        finally:
-            Graph._capturing = False
+        with CAPTURING:
+            if Graph._capturing:
+                raise GraphError("a capture was begun inside another", "capture one graph after the other")
+            self.host_values = HostValues()
+            self._holds = hold
+            Graph._capturing = True
+            try:
+                with torch.inference_mode():
+                    self._outputs, self._pool = self._capture(lambda: _checked(fn()), pool, stream)
+            except BaseException:
+                self.reset()
+                raise
+            finally:
+                Graph._capturing = False
         self._captured = True
         return self._outputs
 

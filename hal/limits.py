@@ -33,6 +33,15 @@ def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
         )
 
 
+def _streams(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A number of streams: 1 or more where that is what a graph takes, and 0 or more, or None, as a limit."""
+    least, none = (1, "") if attribute.name == "streams_per_graph" else (0, ", or None for no limit")
+    if not ((none and value is None) or (type(value) is int and value >= least)):
+        raise DriverError(
+            f"the limits of a backend have {attribute.name}={value!r}", f"give an integer of at least {least}{none}"
+        )
+
+
 @attrs.frozen
 class Limits:
     """What a backend can take. Constant for its lifetime.
@@ -51,6 +60,6 @@ class Limits:
     dtypes: tuple[torch.dtype, ...] = attrs.field(default=DTYPES, validator=_dtypes)
     block_sizes: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
     head_dims: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
-    max_streams: int | None = None
-    streams_per_graph: int = 1
+    max_streams: int | None = attrs.field(default=None, validator=_streams)
+    streams_per_graph: int = attrs.field(default=1, validator=_streams)
     capture_sizes: tuple[int, ...] = attrs.field(default=(1, 2, 4, 8, 16, 32), validator=_sizes)

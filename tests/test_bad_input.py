@@ -401,3 +401,23 @@ def test_layer_types_for_too_few_layers(checkpoint: Path, cpu: hal.Backend) -> N
     config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"])(checkpoint)
     with pytest.raises(ConfigError, match="layer_types"):
         hal.load_model(checkpoint, cpu)
+
+
+def explained(*arguments: str | Path) -> str:
+    """What the command says of its error."""
+    result = CliRunner().invoke(main, ["explain", *map(str, arguments), "--backend", "cpu"])
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, False), repr(result.exception)
+    assert "\nremedy: " in result.stderr
+    return result.stderr
+
+
+def test_graphs_that_cannot_be_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is loaded."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(hal, "load_model", lambda *args: pytest.fail("a model was loaded"))
+    folder = tmp_path / "file" / "below"
+    assert f"{folder} cannot be written: Not a directory" in explained(checkpoint, "--dump", folder)
+
+
+def test_a_step_that_no_memory_holds(checkpoint: Path) -> None:
+    assert "has no memory left" in explained(checkpoint, "--compiler", "graph", "--batch-size", str(1 << 20))

@@ -408,8 +408,17 @@ class TestProcess:
         assert "Usage: " in result.stderr
 
     @pytest.mark.usefixtures("drivers")
-    def test_a_bug_keeps_its_traceback(self, checkpoint: Path) -> None:
+    def test_a_broken_driver_is_told_without_a_traceback(self, checkpoint: Path) -> None:
         result = run("generate", checkpoint, "--prompt", "a", "--backend", "raisesinopen")
+        assert result.exit_code == 2
+        assert "opening the driver raisesinopen raised RuntimeError: the firmware is on fire" in result.stderr
+
+    def test_a_bug_keeps_its_traceback(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def faulty(*args: object) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr("hal.registry._open", faulty)
+        result = run("generate", checkpoint, "--prompt", "a", "--backend", "cpu")
         assert isinstance(result.exception, RuntimeError)
 
     @staticmethod

@@ -20,7 +20,7 @@ from hal.batch import Batch
 from hal.cli import explained, main
 from hal.compile.optimise import all_passes, optimise_model
 from hal.compile.rewrite import Rewrite, of_operation
-from hal.compile.trace import example_batch
+from hal.compile.trace import batch_tensors, example_batch
 from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncompatible
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 from hal.ops.preparing import PreparingKernel
@@ -198,9 +198,74 @@ class TestTraces:
         assert steps[3] is not steps[5]
         assert steps[2].traced.conditions != []
 
+    def test_a_size_of_its_own(self) -> None:
+        """A trace that asked whether the size is one, and was answered yes, knows it as a number."""
+
+        class Doubles(Toy):
+            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+                logits = super().forward(batch, caches)
+                return logits * 2 if batch.num_tokens == 5 else logits
+
+        runner = hal.Runner(Doubles(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        for size in SIZES:
+            torch.testing.assert_close(*decoded(runner, size))
+        steps = runner._decode.optimised.optimised  # type: ignore[attr-defined]
+        assert steps[3] is steps[17]
+        assert steps[3] is not steps[5]
+
+    def test_slices_of_what_is_as_long_as_the_batch(self) -> None:
+        class Lengths(Toy):
+            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+                new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+                return super().forward(batch, caches) * new[:, None] + batch.kv_lens[-1:]
+
+        runner = hal.Runner(Lengths(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        for size in SIZES:
+            torch.testing.assert_close(*decoded(runner, size))
+
+    def test_a_models_own_structure_holds_in_a_trace(self) -> None:
+        """Tied weights, modules that lists and dicts hold too, methods kept by name, hooks: nothing is a constant."""
+
+        class Bound(Toy):
+            def __init__(self) -> None:
+                super().__init__()
+                self.again, self.unset = self.out, None
+                self.out2 = Linear(16, 32)
+                self.out2.weight = self.out.weight
+                self.all_norms = [{"norm": (norm,)} for norm in self.norms]
+                self.project = self.projected
+                self.register_buffer("shift", torch.ones(32))
+                self.register_forward_hook(lambda module, given, logits: logits + self_of(module).shift)
+
+            def projected(self, hidden: Tensor) -> Tensor:
+                assert self.out is self.again
+                assert self.out.weight is self.out2.weight
+                return self.out(hidden) + self.out2(hidden)
+
+            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+                hidden = self.embedding(batch.token_ids)
+                for each in self.all_norms:
+                    hidden = hidden + each["norm"][0](hidden)
+                return self.project(hidden[batch.logits_indices])
+
+        def self_of(module: nn.Module) -> Any:
+            return module
+
+        model = Bound()
+        tensors = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+        runner = hal.Runner(model, opened(compiler="graph", capture_sizes=[2]))
+        torch.testing.assert_close(*decoded(runner, 2))
+        graph = runner._decode.optimised.optimised[2].traced.graph  # type: ignore[attr-defined]
+        assert not [node for node in graph.graph.nodes if node.op == "get_attr" and "const" in str(node.target)]
+        assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+
     def test_piecewise_refuses_a_model_that_asks_for_sizes(self) -> None:
         with pytest.raises(CompileError, match=r"does not do the same for all sizes: it asks for s\d+ "):
             hal.Runner(Attending(doubles_above=4), opened(compiler="piecewise"))
+
+    def test_inductor_refuses_it_for_more_than_one_sequence(self) -> None:
+        with pytest.raises(CompileError, match=r"does not do the same for all sizes: it asks for s\d+ .*4"):
+            hal.Runner(Toy(doubles_above=4), opened(compiler="inductor", capture_sizes=[2, 8]))
 
 
 class Attending(Toy):
@@ -261,10 +326,29 @@ class TestDriversOwn:
         run = step.lowered()
         for size in (2, 3, 9):
             batch = example_batch(size, size, size, columns=4, device=torch.device("cpu"))
-            from hal.compile.trace import batch_tensors
-
             (found,) = run(*batch_tensors(batch))
             torch.testing.assert_close(found, model(batch, []))
+        cpu.activate()
+
+    def test_a_preparation_with_a_constant_of_its_own(self, cpu: hal.Backend) -> None:
+        shift = torch.arange(16.0)
+
+        def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            return x * weight
+
+        class Shifted(Toy):
+            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+                hidden = super().forward(batch, caches)[:, :16] * torch.full((16,), 3.0)
+                return ops.rms_norm(self.norms[0](hidden), self.norms[0].weight, 1e-6) + torch.tensor([5.0])
+
+        kernel = PreparingKernel(rms_norm, {"weight": lambda weight: weight + shift * torch.tensor([2.0])})
+        backend, model = hal.Backend("own", cpu.device, kernels={"rms_norm": kernel}), Shifted()
+        backend.activate()
+        example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
+        step = optimise_model(model, example, [], backend, {}, any_size=True)
+        step.hoist(backend)
+        (found,) = step.lowered()(*batch_tensors(example))
+        torch.testing.assert_close(found, model(example, []))
         cpu.activate()
 
     def test_a_rewrite_takes_the_place_of_the_operations_it_is_named_after(self, cpu: hal.Backend) -> None:
@@ -359,8 +443,16 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
     assert "changes the dtype" in warning
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a8_dynamic"])
-@pytest.mark.parametrize("family", ["Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("Qwen3ForCausalLM", None),
+        ("LlamaForCausalLM", None),
+        ("MistralForCausalLM", None),
+        ("Qwen3ForCausalLM", "w8a8"),
+        ("LlamaForCausalLM", "w8a8_dynamic"),
+    ],
+)
 def test_no_rewrite_misses_a_place_in_hals_models(
     cpu: hal.Backend, family: str, scheme: Scheme | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -432,7 +524,8 @@ class TestTorchCompile:
             return hidden * 0 + by
 
         # By the kernel's own names, whatever the operation calls them.
-        kernel = PreparingKernel(rms_norm, {"by": lambda weight: weight + 6})
+        six = torch.full((4,), 6.0)
+        kernel = PreparingKernel(rms_norm, {"by": lambda weight: weight + six})
         backend = hal.Backend("first", cpu.device, kernels={"rms_norm": kernel})
         backend.activate()
         compiled = torch.compile(lambda x, weight: ops.rms_norm(x, weight, 1e-6) * 2, backend="hal", fullgraph=True)
@@ -465,6 +558,17 @@ class TestTorchCompile:
         (warning,) = caplog.messages
         assert warning.startswith("a graph of Dynamo's: the rewrite halved")
         assert "only for a width of 32" in warning
+        cpu.activate()
+
+    def test_a_pass_that_was_asked_for_is_no_missed_rewrite(
+        self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ran = []
+        hal.Backend("own", cpu.device, kernels={}, rewrites=(ran.append,)).activate()
+        with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
+            torch.compile(lambda x: x + 1, backend="hal", options={"passes": {"append": True}})(torch.ones(3))
+        assert ran
+        assert not caplog.messages
         cpu.activate()
 
     def test_a_backends_own_function(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:

@@ -251,8 +251,35 @@ class TestText:
 
     @given(st.text(min_size=1).filter(lambda text: not text.lstrip().startswith("{")))
     def test_other_text_is_a_name(self, text: str) -> None:
-        if not text.endswith((".json", ".toml")):
+        if "/" not in text and not Path(text).suffix:
             assert to_mapping(text) == {"backend": text}
+
+    @pytest.mark.parametrize("name", ["config.yaml", "config", "config.json.bak", ".json"])
+    def test_files_of_other_formats(self, tmp_path: Path, name: str) -> None:
+        file = tmp_path / name
+        file.write_text("backend: cpu\n")
+        for source in (file, str(file)):
+            with pytest.raises(ConfigError, match=f"config file {re.escape(str(file))} is neither .json nor .toml"):
+                load(source)
+        with pytest.raises(ConfigError, match=r"config file elsewhere\.yaml is neither"):
+            load("elsewhere.yaml")
+
+    @pytest.mark.parametrize("name", ["config.JSON", "config.Toml"])
+    def test_a_suffix_in_capitals(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).write_text('{"backend": "cpu"}' if name.endswith("N") else 'backend = "cpu"')
+        assert load(str(tmp_path / name)) == load(tmp_path / name) == Config(backend="cpu")
+
+    @pytest.mark.parametrize(("suffix", "text"), [("toml", "cache = {num_tokens = '5'}"),
+                                                  ("json", '{"cache": {"num_tokens": "5"}}')])  # fmt: skip
+    def test_what_is_wrong_in_a_file_is_told_with_its_name(self, tmp_path: Path, suffix: str, text: str) -> None:
+        file = tmp_path / f"config.{suffix}"
+        file.write_text(text)
+        for source in (file, str(file)):
+            with pytest.raises(
+                ConfigError, match=rf"expected int, .* @ {re.escape(str(file))}\.cache\.num_tokens"
+            ) as told:
+                load(source)
+            assert f"the keys of {file}: backend, " in told.value.remedy
 
 
 class TestEnvironment:

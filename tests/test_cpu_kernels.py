@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.native.kernels import NATIVE
 from hal.backends.cpu.packing import ROWS, Packing, linear
@@ -52,7 +53,7 @@ def test_both_sets_of_kernels_meet_the_reference(seed: int, by_torch: bool, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("window", [None, 0, 1, 5, 64])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 6), (14, 2)])
 def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: torch.dtype, native: hal.Backend) -> None:
     """Lengths around what is read at once, blocks in any order, batches below and above the number of threads."""
@@ -64,10 +65,10 @@ def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: tor
         starts, lens = (torch.tensor(each, dtype=torch.int32) for each in (range(len(lengths) + 1), lengths))
         query = draw.normal(len(lengths), num_heads + 2, 32)[:, 1:-1]
         arguments = (query, *caches, table.int(), starts, lens, starts, lens, 0.2, True, window)
-        found = native.kernels["paged_attention"](*arguments)
         expected = ops.operation("paged_attention").reference(*arguments)
         relative, absolute = ops.operation("paged_attention").tolerance[dtype]
-        torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+        for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
+            torch.testing.assert_close(kernel(*arguments), expected, rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])

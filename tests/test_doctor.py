@@ -42,7 +42,7 @@ class Acme(hal.Driver):
         return self.backend(chosen, kernels={})
 
     def backend(self, chosen, **given):
-        return hal.Backend("acme", hal.HostDevice(f"card {chosen.card}"), **given)
+        return hal.Backend(self.name, hal.HostDevice(f"card {chosen.card}"), **given)
 
     def devices(self, options):
         return [{**options, "card": card} for card in range(2)]
@@ -81,7 +81,7 @@ class Stale(Acme):
     def backend(self, chosen, **given):
         class Backend(hal.Backend):
             def graph(self): return StaleGraph()
-        return Backend("acme", hal.HostDevice(), kernels={}, compilers=("graph",))
+        return Backend(self.name, hal.HostDevice(), kernels={}, compilers=("graph",))
 
 class RaisesInProbe(Acme):
     def probe(self):
@@ -193,8 +193,12 @@ def of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "reason", "logged"),
     [
-        ("raises", "importing the driver: it raised RuntimeError('no libacme.so')", "no libacme.so"),
-        ("exits", "importing the driver: it raised SystemExit(0)", "raise SystemExit(0)"),
+        (
+            "raises",
+            "importing the driver: the driver raises cannot be imported: RuntimeError: no libacme.so",
+            "no libacme.so",
+        ),
+        ("exits", "importing the driver: the driver exits cannot be imported: SystemExit: 0", "raise SystemExit(0)"),
         ("vanishes", "importing the driver: it exited with status 0", ""),
         ("crashes", "importing the driver: it died of SIGSEGV", "Fatal Python error: Segmentation fault"),
     ],

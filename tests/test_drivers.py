@@ -18,7 +18,7 @@ import torch
 from stevedore.extension import ExtensionManager
 
 import hal
-from hal import registry
+from hal import negotiation, registry
 from hal.driver import ADDED, API_VERSION
 from hal.errors import (
     BackendNotActive,
@@ -33,10 +33,16 @@ from hal.host import memory_limits
 from hal.ops.preparing import PreparingKernel
 
 VENDOR = """
+import attrs
 import hal
 import torch
+from hal.config import read
 
 IMPORTED = True
+
+@attrs.frozen
+class Card:
+    card: int | None = None
 
 class Acme(hal.Driver):
     name = "acme"
@@ -49,7 +55,7 @@ class Acme(hal.Driver):
     def open(self, options):
         self.opened_with = dict(options)
         Acme.last = self
-        return hal.Backend("acme", hal.HostDevice(), kernels={})
+        return hal.Backend(self.name, hal.HostDevice(), kernels={})
 
 class Absent(Acme):
     priority = 20
@@ -77,10 +83,52 @@ class Unfinished(hal.Driver):
 class Lettered(Acme):
     variables = "ACME_"
 
+class Picky(Acme):  # reads its options when it is probed, and is not available without the option card
+    def probe_for(self, options):
+        chosen = read(Card, options, "options of the picky driver")
+        return hal.Probe(chosen.card is not None, "no card is named", "name one")
+
+class Constructed(Acme):
+    def __init__(self):
+        raise RuntimeError("no card")
+
+class Asking(Acme):
+    def __init__(self, card):
+        pass
+
+class ExitingProbe(Acme):
+    def probe(self):
+        raise SystemExit(3)
+
+class ExitingOpen(Acme):
+    def open(self, options):
+        raise SystemExit("bye")
+
+class BusyOpen(Acme):
+    def open(self, options):
+        raise RuntimeError("card 0 is busy")
+
+class Otherwise(Acme):
+    def open(self, options):
+        return hal.Backend("someone_else", hal.HostDevice(), kernels={})
+
+class Interrupted(Acme):
+    def probe(self):
+        raise KeyboardInterrupt
+
 class Unrelated:
     pass
 """
-CLASSES = re.findall(r"class (\w+)", VENDOR)
+BROKEN = {
+    "acme_broken": "import a_library_that_is_not_there",
+    "acme_runtime": "raise RuntimeError('the SDK is not initialised')",
+    "acme_missing": "import ctypes; ctypes.CDLL('libacme_not_there.so')",
+    "acme_syntax": "def f(:",
+    "acme_asserting": "assert False, 'no card'",
+    "acme_exiting": "raise SystemExit(3)",
+}
+"""Modules that cannot be imported."""
+CLASSES = re.findall(r"class (\w+)\(", VENDOR)
 
 
 @pytest.fixture
@@ -95,16 +143,20 @@ class Vendor:
     site: Path
     monkeypatch: pytest.MonkeyPatch
 
-    def install(self, **drivers: str) -> None:
-        info = self.site / "acme-1.0.dist-info"
+    def distribution(self, package: str, **drivers: str) -> None:
+        info = self.site / f"{package}-1.0.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         lines = [f"{name} = {target}" for name, target in drivers.items()]
         (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines]))
+
+    def install(self, **drivers: str) -> None:
+        self.distribution("acme", **drivers)
         named = [f"{target.partition(':')[2]}.name = {name!r}" for name, target in drivers.items()]
         named = [line for line in named if line.partition(".")[0] in CLASSES]
         (self.site / "acme_driver.py").write_text("\n".join([textwrap.dedent(VENDOR), *named]))
-        (self.site / "acme_broken.py").write_text("import a_library_that_is_not_there\n")
+        for name, text in BROKEN.items():
+            (self.site / f"{name}.py").write_text(f"{text}\n")
         self.monkeypatch.delitem(sys.modules, "acme_driver", raising=False)
         self.monkeypatch.syspath_prepend(str(self.site))
         # stevedore keeps what it found for the life of the process; a real installation comes before it.
@@ -163,6 +215,17 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
         ("acme_driver:Acne", DriverError, "cannot be imported: .* no attribute 'Acne'\n  remedy: .* entry point"),
         ("acme_driver:Absent", DriverUnavailable, "there is no Acme card\n  remedy: buy one"),
         ("acme_broken:Driver", DriverError, "a_library_that_is_not_there"),
+        ("acme_runtime:Driver", DriverError, "the driver acme cannot be imported: RuntimeError: the SDK is not init"),
+        ("acme_missing:Driver", DriverError, "the driver acme cannot be imported: OSError: libacme_not_there"),
+        ("acme_syntax:Driver", DriverError, "the driver acme cannot be imported: SyntaxError: "),
+        ("acme_asserting:Driver", DriverError, "the driver acme cannot be imported: AssertionError: no card"),
+        ("acme_exiting:Driver", DriverError, "the driver acme cannot be imported: SystemExit: 3"),
+        ("acme_driver:Constructed", DriverError, "making the driver acme failed: RuntimeError: no card"),
+        ("acme_driver:Asking", DriverError, r"making the driver acme failed: .*'card'\n .* Asking\(\) takes no arg"),
+        ("acme_driver:ExitingProbe", DriverError, r"the probe of the driver acme raised SystemExit\(3\)"),
+        ("acme_driver:ExitingOpen", DriverError, "opening the driver acme raised SystemExit: bye"),
+        ("acme_driver:BusyOpen", DriverError, "opening the driver acme raised RuntimeError: card 0 is busy"),
+        ("acme_driver:Otherwise", DriverIncompatible, "acme gave a backend whose name is 'someone_else'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_with_the_reason(
@@ -187,6 +250,70 @@ def test_an_entry_point_of_another_name_is_refused(vendor: Vendor) -> None:
     assert "whose name is 'acme2'" in found.probe.reason
 
 
+def test_two_packages_with_one_driver_are_named(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor.install(acme="acme_driver:Acme")
+    vendor.distribution("apex", acme="acme_driver:Absent")
+    message = r"several packages bring a driver acme: acme 1\.0, apex 1\.0\n  remedy: uninstall all but one"
+    with pytest.raises(DriverError, match=message):
+        hal.open("acme")
+    assert "several packages" in {each.name: each.probe.reason for each in registry.candidates()}["acme"]
+    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {registry.GROUP: []})  # older than both
+    with pytest.raises(DriverError, match=message):
+        hal.open("acme")
+
+
+@pytest.mark.parametrize("target", ["acme_exiting:Driver", "acme_driver:Constructed", "acme_driver:ExitingProbe"])
+def test_auto_warns_of_a_broken_driver_and_takes_another(
+    vendor: Vendor, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    vendor.install(acme=target, absent="acme_driver:Absent")
+    with caplog.at_level("WARNING", "hal.backend"):
+        assert hal.open({}, activate=False).name == "cpu"
+    (told,) = [each.getMessage() for each in caplog.records if each.name == "hal.backend"]
+    assert told.startswith("auto passes over the driver acme: ")
+
+
+def test_an_interruption_is_no_fault_of_the_drivers(vendor: Vendor) -> None:
+    vendor.install(acme="acme_driver:Interrupted")
+    for config in ("acme", {}):
+        with pytest.raises(KeyboardInterrupt):
+            hal.open(config)
+
+
+class TestVariables:
+    """A driver's own ``HAL_<DRIVER>_*`` variables, where ``auto`` chooses."""
+
+    def test_what_they_say_is_what_is_probed(self, vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+        vendor.install(picky="acme_driver:Picky")
+        assert hal.open({}, activate=False).name == "cpu"
+        monkeypatch.setenv("HAL_PICKY_CARD", "1")
+        assert hal.open({}, activate=False).name == "picky"
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"HAL_PICKY_CARD": "1", "HAL_PICKY_CRAD": "2"},
+             r"unknown key 'crad' .* picky driver \(options set by HAL_PICKY_CARD, HAL_PICKY_CRAD\)"),
+            ({"HAL_PICKY_CRAD": "1"}, r"unknown key 'crad' .*set by HAL_PICKY_CRAD"),
+            ({"HAL_PICKY_CARD": "one"}, r"expected int, found str 'one' .*set by HAL_PICKY_CARD"),
+            ({"HAL_PICKY_CARD": "{one"}, "HAL_PICKY_CARD is not valid JSON"),
+            ({"HAL_CPU_NATIV": "true"}, r"unknown key 'nativ' .*set by HAL_CPU_NATIV\)"),
+            ({"HAL_CPU_NATIVE": "{one"}, "HAL_CPU_NATIVE is not valid JSON"),
+        ],
+    )  # fmt: skip
+    def test_a_wrong_one_is_an_error_by_name(
+        self, vendor: Vendor, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And no reason to take another driver: who sets them means that one."""
+        vendor.install(picky="acme_driver:Picky")
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        named = "picky" if any("PICKY" in name for name in variables) else "cpu"
+        for config in ({}, named):
+            with pytest.raises(ConfigError, match=message):
+                hal.open(config, activate=False)
+
+
 @pytest.mark.parametrize("minor", range(API_VERSION[1] + 1))
 def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: Path, minor: int) -> None:
     """It defines what 1.0 asks for, and nothing that came later."""
@@ -203,7 +330,7 @@ def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: P
 
 
 def test_a_later_hal_loads_todays_drivers(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "API_VERSION", (1, 3))
+    monkeypatch.setattr(negotiation, "API_VERSION", (1, 3))
     vendor.install(acme="acme_driver:NextMinor")
     assert hal.open("acme", activate=False).name == "acme"
 
@@ -249,6 +376,20 @@ class TestChoices:
     def test_an_alias_is_another_name_of_a_compiler(self, aliases: dict[str, str], cpu: hal.Backend) -> None:
         with pytest.raises(DriverIncompatible, match="the driver named has the alias"):
             hal.Backend("named", cpu.device, kernels={}, compilers=("graph",), aliases=aliases)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"compilers": "graph"}, r"compilers = 'graph'\n  remedy: .*\('graph',\)"),
+            ({"compilers": ("graph", 1)}, r"compilers = \('graph', 1\)"),
+            ({"capabilities": "abc"}, "capabilities = 'abc'"),
+            ({"inductor": "linear"}, "inductor = 'linear'"),
+            ({"rewrites": ["foo"]}, r"'foo' among its rewrites\n  remedy: give hal\.compile\.Rewrite"),
+        ],
+    )
+    def test_what_is_no_name_and_no_rewrite(self, cpu: hal.Backend, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(DriverIncompatible, match=f"the driver named has {message}"):
+            hal.Backend("named", cpu.device, kernels={}, **given)
 
     def test_options_of_a_driver_are_read_strictly(self) -> None:
         with pytest.raises(ConfigError, match=r"unknown key 'threads'.* options of the cpu driver"):
@@ -319,6 +460,11 @@ class TestLimits:
             ({"block_sizes": (64, 0)}, "positive integers"),
             ({"head_dims": [64]}, "positive integers"),
             ({"capture_sizes": (1, 2.5)}, "positive integers"),
+            ({"max_streams": "many"}, "at least 0, or None"),
+            ({"max_streams": -1}, "at least 0, or None"),
+            ({"streams_per_graph": 0}, "at least 1"),
+            ({"streams_per_graph": True}, "at least 1"),
+            ({"streams_per_graph": None}, "at least 1"),
         ],
     )
     def test_what_no_backend_can_take_is_refused(self, given: dict[str, Any], remedy: str) -> None:

@@ -61,8 +61,11 @@ def alone(runner: hal.Runner, texts: Sequence[Sequence[int]], params: Params) ->
 
 
 @pytest.mark.parametrize("num_tokens", [LONG, SHORT])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIXED], ids=["greedy", "sampled", "mixed"])
-@pytest.mark.parametrize("compiler", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("compiler", "params"),
+    [("eager", GREEDY), ("eager", SAMPLED), ("eager", MIXED), ("graph", MIXED)],
+    ids=["eager-greedy", "eager-sampled", "eager-mixed", "graph-mixed"],
+)
 def test_a_batch_changes_nothing(
     compiler: str, params: Params, num_tokens: int, trained: Path, texts: list[list[int]]
 ) -> None:
@@ -82,13 +85,23 @@ def test_prompts_wait_for_room(trained: Path, texts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("most", [5, 17, 40])
-def test_prompts_join_a_step_while_it_holds_them(most: int, trained: Path, texts: list[list[int]]) -> None:
+def test_prompts_join_a_step_while_it_holds_them(
+    most: int, trained: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And longer ones take several."""
     runner = open_runner(trained)
     expected = together(runner, texts, GREEDY)
     assert max(map(len, texts)) > 17
     runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=most))
+    steps: list[hal.Batch] = []
+    prefill = runner.prefill
+    monkeypatch.setattr(runner, "prefill", lambda batch: steps.append(batch) or prefill(batch))
     assert together(runner, texts, GREEDY) == expected
+    assert sum(each.num_tokens for each in steps) == sum(map(len, texts))
+    assert all(each.num_tokens <= most or each.num_sequences == 1 for each in steps)
+    # No step is left that the next prompt would have fitted in.
+    firsts = [int(each.query_start_loc_host[1]) for each in steps[1:]]
+    assert all(each.num_tokens + first > most for each, first in zip(steps, firsts, strict=False))
 
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
@@ -168,6 +181,12 @@ def test_as_many_parameters_as_prompts(trained: Path) -> None:
         hal.generate(open_runner(trained), [[5], [6]], [hal.SamplingParams()])
 
 
+@pytest.mark.parametrize("wrong", [None, [None], 3, {"temperature": 1}, [{"temperature": 1}]])
+def test_parameters_that_are_none(wrong: Any, trained: Path) -> None:
+    with pytest.raises(ConfigError, match=r"params is .*\n.*give hal.SamplingParams"):
+        hal.generate(open_runner(trained), [[5]], wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -186,7 +205,7 @@ def test_as_many_parameters_as_prompts(trained: Path) -> None:
     ],
 )
 def test_parameters_have_ranges(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=f"{name} is .*, out of its range\n.*give .*[01]"):
         hal.SamplingParams(**{name: value})
 
 

@@ -316,6 +316,31 @@ def test_other_threads_are_not_captured(cpu: hal.Backend) -> None:
     graph.replay()  # would ask for host values if the other thread's attention were on the tape
 
 
+def test_a_capture_waits_for_another_threads(cpu: hal.Backend) -> None:
+    graphs, order = [cpu.graph(), cpu.graph()], []
+
+    def second() -> Tensor:
+        order.append("second")
+        return torch.ones(2) * 2
+
+    thread = threading.Thread(target=lambda: graphs[1].capture(second))
+
+    def first() -> Tensor:
+        thread.start()
+        thread.join(0.1)
+        order.append("first")
+        return torch.ones(2) + 1
+
+    graphs[0].capture(first)
+    thread.join()
+    assert order == ["first", "second"]
+    for graph in graphs:
+        with torch.inference_mode():
+            graph.outputs.zero_()
+        graph.replay()
+        assert graph.outputs.tolist() == [2, 2]
+
+
 def test_dump_lists_every_launch(cpu: hal.Backend, tmp_path: Path) -> None:
     attention = Attention(cpu)
     attention.graph.dump(tmp_path / "dump.txt")

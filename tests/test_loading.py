@@ -1,14 +1,25 @@
-"""Loading takes little more memory than the weights, whatever they are converted to."""
+"""Loading: the memory it takes, weights that a driver prepares, and models and checkpoints that are none."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import benchmarks.random_checkpoint
 import pytest
 import torch
-from benchmarks import random_checkpoint
+from torch import Tensor
+
+import hal
+from checkpoints import random_checkpoint, write_json
+from hal.errors import CheckpointError, ModelError
+from hal.runtime import model_classes
 
 PROGRAM = """
 import sys, hal, hal.models.qwen3, hal.runtime.loading
@@ -25,7 +36,7 @@ print(backend.device.memory_stats().peak - before, sum(parameter.nbytes for para
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory(dtype: str, form: str, tmp_path: Path) -> None:
-    random_checkpoint.write(tmp_path, torch.float32, num_hidden_layers=16)
+    benchmarks.random_checkpoint.write(tmp_path, torch.float32, num_hidden_layers=16)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), dtype, form]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, weights, copy = map(int, result.stdout.split())
@@ -33,3 +44,55 @@ def test_peak_memory(dtype: str, form: str, tmp_path: Path) -> None:
     assert copy in (0, 32000 * 1024 * (4 if dtype == "float32" else 2)), "the tied table, if packing it pays here"
     assert form == "packed" or not copy
     assert peak < 1.2 * weights + copy
+
+
+@pytest.mark.parametrize("view", [Tensor.detach, lambda weight: weight.view_as(weight), lambda weight: weight])
+def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: hal.Backend, tmp_path: Path) -> None:
+    """As it is, or as a view: the memory that it was put together in serves the next weight."""
+
+    class Views(hal.Backend):
+        def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+            return view(weight)
+
+    folder = random_checkpoint(tmp_path)
+    found = hal.load_model(folder, Views("views", cpu.device, kernels={}))
+    expected = hal.load_model(folder, hal.Backend("plain", cpu.device, kernels={}))
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("no_such_package.models:Model", "the model ToyForCausalLM, no_such_package.models:Model, cannot be imported: "
+                                         "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("test_loading:NoSuchModel", "cannot be imported: AttributeError: .* has no attribute 'NoSuchModel'"),
+        ("test_loading:Path", "is <class 'pathlib.*Path'>, not a class derived from hal.nn.CausalLM"),
+        ("test_loading:hal", "is <module 'hal' .*, not a class derived from hal.nn.CausalLM"),
+    ],
+)  # fmt: skip
+def test_entry_points_that_give_no_model(place: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("ToyForCausalLM", place, "hal.models")])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
+    with pytest.raises(ModelError, match=message):
+        model_classes.find_model("ToyForCausalLM")
+
+
+def test_a_model_class_that_is_none(cpu: hal.Backend, tmp_path: Path) -> None:
+    wrong: Any = Path
+    with pytest.raises(ModelError, match=r"is <class 'pathlib.*Path'>, not a class derived from"):
+        hal.load_model(random_checkpoint(tmp_path), cpu, model_class=wrong)
+
+
+@pytest.mark.parametrize("named", ["bflaot16", "int8", 16, ["float32"]])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_is_none_is_named(key: str, named: object, cpu: hal.Backend, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    write_json(folder / "config.json", {**config, key: named})
+    with pytest.raises(CheckpointError, match=re.escape(f"says {key} {named!r}, which is no floating-point dtype")):
+        hal.load_model(folder, cpu)
+    assert next(hal.load_model(folder, hal.open({"backend": "cpu", "dtype": "float32"})).parameters()).dtype == (
+        torch.float32
+    )

@@ -15,8 +15,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import hal
 from hal import ops
 from hal.compile.clean import CLEANUPS, common_subexpressions, constants, needless_copies, reciprocals
+from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower, source_of
 from hal.compile.normalise import normalise
+from hal.ops.preparing import PreparingKernel
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -37,8 +39,17 @@ def inputs(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+def together(function: Callable[..., Any], given: list[Tensor]) -> set[tuple[int, int]]:
+    """Which of a function's inputs, the outputs of one call, and those of a second share memory, by their numbers."""
+    tensors = [*given, *function(*given), *function(*given)]
+    places = [each.untyped_storage().data_ptr() for each in tensors]
+    return {(one, other) for other, place in enumerate(places) for one in range(other) if places[one] == place}
+
+
 def check(function: Callable[..., Any], *tensors: Tensor, fixed: int = 0) -> str:
-    """The lowered function gives what ``function`` gives, for other sizes too; returns its code."""
+    """The lowered function gives what ``function`` gives, for other sizes too, and no output of it shares memory with
+    what that of ``function`` does not; returns its code.
+    """
     graph = traced(function, *tensors)
     for each in CLEANUPS:
         each(graph)
@@ -50,6 +61,7 @@ def check(function: Callable[..., Any], *tensors: Tensor, fixed: int = 0) -> str
         given = [torch.randn(rows, *each.shape[1:]) if each.shape[0] == 5 else each for each in tensors]
         expected = function(*(each.clone() for each in given))
         torch.testing.assert_close(run(*(each.clone() for each in given[:count])), expected)
+        assert together(lambda *x: run(*x[:count]), given) <= together(function, given)
     return source_of(graph.graph)
 
 
@@ -78,6 +90,15 @@ class TestLower:
         weight.mul_(2)  # in place: the same memory
         torch.testing.assert_close(run(x)[0], before * 2)
 
+    def test_a_copy_of_the_same_dtype_is_one(self) -> None:
+        def written(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            table = weight.to(torch.float32, copy=True)
+            table[:4] = 0
+            return (x * table, x * weight)
+
+        check(written, *inputs((5, 8), (8,)))
+        check(lambda x, weight: (x + 1, x.to(torch.float32, copy=True), weight.to(x, copy=True)), *inputs((5, 8), (8,)))
+
     def test_slices_that_make_up_a_tensor_are_one_split(self) -> None:
         def function(x: Tensor) -> tuple[Tensor, ...]:
             first, second, third = x.split([3, 4, 1], -1)
@@ -94,6 +115,15 @@ class TestLower:
             return (*parts, x[:, ends[3] : 8].sin()) if len(ends) > 3 else (*parts,)
 
         assert ".split_with_sizes(" not in check(function, *inputs((5, 8)))
+
+    def test_slices_of_an_open_dimension(self) -> None:
+        """How long they are is known when they run."""
+
+        def ends(x: Tensor) -> tuple[Tensor, ...]:
+            return x[1:] - x[:-1], x[-1:].cos(), x[:4].sin(), x[1:].sin(), x[-1] + 1, x[-1:, :3].t() * 2
+
+        assert "narrow" in check(lambda x: (x[:, 1:3] + x[..., :2],), *inputs((5, 8)))
+        assert "narrow(0, " not in check(ends, *inputs((5, 8)))
 
     def test_views_of_what_a_kernel_gave_in_other_strides(self, cpu: hal.Backend) -> None:
         """Dimensions are split for any strides, and joined by a copy where need be."""
@@ -149,6 +179,14 @@ class TestConstants:
         graph = traced(lambda x: (x + torch.rand(8), torch.ones(3)), *inputs((5, 8)))
         assert constants(graph) == 0
 
+    def test_what_is_returned_is_made_at_every_call(self) -> None:
+        def viewed(x: Tensor) -> tuple[Tensor, ...]:
+            table = torch.arange(8).view(2, 4)
+            return x + torch.arange(8).cos(), table[1]
+
+        check(viewed, *inputs((5, 8)))
+        assert constants(traced(viewed, *inputs((5, 8)))) == 2
+
     def test_what_depends_on_a_size_stays(self) -> None:
         check(lambda x: (x + torch.arange(x.shape[0])[:, None] * torch.arange(8).sin(),), *inputs((5, 8)))
 
@@ -162,6 +200,22 @@ class TestCleanUp:
         assert self.count(common_subexpressions, lambda x: (x.cos() + x.cos() * 2,), *inputs((5, 8))) == 1
         # 1 and 1.0 differ in what they give.
         assert self.count(common_subexpressions, lambda x: (x.int() + 1, x.int() + 1.0), *inputs((5, 8))) == 1
+
+    def test_outputs_stay_apart(self) -> None:
+        def viewed(x: Tensor) -> tuple[Tensor, ...]:
+            return x.cos().view(-1), x.cos()[1:], torch.zeros(4), torch.zeros(4)
+
+        def one_is_not_returned(x: Tensor) -> tuple[Tensor, ...]:
+            return x.cos() * 2, x.cos(), x.cos().sin()
+
+        def parts(x: Tensor) -> tuple[Tensor, ...]:
+            return x.topk(2)[0], x.topk(2)[0].t()
+
+        def views(x: Tensor) -> tuple[Tensor, ...]:
+            return x[:, :4].unsqueeze(0).sin(), x[:, :4].unsqueeze(0), x[:, :4].unsqueeze(0)
+
+        for function, merged in ((viewed, 0), (one_is_not_returned, 2), (parts, 0), (views, 4)):
+            assert self.count(common_subexpressions, function, *inputs((5, 8))) == merged, function
 
     def test_not_across_a_write(self) -> None:
         def directly(x: Tensor) -> tuple[Tensor, ...]:
@@ -185,7 +239,12 @@ class TestCleanUp:
             one[:, :2] = 7
             return one, other
 
-        for function in (directly, through_a_view, of_a_view, both_are_written):
+        def of_a_part(x: Tensor) -> tuple[Tensor, ...]:
+            one, other = x.topk(2)[0], x.topk(2)[0]
+            one[:, :1] = 7
+            return one + 1, other + 1
+
+        for function in (directly, through_a_view, of_a_view, both_are_written, of_a_part):
             assert self.count(common_subexpressions, function, *inputs((5, 8))) == 0, function
 
     def test_not_of_random_numbers(self) -> None:
@@ -201,6 +260,25 @@ class TestCleanUp:
 
         assert common_subexpressions(traced(function, *inputs((5, 8), (3, 4, 2, 4), (3, 4, 2, 4)))) == 0
 
+    def test_not_across_a_kernel_that_writes(self, cpu: hal.Backend) -> None:
+        """A kernel whose arguments are prepared writes what its operation does."""
+
+        def function(x: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+            before = keys.cos()
+            for _ in range(2):
+                ops.store_kv_cache(x, x, keys, values, slots)
+            return before * 2, keys.cos() * 2
+
+        prepared = PreparingKernel(cpu.kernels["store_kv_cache"], {"slot_mapping": lambda slots: slots.long().int()})
+        backend = hal.Backend("own", cpu.device, kernels={**cpu.kernels, "store_kv_cache": prepared})
+        given = [*inputs((5, 2, 4), (3, 4, 2, 4), (3, 4, 2, 4)), torch.tensor([4, 5, 7, 8, 9], dtype=torch.int32)]
+        graph = traced(function, *given)
+        mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
+        assert hoist_preparations(graph.graph, backend, mode) == 2
+        assert common_subexpressions(graph) == 2  # of four casts
+        found = lower(graph.graph)(*(each.clone() for each in given))
+        torch.testing.assert_close(found, function(*(each.clone() for each in given)))
+
     def test_reciprocals(self) -> None:
         twice = inputs((5, 8))[0].abs() + 1
         assert self.count(reciprocals, lambda x: (x.reciprocal().reciprocal() * 2,), twice) == 1
@@ -213,6 +291,7 @@ class TestCleanUp:
             return (inverse.reciprocal() + x,)
 
         assert self.count(reciprocals, written_between, twice) == 0
+        assert self.count(reciprocals, lambda x: (x.reciprocal().reciprocal().t(),), twice) == 0
 
     def test_needless_copies(self) -> None:
         assert needless_copies(traced(lambda x: (x.cos().clone().sin(),), *inputs((5, 8)))) <= 1
@@ -229,7 +308,7 @@ class TestCleanUp:
             return copy.sin(), x.cos()
 
         def is_returned(x: Tensor) -> tuple[Tensor, ...]:
-            return (x.clone(),)
+            return x.clone(), x.clone().view(-1, 2), x.cos().clone()[1:], x + 1
 
         def has_other_strides(x: Tensor) -> tuple[Tensor, ...]:
             return (x.t().clone(memory_format=torch.contiguous_format).view(-1) * 2,)

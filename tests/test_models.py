@@ -1,4 +1,4 @@
-"""What a model's config may say, apart from the numbers, which test_transformers.py compares."""
+"""What a model's config and its attention may say, apart from the numbers, which test_transformers.py compares."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from hal.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
+import hal
 from hal.config import read_model_config
-from hal.errors import ConfigError
+from hal.errors import ConfigError, OperationError
+from hal.nn import Attention
 
 SMALL: dict[str, Any] = {
     "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -25,6 +27,23 @@ def build(**changes: Any) -> Qwen3ForCausalLM:
 def windows(**changes: Any) -> list[int | None]:
     config = read_model_config(Qwen3Config, SMALL | {"use_sliding_window": True} | changes)
     return [config.window(layer) for layer in range(config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize(("given", "scale"), [({}, 0.25), ({"scale": None}, 0.25), ({"scale": 3.0}, 3.0)])
+def test_attention_scales_the_scores(given: dict[str, Any], scale: float) -> None:
+    batch = hal.Batch.build([[1, 2, 3]], [[1]], block_size=4)
+    query, key, value = torch.randn(3, 3, 2, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    cache = torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
+    found = Attention(16, **given)(query, key, value, batch, cache)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    weights = scores.masked_fill(~torch.ones(3, 3).tril().bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_attention_refuses_a_window_without_the_token_itself(window: int) -> None:
+    with pytest.raises(OperationError, match=f"sliding_window of {window}, .*\n.* 1 or more tokens, or None"):
+        Attention(16, sliding_window=window)
 
 
 def test_windows_of_layers() -> None:

@@ -44,8 +44,11 @@ def test_cpu_kernel_meets_the_reference(cpu: hal.Backend, operation: Operation, 
 
 @each_operation()
 def test_opcheck(operation: Operation) -> None:
-    for sample in operation.samples(Draw()):
-        torch.library.opcheck(operation.overload, tuple(copied(sample)))
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    for index, sample in enumerate(operation.samples(Draw())):
+        # Compiling takes by far the most time, and differs between samples by their sizes alone.
+        compiled = [] if index else ["test_aot_dispatch_dynamic"]
+        torch.library.opcheck(operation.overload, tuple(copied(sample)), test_utils=[*checks, *compiled])
 
 
 @each_operation()
@@ -227,6 +230,20 @@ class TestInterception:
             found = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
+    def test_calls_may_run_the_node_behind_another_interception(self, cpu: hal.Backend) -> None:
+        """Around the one that gives the node, or inside it: none of them gets the node's own kernel to wrap again."""
+        seen: list[str] = []
+        expected = ops.rms_norm(*self.ARGUMENTS)
+        with (
+            ops.intercepted(self.counting(seen, "outer")),
+            ops.intercepted(lambda operation, _: operation.overload),
+            ops.intercepted(self.counting(seen, "inner")),
+        ):
+            torch.testing.assert_close(ops.rms_norm(*self.ARGUMENTS), expected, rtol=0, atol=0)
+            assert seen == ["inner"]
+            torch.testing.assert_close(torch.ops.hal.rms_norm(*self.ARGUMENTS), expected, rtol=0, atol=0)
+        assert seen == ["inner"]
+
     def test_a_node_is_seen_where_the_operation_is(self, cpu: hal.Backend) -> None:
         seen: list[str] = []
         with ops.intercepted(self.counting(seen, "seen")):
@@ -330,6 +347,86 @@ class TestDeclaration:
 
         with pytest.raises(OperationError, match="'y'"):
             ops.op(samples=self.no_samples, mutates=("y",), namespace="haltest")(body)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"mutates": "x"}, r"mutates='x'\n.*mutates=\('x',\)"),
+            ({"host": "x"}, r"host='x'\n.*host=\('x',\)"),
+            ({"host": ("y",)}, "'y' but does not take it"),
+            (
+                {"tolerance": {"float32": (0.5, 0.5)}},
+                r"the tolerance 'float32': \(0\.5, 0\.5\)\n.*torch\.float32: \(1e-5",
+            ),
+            ({"tolerance": {torch.float32: 1e-3}}, "the tolerance torch.float32: 0.001"),
+            ({"tolerance": {torch.float32: (1e-3,)}}, "the tolerance torch.float32"),
+            ({"tolerance": {torch.float32: (1e-3, -1.0)}}, "the tolerance torch.float32"),
+            ({"tolerance": {torch.float32: (1e-3, math.inf)}}, "the tolerance torch.float32"),
+            ({"off_by_one": {"float32": 0.1}}, "off_by_one 'float32': 0.1"),
+            ({"off_by_one": {torch.float32: 2}}, "off_by_one torch.float32: 2"),
+        ],
+    )
+    def test_what_tests_and_captures_would_not_read(self, given: dict[str, Any], message: str) -> None:
+        def unread(x: Tensor) -> Tensor:
+            return x
+
+        with pytest.raises(OperationError, match=f"unread declares (the argument )?{message}"):
+            ops.op(samples=self.no_samples, namespace="haltest", **given)(unread)
+
+    def test_arguments_that_a_node_cannot_take(self) -> None:
+        def keyword(x: Tensor, *, eps: float = 1.0) -> Tensor:
+            return x * eps
+
+        def positional(x: Tensor, /) -> Tensor:
+            return x
+
+        def several(*x: Tensor) -> Tensor:
+            return x[0]
+
+        def text(x: Tensor, mode: str) -> Tensor:
+            return x
+
+        def sizes(x: Tensor, sizes: list[int]) -> Tensor:
+            return x
+
+        def either(x: Tensor, scale: int | float) -> Tensor:
+            return x * scale
+
+        def tensors(x: list[Tensor]) -> Tensor:
+            return x[0]
+
+        def bare(x):  # type: ignore[no-untyped-def]
+            return x
+
+        def open_ended(x: Tensor):  # type: ignore[no-untyped-def]
+            return x
+
+        def listing(x: Tensor) -> list[Tensor]:
+            return [x]
+
+        def endless(x: Tensor) -> tuple[Tensor, ...]:
+            return (x,)
+
+        def unknown(x: Tensors) -> Tensor:  # type: ignore[name-defined]  # noqa: F821
+            return x
+
+        for body, message in (
+            (keyword, "takes 'eps' as a keyword-only argument"),
+            (positional, "takes 'x' as a positional-only argument"),
+            (several, r"takes '\*x' as a variadic positional argument"),
+            (text, "annotates its argument 'mode' with str\n.* Tensor, int, float, bool, torch.dtype"),
+            (sizes, r"annotates its argument 'sizes' with list\[int\]"),
+            (either, r"annotates its argument 'scale' with int \| float"),
+            (tensors, r"annotates its argument 'x' with list\[torch\.Tensor\]"),
+            (bare, "does not annotate its argument 'x'"),
+            (open_ended, "open_ended does not annotate what it returns"),
+            (listing, r"returns list\[torch\.Tensor\]\n.* a tuple of Tensors"),
+            (endless, r"returns tuple\[torch\.Tensor, \.\.\.\]"),
+            (unknown, "an annotation of unknown cannot be read: name 'Tensors' is not defined"),
+        ):
+            with pytest.raises(OperationError, match=message):
+                ops.op(samples=self.no_samples, namespace="haltest")(body)
+            assert body.__name__ not in ops.catalogue()
 
     def test_outputs_of_a_node_alias_nothing(self, cpu: hal.Backend) -> None:
         sample = next(iter(ops.operation("split_qkv_rmsnorm_rope").samples(Draw())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,8 @@ def _heads(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
 
 def _lengths(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
     """Reads what no piece can."""
-    return hidden + batch.kv_lens.sum() / batch.block_table.shape[1] + torch.arange(batch.block_table.shape[1]).sum()
+    total = batch.kv_lens.sum() / batch.block_table.shape[1] + torch.arange(batch.block_table.shape[1]).sum()
+    return hidden + total + batch.kv_lens[-1:]
 
 
 def _view(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
@@ -355,6 +357,30 @@ class TestErrors:
         runner = hal.Runner(Toy(), backend)
         assert backend.streams_in_graphs == 24
         check(runner)
+
+
+@pytest.mark.parametrize(("compiler", "call"), [("graph", 1), ("piecewise", 1), ("piecewise_eager", 4)])
+def test_two_threads_make_runners_at_once(compiler: str, call: int) -> None:
+    """The second begins in a call of the first one's model: in its trace, or in a capture."""
+    backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [2]}})
+    calls, other = 0, Toy()
+    second: list[Future[hal.Runner]] = []
+
+    def begins(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            second.append(threads.submit(hal.Runner, other, backend))
+            wait(second, timeout=0.3)  # which ends in no time if the second waits for the first
+        return hidden
+
+    with ThreadPoolExecutor(1) as threads:
+        first = hal.Runner(Toy(begins), backend)
+        runners = [first, second[0].result()]
+    batch = drawn(first, 1, [1, 1], [0, 0])
+    expected = eagerly(first, batch)
+    for runner in runners:
+        assert_same(runner.decode(batch), expected)
 
 
 def test_phases_are_chosen_apart() -> None:

@@ -681,6 +681,7 @@ def test_nothing_to_scale() -> None:
         (["--scheme", "w4a16"], "unknown scheme 'w4a16'"),
         (["--scheme", "w8a8_dynamic", "--format", "gguf"], "unknown format 'gguf'"),
         (["--scheme", "w8a8_dynamic", "--calibration", "{text}"], "uses no calibration text"),
+        (["--scheme", "w8a8_dynamic", "--calibration-tokens", "5"], "uses no calibration text, and 5 tokens of one"),
         (["--scheme", "w8a8", "--calibration", "{missing}"], "cannot be read"),
         (["--scheme", "w8a8", "--calibration", "{empty}"], "holds no tokens"),
         (["--scheme", "w8a8", "--calibration", "{bytes}"], "cannot be read"),

@@ -107,6 +107,15 @@ def test_a_weight_written_behind_the_norm_is_no_obstacle() -> None:
     fires("add_rms_norm", function, *norm_inputs())
 
 
+def test_fewer_dimensions_than_any_sample_has() -> None:
+    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        hidden = x + residual
+        return ops.rms_norm(hidden, weight, EPS), hidden
+
+    x, residual, weight = norm_inputs()
+    keeps_off("add_rms_norm", "x has 1 dimensions, and 2 or more in all samples", function, x[0], residual[0], weight)
+
+
 def test_another_buffer_written_in_between_is_no_obstacle() -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, buffer: Tensor) -> Any:
         hidden = x + residual

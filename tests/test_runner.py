@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import hal
 from hal import ops
-from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible
+from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible, ModelError
 from hal.nn import Batch, CausalLM, Embedding
 from hal.runtime.buckets import bucket_for, capture_sizes
 
@@ -41,6 +42,13 @@ class Toy(CausalLM):
         if batch.num_sequences > self.reads_above:
             hidden = hidden * float(hidden.abs().max())
         return self.embedding.as_linear(hidden)
+
+
+class ToyOfRows(Toy):
+    """One that looks at tokens only."""
+
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        return self.embedding.as_linear(self.embedding(batch.token_ids)[batch.logits_indices])
 
 
 def opened(**compilation: Any) -> hal.Backend:
@@ -114,9 +122,16 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         ([[1]], [[]], None, "its 0 blocks hold 0"),
         ([[1]], [[1]], [-1], "-1 tokens cached"),
         ([[1], [2]], [[1], [2]], [0], "1 lengths"),
-        ([[1.5]], [[1]], None, "float32, not integers"),
-        ([[True]], [[1]], None, "bool, not integers"),
-        (["ab"], [[1]], None, "token id that is no number"),
+        ([[1.5]], [[1]], None, r"token id \[1.5\], not integers"),
+        ([[True]], [[1]], None, r"token id \[True\], not integers"),
+        (["ab"], [[1]], None, "token id 'ab', not integers"),
+        ([[2**64]], [[1]], None, "token id 18446744073709551616, out of the range 0 to 10"),
+        ([[[1, 2]]], [[1]], None, r"token id \[\[1, 2\]\], not integers"),
+        ([5, 6], [[1], [2]], None, "token id 5, not integers"),
+        ([[5]], [1], None, "block 1, not integers"),
+        (None, [[1]], None, "token_ids is None"),
+        ([[1]], 1, None, "block_ids is 1"),
+        ([[1]], [[1]], 3, "cached is 3"),
         ([torch.tensor([1, 2])], [[1]], None, "sequence 0 is given as a tensor"),
         ([[1]], [torch.tensor([1])], None, "sequence 0 is given as a tensor"),
         ([[1]], [[1.0]], None, r"block \[1.0\], not integers"),
@@ -131,6 +146,14 @@ def test_wrong_batches_are_refused(
         runner.batch(tokens, blocks, cached=cached)
 
 
+@pytest.mark.parametrize("kind", ["numpy", "tensor"])
+def test_lengths_of_any_kind_are_checked(cpu: hal.Backend, kind: str) -> None:
+    runner = hal.Runner(Toy(), cpu)
+    cached: Any = [pytest.importorskip("numpy").int64(64)] if kind == "numpy" else torch.tensor([64])
+    with pytest.raises(BatchError, match="65 tokens long; the model takes 64"):
+        runner.batch([[1]], [[1]], cached=cached)
+
+
 @pytest.mark.parametrize(
     ("blocks", "cached", "message"),
     [
@@ -140,6 +163,7 @@ def test_wrong_batches_are_refused(
         ([1], 1.0, r"\[1.0\] tokens cached, not integers"),
         ([1], "1", r"\['1'\] tokens cached, not integers"),
         ([1], -1, "-1 tokens cached"),
+        ([1], 2**31 - 2, "2147483648 tokens long"),
     ],
 )
 def test_batches_that_no_cache_can_have(blocks: list[Any], cached: Any, message: str) -> None:
@@ -149,8 +173,10 @@ def test_batches_that_no_cache_can_have(blocks: list[Any], cached: Any, message:
 
 def test_any_integers_will_do() -> None:
     numpy = pytest.importorskip("numpy", reason="integers of numpy's")
-    batch = hal.Batch.build([[1, 2]], [numpy.array([3])], block_size=16, cached=numpy.array([1]))
-    assert batch.slot_mapping.tolist() == [49, 50]
+    for tokens in ([[1, 2]], [numpy.array([1, 2])], numpy.array([[1, 2]]), [[numpy.int64(1), 2]]):
+        batch = hal.Batch.build(tokens, [numpy.array([3])], block_size=16, cached=numpy.array([1]))
+        assert batch.slot_mapping.tolist() == [49, 50]
+        assert batch.token_ids.tolist() == [1, 2]
 
 
 def test_another_threads_calls_go_on_while_a_runner_is_made() -> None:
@@ -176,6 +202,38 @@ def test_another_threads_calls_go_on_while_a_runner_is_made() -> None:
     assert all(done)
 
 
+class Meeting(Toy):
+    """Calls a function in the middle of each of its traces."""
+
+    meet: Callable[[], Any]
+
+    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        if isinstance(batch.token_ids, FakeTensor):
+            self.meet()
+        return super().forward(batch, caches)
+
+
+def test_another_thread_runs_the_model_while_it_is_traced() -> None:
+    model, eager, graphs = Meeting(), hal.open("cpu"), opened(capture_sizes=[4])
+    eager.activate()
+    serving = hal.Runner(model, eager)
+    batch = decode_batch(serving, 3)
+    expected, found = serving.decode(batch).clone(), []
+
+    def step() -> Tensor:
+        with torch.inference_mode():
+            return model(batch, serving.cache.layers)
+
+    with ThreadPoolExecutor(1) as threads:
+        model.meet = lambda: found.append(threads.submit(step).result())
+        graphs.activate()
+        made = hal.Runner(model, graphs)
+    assert found
+    for logits in found:
+        torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    torch.testing.assert_close(made.decode(batch), expected)
+
+
 def test_decode_takes_one_token_a_sequence(cpu: hal.Backend) -> None:
     runner = hal.Runner(Toy(), cpu)
     with pytest.raises(BatchError, match="2 tokens for 1 sequences"):
@@ -193,6 +251,60 @@ def test_both_modes_take_and_refuse_the_same_batches(compiler: str) -> None:
         runner.decode(attrs.evolve(batch, logits_indices=order[:2]))
     with pytest.raises(BatchError, match="not one for each"):
         runner.decode(attrs.evolve(batch, query_start_loc_host=torch.tensor([0, 2, 2, 3], dtype=torch.int32)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"compiler": "eager"},
+        {"compiler": "graph", "capture_sizes": [4]},
+        {"compiler": "piecewise_eager", "splitting_ops": ["embedding"]},
+    ],
+    ids=lambda config: config["compiler"],
+)
+@pytest.mark.parametrize("wrong", [-1, 1, 3])
+def test_rows_of_logits_outside_the_step_are_refused(config: dict[str, Any], wrong: int) -> None:
+    """In every mode: where a step is padded, they would be those of padding."""
+    runner = hal.Runner(ToyOfRows(), hal.open({"backend": "cpu", "compilation": config}))
+    batch = attrs.evolve(decode_batch(runner, 1), logits_indices=torch.tensor([wrong]))
+    for step in (runner.decode, runner.prefill):
+        with pytest.raises(BatchError, match=f"logits_indices has {wrong}, and the step's tokens are 0 to 0"):
+            step(batch)
+
+
+class TestModelsThatForget:
+    """What every model must do is checked where that costs nothing per step."""
+
+    class EveryRow(Toy):
+        def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            return self.embedding.as_linear(self.embedding(batch.token_ids))
+
+    class Nothing(Toy):
+        forward = CausalLM.forward
+
+    def test_the_wanted_rows(self, cpu: hal.Backend) -> None:
+        runner = hal.Runner(self.EveryRow(), cpu)
+        with pytest.raises(ModelError, match=r"EveryRow gave logits of \[3, 11\], not \[1, 11\]\n.*logits_indices"):
+            runner.prefill(runner.batch([[1, 2, 3]], [[1]]))
+
+    def test_the_wanted_rows_at_markers(self) -> None:
+        config = {"compiler": "piecewise_eager", "splitting_ops": ["embedding"]}
+        with pytest.raises(ModelError, match=r"EveryRow gave logits of \[\d+, 11\].*\n.*logits_indices"):
+            hal.Runner(self.EveryRow(), hal.open({"backend": "cpu", "compilation": config}))
+
+    def test_the_vocabulary(self, cpu: hal.Backend) -> None:
+        model = Toy()
+        model.vocab_size = 12
+        runner = hal.Runner(model, cpu)
+        with pytest.raises(ModelError, match=r"gave logits of \[2, 11\], not \[2, 12\]"):
+            runner.decode(decode_batch(runner, 2))
+
+    def test_to_compute_anything(self, cpu: hal.Backend) -> None:
+        runner = hal.Runner(self.Nothing(), cpu)
+        batch = decode_batch(runner, 2)
+        for step in (runner.decode, runner.prefill):
+            with pytest.raises(ModelError, match="Nothing gave a NoneType, not logits"):
+                step(batch)
 
 
 def test_buckets_share_the_memory_of_the_largest() -> None:

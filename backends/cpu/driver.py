@@ -12,7 +12,7 @@ from torch import Tensor
 from hal.backend import Backend
 from hal.config import read
 from hal.driver import Driver, Probe
-from hal.errors import DriverUnavailable
+from hal.errors import DeviceOutOfMemory, DriverUnavailable, HalError
 from hal.graph import Graph
 from hal.host import HostDevice
 from hal.ops import torch_kernels
@@ -77,6 +77,13 @@ class CpuBackend(Backend):
     def plain_weight(self, weight: Tensor) -> Tensor:
         """A packed one, unpacked."""
         return weight.to_dense() if weight.is_mkldnn else weight
+
+    def explain(self, error: BaseException) -> HalError | None:
+        """Also torch's allocator of main memory, whose exception has no type of its own."""
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error):
+            what = str(error).partition("DefaultCPUAllocator: ")[2].partition(". Error code")[0]
+            return DeviceOutOfMemory(f"the CPU has no memory left: {what}", DeviceOutOfMemory.REMEDY)
+        return super().explain(error)
 
 
 def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:

@@ -98,7 +98,8 @@ def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
     """One query sees all that the window leaves; the heads that share a key head become its rows."""
     if window is not None:
-        keys, values = keys[-window:], values[-window:]
+        first = max(0, keys.shape[0] - window)
+        keys, values = keys[first:], values[first:]
     kv_heads, head_dim = keys.shape[1:]
     grouped = query.reshape(1, kv_heads, -1, head_dim)
     attended = functional.scaled_dot_product_attention(

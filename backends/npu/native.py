@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, fx
 from torch._dynamo import mark_static_address
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from hal.batch import Batch
+from hal.compile.make_graph import make_graph
 from hal.errors import CompileError
 
 from .failures import first_line
@@ -105,8 +104,7 @@ def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], bat
         return step(*first, *inputs[len(device) : last])
 
     try:
-        with torch.inference_mode(False), torch.no_grad(), mode:
-            graph = make_fx(run, _allow_non_fake_inputs=True)(*tensors, *lengths)
+        graph = make_graph(run, [*tensors, *lengths], mode)
     except Exception as error:
         raise CompileError(
             f"the step for a batch of {sequences} cannot be lowered to torch_npu's operations: {first_line(error)}",

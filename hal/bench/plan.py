@@ -12,6 +12,7 @@ import hal
 from hal.bench.errors import BenchmarkError, need
 from hal.bench.shapes import SHAPES
 from hal.bench.weights import RandomCheckpoint
+from hal.compilers import PREFILL_COMPILERS
 from hal.config import environment_mapping, read
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
@@ -136,10 +137,14 @@ def settle(plan: Plan) -> Setting:
     settings["options"] = {**settings.get("options", {}), **plan.options}
     settings.pop("compilation", None)  # it is what is measured
     backend = hal.open(read(hal.Config, settings, "configuration"))
-    modes = plan.compilers or (backend.compilers if plan.workload == "decode" else ("eager",))
+    served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
+    if plan.workload == "prefill":
+        # Its steps are eager with the others, so that another name would stand over the same figures.
+        served, where = tuple(each for each in served if each in PREFILL_COMPILERS), " for prefill"
+        modes = plan.compilers or ("eager",)
     for mode in modes:
-        if mode not in backend.compilers:
-            raise ConfigError(f"the backend {backend.name} has no compiler {mode!r}", nearest(mode, backend.compilers))
+        if mode not in served:
+            raise ConfigError(f"the backend {backend.name} has no compiler {mode!r}{where}", nearest(mode, served))
     if plan.trace:
         with backend.counting_launches():
             pass  # which a backend that cannot tell refuses

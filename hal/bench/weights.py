@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.nn import CausalLM, MergedLinear
 from hal.runtime.checkpoint import Checkpoint, TensorInfo
-from hal.runtime.loading import find_model
+from hal.runtime.model_classes import find_model
 
 
 @attrs.frozen

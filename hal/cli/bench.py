@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ import click
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.settings import COMPILATION_CONFIG, compilation_of
-from hal.errors import ConfigError
+from hal.cli.targets import check_file
 
 if TYPE_CHECKING:
     from hal.bench.plan import Workload
+
+log = logging.getLogger("hal.cli")
 
 FILE = click.Path(path_type=Path)
 HELP = {
@@ -25,7 +28,7 @@ HELP = {
     "backend": "A driver, or auto; see `hal backends`.",
     "dtype": "auto (the checkpoint's own), float32, bfloat16 or float16.",
     "batch_sizes": "Sequences. Repeatable.",
-    "compilers": "A mode of hal. Repeatable. Decode takes all of the backend's by default, prefill eager.",
+    "compilers": "A mode of hal. Repeatable. By default decode takes all of the backend's; prefill takes eager.",
     "against": "transformers: eager and, for decode, compiled over a static cache. Repeatable.",
     "compilation_config": f"{COMPILATION_CONFIG} For all modes.",
     "repeats": "Timed steps of each contender.",
@@ -83,6 +86,17 @@ def prefill(**options: Any) -> None:
     _bench("prefill", **options)
 
 
+def _say_what_is_not_read() -> None:
+    from hal.config import environment_mapping
+    from hal.registry import driver_names
+
+    given = environment_mapping(driver_names=driver_names()).get("compilation", {})
+    if given:
+        keys = ", ".join(f"compilation.{key}" for key in given) if isinstance(given, dict) else "compilation"
+        log.warning("%s of the environment is not read: it is modes that are measured; give it with "
+                    "--compilation-config", keys)  # fmt: skip
+
+
 def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     from hal.bench import plot, report
     from hal.bench.measure import run
@@ -93,9 +107,10 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     compilation = {} if given is None else dict(compilation_of(given))
     read(CompilationConfig, compilation, "--compilation-config")
     plan = Plan(workload=workload, compilation=compilation, **options)
+    _say_what_is_not_read()
     for file in (json_file, plot_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder for {file}", "make it first")
+        if file is not None:
+            check_file(file)
     if plot_file is not None:
         plot.require()
     with emulated(emulate, plan.backend) as driver_options:

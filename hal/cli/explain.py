@@ -13,6 +13,7 @@ from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explained import captures_python, explain_step
 from hal.cli.settings import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.targets import check_folder
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def command(
     from hal.config import read
     from hal.runtime.checkpoint import Checkpoint
 
+    if dump is not None:
+        check_folder(dump)
     settings = settings_of(backend, dtype, compiler, compilation_config)
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
@@ -65,7 +68,8 @@ def command(
     click.echo(f"{opened.architecture}, {model.num_layers} layers, on {on.name}: a decode step of {batch_size}, "
                f"{config.compiler}\n")  # fmt: skip
     _layers(opened, model, on)
-    stages, split = explain_step(model, on, batch_size)
+    with on.explaining():
+        stages, split = explain_step(model, on, batch_size)
     _launches(opened, checkpoint, on, batch_size, options)
     if dump is not None and stages:
         _dump(dump, stages, split)

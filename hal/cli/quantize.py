@@ -24,9 +24,9 @@ CALIBRATION = "Text in UTF-8 like what the model is for; w8a8 needs it."
 @click.option("--scheme", metavar="NAME", required=True, help=SCHEME)
 @click.option("--format", "format_", metavar="NAME", default="compressed-tensors", show_default=True, help=FORMAT)
 @click.option("--calibration", metavar="FILE", type=click.Path(path_type=Path), help=CALIBRATION)
-@click.option("--calibration-tokens", type=int, default=8192, show_default=True, help="Read so many tokens of it.")
+@click.option("--calibration-tokens", type=int, metavar="N", help="Read so many tokens of it; 8192 by default.")
 def command(
-    source: Path, target: Path, scheme: str, format_: str, calibration: Path | None, calibration_tokens: int
+    source: Path, target: Path, scheme: str, format_: str, calibration: Path | None, calibration_tokens: int | None
 ) -> None:
     """Quantise the checkpoint in the folder IN to int8, weights and activations, into the new folder OUT.
 

@@ -1,8 +1,13 @@
-"""Clean-up behind the rewrites: what is computed twice is computed once, and what need not be done is left out."""
+"""Clean-up behind the rewrites: what is computed twice is computed once, and what need not be done is left out.
+
+None of it lets what the graph returns share memory with anything that it did not share it with before: whoever calls
+the graph may write into that. A node is returned if the graph returns it or any view of its memory.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from typing import Any
 
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
-from hal.compile.memory import Memory, mutates, needed, written
+from hal.compile.memory import Memory, mutates, needed, shows, written
 from hal.compile.sizes import value
 
 aten = torch.ops.aten
@@ -23,9 +28,10 @@ LARGEST_CONSTANT = 1 << 20
 def common_subexpressions(graph: fx.GraphModule) -> int:
     """Compute once what is computed several times from the same inputs, such as tables of positions; returns how many.
 
-    What reads memory that the graph writes stays as it is: it may read something else the second time.
+    What reads memory that the graph writes stays as it is: it may read something else the second time. Of two that are
+    both returned, each stays memory of its own.
     """
-    busy = _written(graph.graph)
+    busy, returned = _written_and_returned(graph.graph)
     known: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.graph.nodes):
@@ -33,23 +39,28 @@ def common_subexpressions(graph: fx.GraphModule) -> int:
             continue
         if node in busy:
             continue
-        key = _key(node)
-        if (first := known.setdefault(key, node)) is not node:
-            node.replace_all_uses_with(first)
-            graph.graph.erase_node(node)
-            count += 1
+        first = known.setdefault(_key(node), node)
+        if first is node or (node in returned and first in returned and not shows(node)):
+            continue
+        node.replace_all_uses_with(first)
+        graph.graph.erase_node(node)
+        if node in returned:
+            returned.add(first)
+        count += 1
     return count
 
 
 def reciprocals(graph: fx.GraphModule) -> int:
-    """The reciprocal of a reciprocal is the number itself; returns how many pairs were found."""
-    busy = _written(graph.graph)
+    """Read a number in place of its reciprocal's reciprocal, unless that is returned; returns how many there were."""
+    busy, returned = _written_and_returned(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
         if node.target is not aten.reciprocal.default or node.args[0].target is not aten.reciprocal.default:
             continue
         number = node.args[0].args[0]
-        if busy.isdisjoint({node, node.args[0], number}) and value(number).dtype == value(node).dtype:
+        if node in returned or not busy.isdisjoint({node, node.args[0], number}):
+            continue
+        if value(number).dtype == value(node).dtype:
             node.replace_all_uses_with(number)
             graph.graph.erase_node(node)
             count += 1
@@ -60,9 +71,9 @@ def reciprocals(graph: fx.GraphModule) -> int:
 def needless_copies(graph: fx.GraphModule) -> int:
     """Read the source in place of its copy, if both have the same strides and neither is written; returns how many.
 
-    A copy that the graph returns stays, for its reader may keep it longer than the source lives.
+    A copy that is returned stays.
     """
-    busy = _written(graph.graph)
+    busy, returned = _written_and_returned(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
         if node.target not in COPIES:
@@ -70,8 +81,7 @@ def needless_copies(graph: fx.GraphModule) -> int:
         source = node.args[0]
         fakes = value(source), value(node)
         alike = all(isinstance(each, Tensor) for each in fakes) and str(fakes[0].stride()) == str(fakes[1].stride())
-        returned = any(user.op == "output" for user in node.users)
-        if alike and not returned and node not in busy and source not in busy:
+        if alike and node not in returned and node not in busy and source not in busy:
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
             count += 1
@@ -81,12 +91,13 @@ def needless_copies(graph: fx.GraphModule) -> int:
 def constants(graph: fx.GraphModule) -> int:
     """Compute now what depends on no input, such as the frequencies of a rotary embedding; returns how many nodes.
 
-    The results become attributes of the graph's module, those that others read. Large ones are left to be computed.
+    The results become attributes of the graph's module, those that others read. Large ones are left to be computed, and
+    so is what is returned, for an attribute would be the same memory at every call.
     """
-    busy = _written(graph.graph)
+    busy, returned = _written_and_returned(graph.graph)
     known: dict[fx.Node, Tensor] = {}
     for node in graph.graph.nodes:
-        if node in busy or any(user.op == "output" for user in node.users):
+        if node in busy or node in returned:
             continue
         if node.op == "get_attr":
             known[node] = operator.attrgetter(node.target)(graph)
@@ -118,7 +129,9 @@ def _small(node: fx.Node) -> bool:
     fake = value(node)
     if not isinstance(fake, Tensor) or node.target.namespace != "aten":  # type: ignore[union-attr]
         return False
-    return all(type(size) is int for size in fake.shape) and fake.nbytes <= LARGEST_CONSTANT
+    if not all(type(size) is int for size in fake.shape):
+        return False
+    return math.prod(fake.shape) * fake.element_size() <= LARGEST_CONSTANT  # ``nbytes`` wants strides that are known
 
 
 def _pure(node: fx.Node) -> bool:
@@ -144,11 +157,17 @@ def _frozen(value: Any) -> Any:
     return type(value), value
 
 
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose memory is written somewhere in the graph: written arguments, and every view of the same memory."""
+def _written_and_returned(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes whose memory is written somewhere in the graph, and those whose memory it returns; by any view of it."""
     memory = Memory(graph)
-    places = {place for node in graph.nodes for each in written(node) for place in memory.places(each)}
-    return {node for node in graph.nodes if not places.isdisjoint(memory.places(node))}
+    writes = {place for node in graph.nodes for each in written(node) for place in memory.places(each)}
+    busy, returned = (
+        {node for place in places for node in memory.members(place)} for places in (writes, memory.returned)
+    )
+    for nodes in busy, returned:
+        # A tuple shows no memory itself; its parts do.
+        nodes.update([each for node in nodes if node.target is operator.getitem for each in node.all_input_nodes])
+    return busy, returned
 
 
 def _drop_unread(graph: fx.Graph) -> None:

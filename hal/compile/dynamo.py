@@ -10,16 +10,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from hal.backend import active_backend
 from hal.compile.clean import CLEANUPS, common_subexpressions
 from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower
-from hal.compile.optimise import chosen_passes
+from hal.compile.make_graph import make_graph
+from hal.compile.optimise import chosen_passes, wanted_rewrites
 from hal.compile.passes import PassManager
 from hal.errors import BackendNotActive, CompileError, ConfigError, nearest
 
@@ -58,14 +57,13 @@ def backend(
     mode = next((each.fake_mode for each in fakes if isinstance(each, FakeTensor)), None)
     if mode is None:
         raise CompileError("Dynamo handed over a graph without tensors", "leave that function out of torch.compile")
-    with torch.inference_mode(False), torch.no_grad(), mode:
-        graph = make_fx(module, _allow_non_fake_inputs=True)(*fakes)
+    graph = make_graph(module, fakes, mode)
     manager = PassManager(graph, mode)
     for each in (*chosen_passes(active, given.get("passes", {})), *CLEANUPS):
         manager.add(each)
     report = manager.apply()
     log.info("optimised a graph of Dynamo's:\n%s", report)
-    for warning in report.missed([name for name, on in given.get("passes", {}).items() if on]):
+    for warning in report.missed(wanted_rewrites(active, given.get("passes", {}))):
         log.warning("a graph of Dynamo's: %s", warning)
     if hoist_preparations(graph.graph, active, mode):
         common_subexpressions(graph)

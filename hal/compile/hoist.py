@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection
+from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from hal import ops
 from hal.backend import Backend
+from hal.compile.make_graph import make_graph
 from hal.compile.normalise import value
 from hal.ops.preparing import PreparingKernel
 
@@ -34,13 +37,33 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
             continue
         arguments = list(operation.arguments(node.args, node.kwargs).values())
         for place, prepare in kernel.places:
-            with mode:
-                traced = make_fx(prepare, _allow_non_fake_inputs=True)(value(arguments[place])).graph
-            (source,) = (each for each in traced.nodes if each.op == "placeholder")
+            traced = make_graph(prepare, [value(arguments[place])], mode)
+            (source,) = (each for each in traced.graph.nodes if each.op == "placeholder")
             with graph.inserting_before(node):
-                result = graph.graph_copy(traced, {source: arguments[place]})
+                known = {source: arguments[place], **_constants(traced, graph)}
+                result = graph.graph_copy(traced.graph, known)
             assert isinstance(result, fx.Node)
             arguments[place] = result
             count += 1
+        names = enumerate(operation.signature.parameters)
+        node.meta["written"] = tuple(place for place, name in names if name in operation.mutates)
         node.target, node.args, node.kwargs = kernel.kernel, tuple(arguments), {}
     return count
+
+
+def _constants(traced: fx.GraphModule, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The tensors that a preparation holds, as attributes of the graph's module: one for all that hold the same."""
+    owner: Any = graph.owning_module
+    names = {id(tensor): name for name, tensor in owner.named_buffers()}
+    places = {}
+    for node in traced.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = operator.attrgetter(node.target)(traced)
+        name = names.get(id(tensor))
+        if name is None:
+            name = next(each for index in itertools.count() if not hasattr(owner, each := f"prepared_by_{index}"))
+            owner.register_buffer(name, tensor, persistent=False)
+        places[node] = graph.get_attr(name)
+        places[node].meta = dict(node.meta)
+    return places

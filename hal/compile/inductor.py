@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 
+from hal.compile.make_graph import TRACING
 from hal.compile.trace import TracedStep
 from hal.errors import CompileError
 
@@ -25,7 +26,7 @@ def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
         CompileError: Inductor failed, for instance because there is no C++ compiler.
     """
     try:
-        with torch.no_grad(), tracing(TracingContext(step.mode)), settings.patch(size_asserts=False):
+        with TRACING, torch.no_grad(), tracing(TracingContext(step.mode)), settings.patch(size_asserts=False):
             compiled: Any = compile_fx_inner(step.graph, step.fakes)
     except Exception as error:
         raise CompileError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from hal.compile.sizes import same_size, value
 aten = torch.ops.aten
 
 METHODS = frozenset({
-    "abs", "add", "argmax", "clone", "cos", "div", "expand", "float", "gather", "index_select", "mean", "mm", "mul",
+    "abs", "add", "argmax", "clone", "cos", "div", "expand", "gather", "index_select", "mean", "mm", "mul",
     "neg", "permute", "pow", "reciprocal", "repeat", "rsqrt", "sigmoid", "sin", "squeeze", "sub", "sum", "t",
     "transpose", "unsqueeze",
 })  # fmt: skip
@@ -78,11 +78,12 @@ def _lower_node(node: fx.Node) -> None:
         _call(node, "view" if _only_splits(source, node) else "reshape", source, tuple(sizes))  # type: ignore[arg-type]
     elif target is aten.sym_size.int:
         _call(node, "size", *node.args)
-    elif target is aten.slice.Tensor and _is_narrow(node.args):
+    elif target is aten.slice.Tensor and _is_narrow(node):
         source, dim, start, end = node.args[:4]
         _call(node, "narrow", source, dim, start, end - start)  # type: ignore[operator]
     elif target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
-        _call(node, "to", node.args[0], node.kwargs["dtype"])
+        # Not waiting is False, copying True: ``to`` would give the tensor itself where it has that dtype already.
+        _call(node, "to", node.args[0], node.kwargs["dtype"], False, True)
     elif target.namespace == "aten" and _plain_name(target) in METHODS and not node.kwargs and _has_self(target):
         _call(node, _plain_name(target), *node.args)
 
@@ -113,7 +114,7 @@ def _only_splits(source: fx.Node, node: fx.Node) -> bool:
 
 def _split(graph: fx.Graph, source: fx.Node) -> None:
     """Slices that together are all of a tensor become the parts of one split, which costs little more than one."""
-    slices = [user for user in source.users if user.target is aten.slice.Tensor and _is_narrow(user.args)]
+    slices = [user for user in source.users if user.target is aten.slice.Tensor and _is_narrow(user)]
     slices.sort(key=lambda each: each.args[2])  # type: ignore[arg-type, return-value]
     if len(slices) < 2 or not isinstance(value(source), Tensor):
         return
@@ -141,9 +142,14 @@ def _has_self(target: torch._ops.OpOverload) -> bool:
     return str(target._schema.arguments[0].type) == "Tensor"
 
 
-def _is_narrow(arguments: Sequence[Any]) -> bool:
-    """Whether a slice has both ends, as numbers, and takes every element."""
-    return len(arguments) >= 4 and all(type(each) is int for each in arguments[1:]) and arguments[4:] in ((), (1,))
+def _is_narrow(node: fx.Node) -> bool:
+    """Whether a slice takes every element between two ends that are numbers, and lie in a dimension of known size."""
+    arguments: Any = node.args
+    if len(arguments) < 4 or any(type(each) is not int for each in arguments[1:]) or arguments[4:] not in ((), (1,)):
+        return False
+    source, dim, start, end = arguments[:4]
+    size = value(source).shape[dim] if isinstance(value(source), Tensor) else None
+    return type(size) is int and 0 <= start <= end <= size
 
 
 def _function(graph: fx.Graph, root: SimpleNamespace) -> Callable[..., Any]:

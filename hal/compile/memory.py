@@ -74,10 +74,12 @@ def shows(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node's overload writes."""
-    if not mutates(node):
-        return []
+    """The arguments that a node writes: as its overload says, or for a kernel in an operation's stead its ``meta``."""
     found: list[fx.Node] = []
+    if not mutates(node):
+        for place in node.meta.get("written", ()):
+            found += _nodes(node.args[place])
+        return found
     for argument, given in _given(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += _nodes(given)

@@ -96,8 +96,7 @@ def optimise_model(
     trace = partial(trace_step, model, example, caches, whole=kept_whole(backend), any_size=any_size, decompose=False)
     step = optimise(trace, backend, passes)
     log.info("optimised a step of %s:\n%s", type(model).__name__, step.report)
-    rewrites = {each.name for each in all_passes(backend) if isinstance(each, Rewrite)}
-    for warning in step.report.missed(rewrites & {name for name, wanted in passes.items() if wanted}):
+    for warning in step.report.missed(wanted_rewrites(backend, passes)):
         log.warning("%s: %s", type(model).__name__, warning)
     return step
 
@@ -146,6 +145,11 @@ def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite 
         if name not in known:
             raise ConfigError(f"the backend {backend.name} has no pass {name!r}", nearest(name, known))
     return [each for name, each in known.items() if passes.get(name, True)]
+
+
+def wanted_rewrites(backend: Backend, passes: Mapping[str, bool]) -> set[str]:
+    """Names of the rewrites, not of functions, that ``passes`` asks for."""
+    return {each.name for each in all_passes(backend) if isinstance(each, Rewrite) and passes.get(each.name, False)}
 
 
 def stage_of(name: str, traced: TracedStep, began: float) -> Stage:

@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from hal.compile.make_graph import make_graph
 from hal.compile.normalise import normalise
 
 
@@ -26,8 +25,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode:
         rest = iter(given)
         return function(*(next(rest) if isinstance(each, Tensor) else each for each in arguments))
 
-    with torch.inference_mode(False), torch.no_grad(), mode:
-        return make_fx(flat, _allow_non_fake_inputs=True)(*tensors)
+    return make_graph(flat, tensors, mode)
 
 
 def trace_pattern(

@@ -31,6 +31,7 @@ class Terms:
     Attributes:
         names: of all arguments.
         ranks: numbers of dimensions, where it is always the same.
+        least: the smallest number of dimensions, where it is not.
         dtypes: those that were met, for arguments whose dtype does not follow the draw's.
         following: arguments that have the draw's dtype.
         same_shapes: pairs of arguments.
@@ -40,6 +41,7 @@ class Terms:
 
     names: tuple[str, ...]
     ranks: dict[int, int]
+    least: dict[int, int]
     dtypes: dict[int, frozenset[torch.dtype]]
     following: tuple[int, ...]
     same_shapes: tuple[tuple[int, int], ...]
@@ -73,6 +75,9 @@ class Terms:
                     f"{self.names[one]} is {_sizes(shapes[one])} and {self.names[other]} {_sizes(shapes[other])}, "
                     "and alike in all samples"
                 )
+        for index, rank in self.least.items():
+            if len(shapes[index]) < rank:
+                return f"{self.names[index]} has {len(shapes[index])} dimensions, and {rank} or more in all samples"
         for index, dim in self.single:
             if not same_size(shapes[index][dim], 1):
                 return f"{self.names[index]} is {_sizes(shapes[index])}, and has size 1 at {dim} in all samples"
@@ -129,7 +134,8 @@ def terms_of(pattern: Callable[..., Any], drawn: Drawn) -> Terms:
         by_sizes.setdefault(tuple(sizes), []).append(place)
     return Terms(
         names=names_of(pattern, len(all_samples[0])),
-        ranks={index: found.copy().pop() for index, found in ranks.items() if len(found) == 1},
+        ranks={index: min(found) for index, found in ranks.items() if len(found) == 1},
+        least={index: min(found) for index, found in ranks.items() if len(found) > 1},
         dtypes={
             index: frozenset(each[index].dtype for each in all_samples) for index in tensors if index not in following
         },

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hal import ops
 from hal.batch import Batch
+from hal.compile.make_graph import make_graph
+from hal.compile.stand_in import stand_in
 from hal.errors import CompileError
 from hal.ops.declaration import Kernel, Operation
 
@@ -50,6 +52,29 @@ class TracedStep:
         shapes: Any = self.mode.shape_env
         return [str(guard.expr) for guard in shapes.guards]
 
+    def demand_any_size(self, model: nn.Module, sequences: int | None = None) -> None:
+        """Raise CompileError if what was asked of the sizes is true of some of those that will run, and not of others.
+
+        Args:
+            model: that was traced.
+            sequences: of the example, if it was a decode step's, and any number from two on will run; None if steps of
+                any shape will.
+        """
+        asked: Sequence[Any] = [guard.expr for guard in self.mode.shape_env.guards]  # type: ignore[union-attr]
+        if sequences is not None:
+            more = sympy.Symbol("more", integer=True, nonnegative=True)
+            open_sizes: list[Any] = [size for fake in self.fakes for size in fake.shape if not isinstance(size, int)]
+            known = {
+                size.node._expr: more + 2 + size.node.hint - sequences
+                for size in open_sizes if size.node.hint in (sequences, sequences + 1)
+            }  # fmt: skip
+            asked = [each for each in asked if each.subs(known) != sympy.true]
+        if asked:
+            raise CompileError(
+                f"{type(model).__name__} does not do the same for all sizes: it asks for {', '.join(map(str, asked))}",
+                'write it without Python that depends on sizes, or use the compiler "graph", which compiles for each',
+            )
+
     @property
     def pinned(self) -> list[str]:
         """Open sizes that something in the trace fixed to the example's, such as ``block_table.shape[1] = 5``."""
@@ -71,10 +96,11 @@ class TracedStep:
                 if isinstance(size, int):
                     if size != actual:
                         return False
-                elif sizes.setdefault(size.node.expr, actual) != actual or actual < 2:
+                # The symbol itself, as guards have it: what is known to be a number is that number in ``expr``.
+                elif sizes.setdefault(size.node._expr, actual) != actual or actual < 2:
                     return False
         shapes: Any = self.mode.shape_env
-        return all(bool(guard.expr.subs(sizes)) for guard in shapes.guards)
+        return all(guard.expr.subs(sizes) == sympy.true for guard in shapes.guards)  # and none is left undecided
 
 
 def trace_step(
@@ -86,7 +112,7 @@ def trace_step(
     any_size: bool,
     decompose: bool = True,
 ) -> TracedStep:
-    """Trace ``model(batch, caches)``.
+    """Trace ``model(batch, caches)``. Other threads may run the model meanwhile; one that traces, too, waits.
 
     Args:
         model: takes a batch and the caches; its weights become inputs.
@@ -112,19 +138,18 @@ def trace_step(
 
     def step(*flat: Tensor) -> tuple[Tensor]:
         rest = iter(flat[len(inputs) :])
-        replaced = dict(zip(weights, rest, strict=False))
+        replaced = {id(weight): each for weight, each in zip(weights.values(), rest, strict=False)}
         pairs = [(key, value) for key, value in zip(rest, rest, strict=True)]
         again = attrs.evolve(batch, **dict(zip(_DTYPES, flat[: len(inputs)], strict=True)))
-        logits: Tensor = torch.func.functional_call(model, replaced, (again, pairs))
+        logits: Tensor = stand_in(model, replaced)(again, pairs)
         return (logits,)
 
     def kept(operation: Operation) -> Kernel:
         return operation.overload if operation.name in whole else operation.rebound(kept)
 
     try:
-        with torch.inference_mode(False), torch.no_grad(), ops.intercepted(lambda each, _: kept(each)), mode:
-            table = select_decomp_table() if decompose else None
-            graph = make_fx(step, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+        with ops.intercepted(lambda each, _: kept(each)):
+            graph = make_graph(step, fakes, mode, select_decomp_table() if decompose else None)
     except Exception as error:
         raise CompileError(
             f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",

@@ -7,7 +7,7 @@ names the place and the nearest known key. Drivers and models read their own opt
 from __future__ import annotations
 
 from hal.config.cache import CACHE_DIR, cache_folder, home_of, is_own, private_folder
-from hal.config.environment import environment_mapping, environment_options
+from hal.config.environment import environment_mapping, environment_options, environment_variables
 from hal.config.reading import read, read_model_config
 from hal.config.settings import CacheConfig, CompilationConfig, Config, DTypeName, PhaseConfig
 from hal.config.sources import Source, load, to_mapping
@@ -24,6 +24,7 @@ __all__ = [
     "cache_folder",
     "environment_mapping",
     "environment_options",
+    "environment_variables",
     "home_of",
     "is_own",
     "load",

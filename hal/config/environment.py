@@ -47,8 +47,18 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
 def environment_options(driver_name: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A driver's options from ``HAL_<DRIVER>_<OPTION>``: ``HAL_ACME_CARDS=2`` is ``{"cards": 2}`` for ``acme``."""
     environ = os.environ if environ is None else environ
-    options = ((_option_of(variable, driver_name), text) for variable, text in sorted(environ.items()))
-    return {option: _environment_value(["options", option], text, option) for option, text in options if option}
+    variables = environment_variables(driver_name, environ)
+    return {
+        option: _environment_value(["options", option], environ[variable], variable)
+        for option, variable in variables.items()
+    }
+
+
+def environment_variables(driver_name: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that :func:`environment_options` reads for a driver, by option."""
+    environ = os.environ if environ is None else environ
+    options = ((_option_of(variable, driver_name), variable) for variable in sorted(environ))
+    return {option: variable for option, variable in options if option}
 
 
 def _option_of(variable: str, driver_name: str) -> str:

@@ -23,7 +23,8 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
 
     Args:
         source: a Config (which is checked, too), a mapping, JSON text (begins with ``{``), a path ending in ``.json``
-            or ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables.
+            or ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables. A text with a slash or a
+            suffix is a path.
         driver_names: drivers whose own ``HAL_<DRIVER>_*`` variables are left to them, if source is None.
 
     Raises:
@@ -33,7 +34,7 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
         return read(Config, _table(source))
     if source is None:
         return read(Config, environment_mapping(driver_names=driver_names), "environment")
-    return read(Config, to_mapping(source))
+    return read(Config, to_mapping(source), str(source) if _is_path(source) else "config")
 
 
 def _table(value: Any) -> Any:
@@ -47,10 +48,18 @@ def to_mapping(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[st
     """The mapping that a source of :func:`load` (other than the environment) spells."""
     if isinstance(source, Mapping):
         return source
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return parse_json(source, "config text")
-    if isinstance(source, os.PathLike) or str(source).endswith((".json", ".toml")):
+    if _is_path(source):
         return read_file(Path(source))
     if not isinstance(source, str):
         raise ConfigError(f"cannot read a config from {kind_of(source)}", "pass a mapping, JSON text, a path or a name")
-    return {"backend": source}
+    return parse_json(source, "config text") if _is_json(source) else {"backend": source}
+
+
+def _is_path(source: Any) -> bool:
+    if not isinstance(source, str):
+        return isinstance(source, os.PathLike)
+    return not _is_json(source) and ("/" in source or os.sep in source or bool(Path(source).suffix))
+
+
+def _is_json(source: str) -> bool:
+    return source.lstrip().startswith("{")

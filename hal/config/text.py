@@ -12,13 +12,16 @@ from hal.errors import ConfigError
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """Parse a ``.json`` or ``.toml`` file into a mapping; raises ConfigError for anything else."""
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".toml"):
+        raise ConfigError(f"the config file {path} is neither .json nor .toml", "write it as one of them")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the config file {path}: {error}", "check the path and its permissions"
         ) from None
-    if path.suffix != ".toml":
+    if suffix == ".json":
         return parse_json(text, str(path))
     import tomllib
 

@@ -107,6 +107,8 @@ def main(name: str, options: str, file: str, limit: str) -> None:
         try:
             examine(name, json.loads(options), tell)
         except HalError as error:
+            if error.__cause__ is not None:  # what the driver raised, and where
+                traceback.print_exc()
             tell("failed", {"kind": type(error).__name__, "problem": error.problem, "remedy": error.remedy})
         except (Exception, SystemExit) as error:
             traceback.print_exc()

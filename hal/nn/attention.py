@@ -6,19 +6,29 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.batch import Batch
+from hal.errors import OperationError
 
 
 class Attention(nn.Module):
     """Write new keys and values to the cache, then attend over all of each sequence. Causal; has no weights.
 
     Args:
-        head_dim: elements per head; scores are scaled by ``head_dim ** -0.5``.
-        sliding_window: tokens that a query sees, its own included; None for all.
+        head_dim: elements per head.
+        sliding_window: tokens that a query sees, its own included, so 1 or more; None for all.
+        scale: multiplies the scores; None for ``head_dim ** -0.5``.
+
+    Raises:
+        OperationError: the window is less than 1.
     """
 
-    def __init__(self, head_dim: int, *, sliding_window: int | None = None) -> None:
+    def __init__(self, head_dim: int, *, sliding_window: int | None = None, scale: float | None = None) -> None:
         super().__init__()
-        self.scale = head_dim**-0.5
+        if sliding_window is not None and sliding_window < 1:
+            raise OperationError(
+                f"attention has a sliding_window of {sliding_window}, and a token sees at least itself",
+                "give 1 or more tokens, or None for all",
+            )
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:

@@ -41,10 +41,15 @@ def assert_agree(operation: Operation, dtype: torch.dtype, found: Any, expected:
 
 
 def _assert_steps(got: Tensor, want: Tensor, share: float, what: str) -> None:
-    assert got.dtype == want.dtype, f"{what}: {got.dtype} in place of {want.dtype}"
-    assert got.shape == want.shape, f"{what}: {list(got.shape)} in place of {list(want.shape)}"
+    # Raised by hand, as elsewhere in the checks: `python -O` leaves out assert statements.
+    if got.dtype != want.dtype:
+        raise AssertionError(f"{what}: {got.dtype} in place of {want.dtype}")
+    if got.shape != want.shape:
+        raise AssertionError(f"{what}: {list(got.shape)} in place of {list(want.shape)}")
     steps = (got.int() - want.int()).abs()
     off, most = int((steps > 0).sum()), 1 + int(share * steps.numel())
     worst = int(steps.max()) if steps.numel() else 0
-    assert worst <= 1, f"{what}: int8 results are off by up to {worst}, and 1 is allowed"
-    assert off <= most, f"{what}: {off} of {steps.numel()} int8 results are off by 1, and {most} may be"
+    if worst > 1:
+        raise AssertionError(f"{what}: int8 results are off by up to {worst}, and 1 is allowed")
+    if off > most:
+        raise AssertionError(f"{what}: {off} of {steps.numel()} int8 results are off by 1, and {most} may be")

@@ -92,7 +92,7 @@ def paged_attention(
         kv_lens_host: the same values as kv_lens, on the CPU.
         scale: multiplies the scores.
         causal: whether a query sees only tokens up to its own.
-        sliding_window: if given, a query sees only that many tokens, its own the last.
+        sliding_window: if given, 1 or more: a query sees only that many tokens, its own the last.
 
     Returns:
         ``[tokens, num_heads, head_dim]``, of query's dtype.

@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 
 from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops import library
+from hal.ops.declaring import check_declaration
 from hal.ops.rebind import rebind
 from hal.ops.samples import Draw, Sample
 
@@ -75,6 +76,7 @@ class Operation:
         off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
     ) -> None:
+        check_declaration(body, mutates=mutates, host=host, tolerance=tolerance, off_by_one=off_by_one)
         self.name = body.__name__
         self.namespace = namespace
         self.body = body
@@ -85,15 +87,10 @@ class Operation:
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
         self.signature = inspect.signature(body)
-        for argument in (*self.mutates, *self.host):
-            if argument not in self.signature.parameters:
-                raise OperationError(
-                    f"{self.name} declares the argument {argument!r} but does not take it",
-                    nearest(argument, self.signature.parameters),
-                )
         self._globals: dict[str, Any] = {}
         self._bound: Kernel = body
         self._intercepted: Mapping[int, Kernel] = {}
+        self._of_node: Mapping[int, Kernel] = {}
         self.function = _generate_function(body, self.signature, self._globals)
         self.overload = library.register(self)
 
@@ -142,8 +139,7 @@ class Operation:
     @property
     def kernel_of_node(self) -> Kernel:
         """What the node runs now where it is called in this thread: as a call does, unless calls run the node."""
-        kernel = self.kernel
-        return self._bound if kernel is self.overload else kernel
+        return self._of_node.get(threading.get_ident(), self._bound)
 
     def bind(self, kernel: Kernel) -> None:
         """Make calls run ``kernel``, from the next one on, wherever the function was imported.
@@ -153,9 +149,13 @@ class Operation:
         with _lock:
             self._bound = kernel
             found: dict[int, Kernel] = {}
+            by_node: set[int] = set()  # the threads whose calls come to the node, be it through further wrappers
             for each in _interceptions:
                 found[each.thread] = each.wrap(self, found.get(each.thread, kernel))
+                if found[each.thread] is self.overload:
+                    by_node.add(each.thread)
             self._intercepted = {thread: wrapped for thread, wrapped in found.items() if wrapped is not kernel}
+            self._of_node = {thread: each for thread, each in self._intercepted.items() if thread not in by_node}
             self._globals["_kernel"] = _by_thread(self._intercepted, kernel) if self._intercepted else kernel
 
     def replace(self, old: Kernel, new: Kernel) -> None:
@@ -188,7 +188,8 @@ def op(
     """Declare an operation from its body in plain torch; the decorator returns the function that models call.
 
     The body must be functional torch on any device, without data-dependent Python, so that it can be traced; it is
-    annotated with ``Tensor``, ``int``, ``float``, ``bool``, ``torch.dtype``, ``None`` and tuples of ``Tensor``.
+    annotated with ``Tensor``, ``int``, ``float``, ``bool``, ``torch.dtype`` and optional ones of these, and returns
+    ``Tensor``, a tuple of them, or ``None``.
 
     Args:
         samples: draws argument tuples that cover the operation.
@@ -201,7 +202,9 @@ def op(
         fused: see :func:`fused_op`.
 
     Raises:
-        OperationError: the name is taken, or ``mutates`` or ``host`` name no argument.
+        OperationError: the name is taken; an argument cannot be given by position and by name, or it or the result is
+            annotated otherwise or not at all; ``mutates`` or ``host`` name no argument; or ``tolerance`` or
+            ``off_by_one`` hold what is no tolerance or share of a dtype.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:
@@ -262,7 +265,8 @@ def intercepted(wrap: Wrap) -> Iterator[None]:
     may overlap in any order. A backend that is activated inside the block is active in it and behind it: ``wrap`` gets
     the new kernels. It is called again whenever what is under it changes, so it should only make the function.
 
-    ``wrap`` may give ``operation.overload``, the operation's node, which then runs the backend's kernel.
+    ``wrap`` may give ``operation.overload``, the operation's node, which then runs the backend's kernel, and none of
+    this thread's other interceptions: those outside it do not see the call, and those inside have seen it.
     """
     interception = _Interception(threading.get_ident(), wrap)
     try:

@@ -103,11 +103,20 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in: by config.json, or else what most bytes of floating-point tensors are held in."""
-        named = self.config.get("dtype") or self.config.get("torch_dtype")
-        dtype = getattr(torch, named, None) if isinstance(named, str) else None
-        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-            return dtype
+        """What the model computes in: by config.json, or else what most bytes of floating-point tensors are held in.
+
+        Raises:
+            CheckpointError: config.json names none that there is, or one of integers.
+        """
+        for key in ("dtype", "torch_dtype"):
+            if named := self.config.get(key):
+                dtype = getattr(torch, named, None) if isinstance(named, str) else None
+                if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+                    return dtype
+                raise CheckpointError(
+                    f"{self.path / 'config.json'} says {key} {named!r}, which is no floating-point dtype",
+                    "write float32, bfloat16 or float16; or choose one yourself (dtype in the config, --dtype)",
+                )
         sizes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
             if info.is_floating_point:

@@ -76,6 +76,8 @@ class CompiledDecoder:
         step = trace_step(
             self._model, example.batch, self._cache.layers, whole=backend.inductor or (), any_size=size > 1
         )
+        if size > 1:
+            step.demand_any_size(self._model, size)
         log.info("compiling the decode step for %s", "one sequence" if size == 1 else "two or more sequences")
         compiled = compile_step(step)
         if pinned := step.pinned:

@@ -6,7 +6,7 @@ import logging
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -33,13 +33,16 @@ class SamplingParams:
     """How the tokens of one prompt are chosen; see :func:`hal.ops.sample`.
 
     Attributes:
-        max_new_tokens: at most so many.
-        temperature: 0 takes the likeliest token each time.
-        top_k: keep only the likeliest; 0 keeps all.
-        top_p: keep the likeliest that together reach this probability.
-        min_p: keep tokens at least this fraction as likely as the likeliest.
-        seed: of this prompt alone; the same seed gives the same tokens in any batch.
+        max_new_tokens: at most so many; 1 or more.
+        temperature: 0 or more, and finite; 0 takes the likeliest token each time.
+        top_k: keep only so many of the likeliest; from 0, which keeps all, to 2**31 - 1.
+        top_p: keep the likeliest that together reach this probability; more than 0, and at most 1, which keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; from 0, which keeps all, to 1.
+        seed: of this prompt alone, from 0 to 2**63 - 1; the same seed gives the same tokens in any batch.
         stop_token_ids: tokens that end the text. They are reported, as the last token.
+
+    Raises:
+        ConfigError: one is of another type, or out of its range.
     """
 
     max_new_tokens: int = 128
@@ -58,16 +61,16 @@ class SamplingParams:
             if type(getattr(self, name)) not in (int, float):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, not a number", "see hal.SamplingParams")
         ranges = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": 0 <= self.temperature < float("inf"),
-            "top_k": 0 <= self.top_k < 2**31,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "seed": 0 <= self.seed < 2**63,
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature < float("inf"), "0 or more, and finite"),
+            "top_k": (0 <= self.top_k < 2**31, "0, which keeps all, to 2**31 - 1"),
+            "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1, which keeps all"),
+            "min_p": (0 <= self.min_p <= 1, "0, which keeps all, to 1"),
+            "seed": (0 <= self.seed < 2**63, "0 to 2**63 - 1"),
         }
-        for name, fits in ranges.items():
+        for name, (fits, wanted) in ranges.items():
             if not fits:
-                raise ConfigError(f"{name} is {getattr(self, name)}, out of its range", "see hal.SamplingParams")
+                raise ConfigError(f"{name} is {getattr(self, name)}, out of its range", f"give {wanted}")
 
 
 @attrs.frozen
@@ -111,9 +114,10 @@ def generate(
     Raises:
         BatchError: an empty prompt, one longer than the model or the cache, or a token id out of range. All prompts are
             checked before the first step.
+        ConfigError: ``params`` are none.
         NumericsError: the model gave NaN.
     """
-    per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else _each(params)
     if len(per_prompt) != len(prompts):
         raise BatchError(
             f"{len(prompts)} prompts and {len(per_prompt)} parameters", "give one for all, or one for each"
@@ -123,6 +127,13 @@ def generate(
         for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
     )
     return _run(runner, waiting)
+
+
+def _each(params: Any) -> list[SamplingParams]:
+    found = list(params) if isinstance(params, Iterable) else [params]
+    if all(isinstance(each, SamplingParams) for each in found):
+        return found
+    raise ConfigError(f"params is {params!r:.70}", "give hal.SamplingParams(...), or a list with one for each prompt")
 
 
 def _checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingParams) -> _Sequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from hal.backend import Backend
-from hal.errors import CheckpointError, ConfigError, nearest
+from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, Embedding, Linear, MergedLinear, QuantizedLinear
 from hal.nn.linear import named_parts
 from hal.runtime.checkpoint import Checkpoint, TensorInfo
 from hal.runtime.layers import put_layers
+from hal.runtime.model_classes import check_model_class, find_model
 from hal.runtime.quantization import QuantizedLayers
+from hal.runtime.staging import Staging
 
 log = logging.getLogger("hal.runtime")
 
-GROUP = "hal.models"
 Progress = Callable[[int, int], None]
 """Told the bytes loaded so far, and the bytes in all."""
 
@@ -81,6 +81,7 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
         ConfigError: its config, or the dtype, is not one that the model or the backend can do.
+        ModelError: the model's class cannot be imported, or is none.
         DriverIncompatible: a layer of the backend's own does not fit the place of the one that it replaces.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
@@ -111,6 +112,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ConfigError: its config is not one that the model can do.
+        ModelError: the model's class cannot be imported, or is none.
     """
     model, quantized = _build(checkpoint, model_class)
     _check(checkpoint, model, dict(_places(model)), quantized)
@@ -125,20 +127,11 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
             f"{len(checkpoint.tensors)} tensors for them",
             "check that config.json and the weights belong together",
         )
+    if model_class is None:
+        model_class = find_model(checkpoint.architecture)
     with torch.device("meta"):
-        model = (model_class or find_model(checkpoint.architecture)).from_config(checkpoint.model_config)
+        model = check_model_class(model_class, "model_class").from_config(checkpoint.model_config)
     return model, QuantizedLayers(model, checkpoint)
-
-
-def find_model(architecture: str) -> type[CausalLM]:
-    """The model registered for an architecture's name; imports that one only."""
-    known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    if architecture not in known:
-        raise CheckpointError(
-            f"no model is registered for the architecture {architecture!r}", nearest(architecture, known)
-        )
-    cls: type[CausalLM] = known[architecture].load()
-    return cls
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
@@ -206,7 +199,7 @@ def _fill(
     sizes = {name: torch.Size(place.shape).numel() * place.dtype(dtype).itemsize for name, place in places.items()}
     sizes |= {name: checkpoint.tensors[name].nbytes for name in quantized.names() & set(checkpoint.tensors)}
     done, total = 0, sum(sizes.values())
-    staging = {kind: _Staging(kind, backend) for kind in (dtype, torch.int8)}
+    staging = {kind: Staging(kind, backend) for kind in (dtype, torch.int8)}
     parts = Counter((place.module, place.parameter) for place in places.values())
     for name, values in checkpoint.read(sizes):
         quantized.keep(name, values)
@@ -223,7 +216,7 @@ def _put(
     values: Tensor,
     dtype: torch.dtype,
     backend: Backend,
-    staging: Mapping[torch.dtype, _Staging],
+    staging: Mapping[torch.dtype, Staging],
     parts: Counter[tuple[nn.Module, str]],
 ) -> bool:
     """Whether the weight is complete with it, and the backend changed its form."""
@@ -239,39 +232,6 @@ def _put(
     prepared = backend.prepare_weight(weight, shared=False)
     place.put(staging[kind].replace(weight, prepared))
     return prepared is not weight
-
-
-class _Staging:
-    """Where a projection's weight is put together for a backend that will bring it into another form.
-
-    One piece of memory serves one weight after the other. Giving each back to the heap would leave holes in it.
-    """
-
-    LARGEST = 32 << 20
-    """Bytes. A larger weight gets memory of its own, which goes back to the system as a whole."""
-
-    def __init__(self, dtype: torch.dtype, backend: Backend) -> None:
-        self._empty = partial(torch.empty, dtype=dtype, device=backend.device.torch)
-        self._prepares = type(backend).prepare_weight is not Backend.prepare_weight
-        self._free: Tensor | None = None
-        self._taken: dict[int, Tensor] = {}
-
-    def take(self, shape: torch.Size) -> Tensor:
-        if not self._prepares or shape.numel() * self._empty(0).element_size() > self.LARGEST:
-            return self._empty(shape)
-        memory, self._free = self._free, None
-        if memory is None:
-            memory = self._empty(self.LARGEST // self._empty(0).element_size())
-        self._taken[memory.data_ptr()] = memory
-        return memory[: shape.numel()].view(shape)
-
-    def replace(self, weight: Tensor, prepared: Tensor) -> Tensor:
-        """What stays: ``prepared``, and if that is ``weight`` itself, in memory of its own."""
-        memory = self._taken.pop(weight.data_ptr(), None)
-        if memory is None:
-            return prepared
-        self._free = memory
-        return prepared.clone() if prepared is weight else prepared
 
 
 def _prepare_tied(model: CausalLM, backend: Backend) -> bool:

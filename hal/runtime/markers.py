@@ -18,6 +18,7 @@ from torch import Tensor
 from hal.batch import Batch
 from hal.errors import CaptureError
 from hal.graph import Graph
+from hal.runtime.logits import check_logits
 from hal.runtime.noting import Eagerly, Kind, Marker, tensors_of
 from hal.runtime.stopping import Call, Stopping
 from hal.runtime.tokens import BY_TOKEN, FIELDS, TokenBucket, TokenStep
@@ -104,6 +105,7 @@ class MarkedStep(TokenStep):
             graph = self._backend.graph()
             bucket.graphs.append(graph)
             graph.capture(partial(model.resume, given, ()), pool=pool)
+            check_logits(self._model, graph.outputs, batch)  # of which a step takes as many rows as it wants
             bucket.parts.append(self._part(graph, None, model.call, fields, bucket.size))
         finally:
             model.stop()

@@ -14,7 +14,7 @@ from hal.batch import Batch
 from hal.compile.optimise import OptimisedStep, optimise_model
 from hal.compile.split import SplitStep, operation_of, split
 from hal.compile.trace import example_batch
-from hal.errors import CompileError, ConfigError
+from hal.errors import ConfigError
 from hal.graph import Graph
 from hal.runtime.tokens import BY_TOKEN, FIELDS, TokenBucket, TokenStep
 
@@ -64,11 +64,7 @@ class PiecewiseStep(TokenStep):
         example = example_batch(11, 3, 5, columns=7, device=backend.device.torch)
         step = optimise_model(self._model, example, self._cache.layers, backend, self._config.passes, any_size=True)
         self.optimised = step
-        if conditions := step.traced.conditions:
-            raise CompileError(
-                f"{type(self._model).__name__} does not do the same for all sizes: it asks for {', '.join(conditions)}",
-                'write it without Python that depends on sizes, or use the compiler "graph", which compiles for each',
-            )
+        step.traced.demand_any_size(self._model)
         graph = step.traced.graph.graph
         at = backend.splitting_ops(self._config)
         present = {name for node in graph.nodes if (name := operation_of(node)) is not None}

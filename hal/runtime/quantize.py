@@ -66,7 +66,7 @@ def quantize_checkpoint(
     *,
     format: Format = "compressed-tensors",  # noqa: A002 - what both formats call it
     calibration: str | None = None,
-    calibration_tokens: int = CALIBRATION_TOKENS,
+    calibration_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
     """Write a checkpoint whose linear layers, all but the output projection, are int8.
@@ -81,11 +81,12 @@ def quantize_checkpoint(
         scheme: ``w8a8`` or ``w8a8_dynamic``.
         format: ``compressed-tensors`` or ``modelslim``.
         calibration: the text that ``w8a8`` needs, like those that the model is for.
-        calibration_tokens: so many tokens of it are read, from its beginning.
+        calibration_tokens: so many tokens of it are read, from its beginning; None reads 8192.
         progress: told the bytes of weights read so far, and in all.
 
     Raises:
-        ConfigError: the scheme or format is unknown, or there is a text where none is used, or none where one is.
+        ConfigError: the scheme or format is unknown, or there is a text, or a number of its tokens, where none is used,
+            or no text where one is.
         CheckpointError: the source cannot be read or is quantised already, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
@@ -99,7 +100,8 @@ def quantize_checkpoint(
     layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
     job = _Job(checkpoint, scheme, format, layers, {})
     if calibration is not None:
-        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, calibration_tokens, job))
+        most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
+        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job))
     with _appearing(folder) as partial:
         tensors = _write_weights(job, partial, progress)
         _write_rest(job, model, tensors, partial)
@@ -124,7 +126,7 @@ class _Job:
     activations: Mapping[str, Activation]
 
 
-def _check_request(scheme: Scheme, format: Format, calibration: str | None, calibration_tokens: int) -> None:  # noqa: A002
+def _check_request(scheme: Scheme, format: Format, calibration: str | None, tokens: int | None) -> None:  # noqa: A002
     if scheme not in SCHEMES:
         raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), SCHEMES))
     if format not in WRITERS:
@@ -136,8 +138,13 @@ def _check_request(scheme: Scheme, format: Format, calibration: str | None, cali
         )
     if scheme == "w8a8_dynamic" and calibration is not None:
         raise ConfigError("the scheme w8a8_dynamic uses no calibration text", "leave it out, or use w8a8")
-    if calibration_tokens < 1:
-        raise ConfigError(f"{calibration_tokens} tokens of calibration were asked for", "ask for at least 1")
+    if scheme == "w8a8_dynamic" and tokens is not None:
+        raise ConfigError(
+            f"the scheme w8a8_dynamic uses no calibration text, and {tokens} tokens of one were asked for",
+            "leave them out, or use w8a8",
+        )
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"{tokens} tokens of calibration were asked for", "ask for at least 1")
 
 
 @contextmanager

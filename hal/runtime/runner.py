@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from hal.backend import Backend
-from hal.batch import Batch, one_query_each
+from hal.batch import Batch, Bounds, one_query_each
 from hal.errors import BackendNotActive, BatchError, ConfigError
+from hal.graph import CAPTURING
 from hal.kv_cache import DUMMY_BLOCK, KVCache, KVCacheSpec
 from hal.nn import CausalLM
 from hal.runtime.blocks import BlockAllocator
+from hal.runtime.logits import check_logits
 from hal.runtime.prefixes import PrefixCache
 
 
@@ -24,10 +26,6 @@ def _run(model: CausalLM, cache: KVCache, batch: Batch) -> Tensor:
     return logits
 
 
-_REMEDIES = {
-    "token id": "check that tokenizer and model belong together",
-    "block": "take blocks from runner.blocks (block 0 is for padding), or raise cache.num_tokens for more of them",
-}
 _ROWS = ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host", "positions", "slot_mapping")
 
 
@@ -94,6 +92,8 @@ class Runner:
             self.cache = backend.kv_cache(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
         self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if config.cache.reuse_prefixes else None
+        self._bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
+        self._decoded = False
         # No method of this object: a runner in a cycle would keep its graphs until the next collection.
         eager = partial(_run, model, self.cache)
         self._decode: Callable[[Batch], Tensor] = eager
@@ -102,8 +102,13 @@ class Runner:
             self._make_decoder()
 
     def _make_decoder(self) -> None:
-        model, backend, config = self.model, self.backend, self.backend.config
-        decode, prefill = (config.compilation.of(phase).compiler for phase in ("decode", "prefill"))
+        decode, prefill = (self.backend.config.compilation.of(phase).compiler for phase in ("decode", "prefill"))
+        if (decode, prefill) != ("eager", "eager"):
+            with CAPTURING:  # for what is left on the device is counted before anything is captured
+                self._make_steps(decode, prefill)
+
+    def _make_steps(self, decode: str, prefill: str) -> None:
+        model, backend = self.model, self.backend
         # The compile stack loads when something is compiled.
         if decode == "graph":
             from hal.runtime.decode import GraphDecoder
@@ -143,17 +148,6 @@ class Runner:
         Raises:
             BatchError: also for a token id or block out of range, or a sequence longer than the model was made for.
         """
-        lengths = [0] * len(token_ids) if cached is None else cached
-        # What is no number, and lists of unequal length, are refused by Batch.build.
-        for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, lengths, strict=False)):
-            if isinstance(start, int) and len(tokens) + start > self.model.max_length:
-                raise BatchError(
-                    f"sequence {row} would be {len(tokens) + start} tokens long; the model takes "
-                    f"{self.model.max_length}",
-                    "shorten the prompt, or ask for fewer new tokens",
-                )
-            self._check_range(row, "token id", tokens, 0, self.model.vocab_size)
-            self._check_range(row, "block", blocks, DUMMY_BLOCK + 1, self.spec.num_blocks)
         return Batch.build(
             token_ids,
             block_ids,
@@ -161,6 +155,7 @@ class Runner:
             cached=cached,
             all_logits=all_logits,
             device=self.backend.device.torch,
+            bounds=self._bounds,
         )
 
     def prefill(self, batch: Batch) -> Tensor:
@@ -170,8 +165,9 @@ class Runner:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
 
         Raises:
-            BatchError: its tensors' shapes do not fit together; or it takes several steps, and its logits_indices
-                are not sorted.
+            BatchError: its tensors' shapes do not fit together; a logits index is not of its tokens; or it takes
+                several steps, and its logits_indices are not sorted.
+            ModelError: the model gave no logits, or not as many as were asked for.
         """
         self._require_active()
         self._check_rows(batch)
@@ -180,12 +176,11 @@ class Runner:
         if len(steps) > 1 and bool((wanted.diff() < 0).any() or (wanted < 0).any()):
             raise BatchError(
                 "logits_indices are negative or not sorted, and the batch takes several steps",
-                "sort them and count from 0, or prefill at most max_prefill_tokens at once",
+                "count from 0 and sort them",
             )
         with self.backend.explaining(), torch.inference_mode():
-            if len(steps) == 1:
-                return self._prefill(batch)
-            return torch.cat([self._prefill(step) for step in steps])
+            found = [check_logits(self.model, self._prefill(step), step) for step in steps]
+            return found[0] if len(found) == 1 else torch.cat(found)
 
     def decode(self, batch: Batch) -> Tensor:
         """Run one more token of every sequence.
@@ -194,7 +189,9 @@ class Runner:
             Logits ``[sequences, vocab_size]``, of the weights' dtype; valid until the next decode.
 
         Raises:
-            BatchError: its tensors' shapes do not fit together, or a sequence has other than one new token.
+            BatchError: its tensors' shapes do not fit together, a sequence has other than one new token, or a logits
+                index is not of its tokens.
+            ModelError: the model gave no logits, or not as many as were asked for; found at the first decode.
         """
         self._require_active()
         self._check_rows(batch)
@@ -211,7 +208,11 @@ class Runner:
                 "ask for one a sequence, or call prefill",
             )
         with self.backend.explaining(), torch.inference_mode():
-            return self._decode(batch)
+            logits = self._decode(batch)
+            if not self._decoded:  # once, as it is no more than the model's own mistake that it finds
+                check_logits(self.model, logits, batch)
+                self._decoded = True
+            return logits
 
     def _require_active(self) -> None:
         if not self.backend.active:
@@ -221,8 +222,20 @@ class Runner:
             )
 
     def _check_rows(self, batch: Batch) -> None:
-        """An engine's own tensors: kernels would read past the end of one that is too short."""
+        """An engine's own tensors: kernels would read past the end of one that is too short.
+
+        Which rows of logits are wanted is looked at where the host has it. On a device it is not: to read it there is
+        to wait for all work before it, each step.
+        """
         size, tokens = batch.num_sequences, batch.num_tokens
+        if batch.logits_indices.is_cpu:
+            indices = batch.logits_indices.tolist()  # as lists are faster than torch for these few
+            if indices and not (min(indices) >= 0 and max(indices) < tokens):
+                wrong = next(each for each in indices if not 0 <= each < tokens)
+                raise BatchError(
+                    f"the batch's logits_indices has {wrong}, and the step's tokens are 0 to {tokens - 1}",
+                    "count from 0; a negative index does not count from the end, as steps are padded there",
+                )
         wanted = (size, size, size + 1, size + 1, tokens, tokens)
         found = tuple(getattr(batch, name).size(0) for name in _ROWS)
         if found == wanted:
@@ -233,14 +246,3 @@ class Runner:
                     f"the batch's {name} has {rows} rows, not {right}, for {size} sequences of {tokens} tokens",
                     "give each tensor the shape that hal.Batch documents",
                 )
-
-    def _check_range(self, row: int, what: str, numbers: Sequence[int], low: int, high: int) -> None:
-        try:
-            outside = len(numbers) and not (low <= min(numbers) and max(numbers) < high)
-        except TypeError:
-            raise BatchError(f"sequence {row} has a {what} that is no number", "give lists of integers") from None
-        if outside:
-            wrong = next(number for number in numbers if not low <= number < high)
-            raise BatchError(
-                f"sequence {row} has {what} {wrong}, out of the range {low} to {high - 1}", _REMEDIES[what]
-            )

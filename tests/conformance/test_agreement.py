@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+import hal
+from hal import ops
+from hal.ops import agreement
 from hal.testing.agreement import TOKEN_RATIO, Agreement, Truth, check_choice, check_logits
 
 SEED, TEXTS, TOKENS, VOCAB = 5, 3, 20, 50
@@ -83,3 +89,33 @@ def test_another_choice_must_be_a_tie() -> None:
     sure = Truth.of([rounded], [rounded], torch.float32)  # the same gap, and hardly an error
     with pytest.raises(AssertionError, match=r"here: token 2 in place of 1, which are 0\.05 apart"):
         check_choice("here", 2, sure, 0, 0)
+
+
+def test_steps_are_counted_under_python_o_too() -> None:
+    """It leaves out assert statements, which a check must therefore not be."""
+    namespace: dict[str, object] = {"__name__": agreement.__name__}
+    source = Path(agreement.__file__).read_text(encoding="utf-8")
+    exec(compile(source, agreement.__file__, "exec", optimize=2), namespace)
+    assert_agree = namespace["assert_agree"]
+    assert callable(assert_agree)
+    operation = ops.operation("dynamic_quantize")
+    dtype = next(iter(operation.off_by_one))
+    expected = operation.reference(*next(iter(operation.samples(ops.Draw(dtype)))))
+    assert_agree(operation, dtype, expected, expected)
+    for wrong in (expected[0] ^ 64, expected[0].unsqueeze(0), expected[0].int()):
+        with pytest.raises(AssertionError):
+            assert_agree(operation, dtype, (wrong, expected[1]), expected)
+
+
+def test_no_check_is_an_assert_statement() -> None:
+    """Those that are there narrow a type, and check nothing."""
+    package = Path(hal.__file__).parent
+    files = [*package.glob("testing/*.py"), *package.glob("compare/*.py"), *package.glob("doctor/*.py")]
+    found = [
+        f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
+        for file in (*files, package / "ops/agreement.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert) and not ast.unparse(node.test).endswith(" is not None")
+    ]
+    assert files
+    assert found == []

@@ -5,11 +5,13 @@ The latter is what schemes.py prints at greater length.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import compare
+import processes
 import pytest
 import schemes
 import torch
@@ -108,3 +110,9 @@ def test_int8_costs_little(made: Any, stream: list[int]) -> None:
     plain = measured(made, "bfloat16", "npu", "graph", stream)
     for each in ("w8a8", "w8a8_dynamic"):
         assert measured(made, each, "npu", "graph", stream).decoded == pytest.approx(plain.decoded, rel=0.04)
+
+
+def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
+    text = (processes.ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \w+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+ \|$", text, re.MULTILINE)
+    assert rows == schemes.launch_table(made)

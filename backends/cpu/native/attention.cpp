@@ -18,7 +18,7 @@ struct Shape {
     int64_t query_stride, query_head_stride;  // in elements
     float scale;
     int causal;
-    int64_t window;  // 0 for none
+    int64_t window;  // more than any position for none
 };
 
 struct Span {
@@ -30,7 +30,7 @@ Span visible(const Shape& shape, const int32_t* starts, const int32_t* lengths, 
     if (sequence == shape.sequences) return {0, 0, 0};
     int64_t length = lengths[sequence], position = length - starts[sequence + 1] + token;
     int64_t end = shape.causal ? std::min(position + 1, length) : length;
-    int64_t begin = shape.window ? std::max<int64_t>(0, position - shape.window + 1) : 0;
+    int64_t begin = std::max<int64_t>(0, position - shape.window + 1);
     return {sequence, begin, std::max(begin, end)};
 }
 

@@ -21,6 +21,7 @@ from .. import kernels as by_torch
 from .build import load
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NO_WINDOW = 1 << 62  # tokens, more than any sequence has
 NATIVE = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
 
 
@@ -167,7 +168,8 @@ class _Library:
         wrong = self._attention(
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), table.data_ptr(), starts.data_ptr(),
             lens.data_ptr(), y.data_ptr(), DTYPES[query.dtype], sequences, tokens, heads, kv_heads, head_dim,
-            num_blocks, block_size, max_blocks, outer, inner, scale, causal, sliding_window or 0,
+            num_blocks, block_size, max_blocks, outer, inner, scale, causal,
+            NO_WINDOW if sliding_window is None else sliding_window,
         )  # fmt: skip
         if wrong:
             raise OperationError(
