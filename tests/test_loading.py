@@ -33,11 +33,17 @@ print(backend.device.memory_stats().peak - before, sum(parameter.nbytes for para
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    benchmarks.random_checkpoint.write(folder, torch.float32, num_hidden_layers=16)
+    return folder
+
+
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory(dtype: str, form: str, tmp_path: Path) -> None:
-    benchmarks.random_checkpoint.write(tmp_path, torch.float32, num_hidden_layers=16)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), dtype, form]
+def test_peak_memory(dtype: str, form: str, large: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(large), dtype, form]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, weights, copy = map(int, result.stdout.split())
     assert weights > 500e6, "much more than a file is mapped for at a time"
