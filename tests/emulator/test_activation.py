@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import torch_npu
@@ -51,8 +52,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "src"
 
 
-def python(program: str, environ: Mapping[str, str], *before: str) -> subprocess.CompletedProcess[str]:
-    command = [*before, sys.executable, "-c", program]
+def python(program: str, environ: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -117,6 +118,26 @@ print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache"
     assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
     assert sorted(line[2] for line in lines) == ["0", "1"], "one built, the other waited and took what it built"
     assert lines[0][1] == lines[1][1]
+
+
+def test_each_environment_has_libraries_of_its_own(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has not imported torch finds libtorch_cpu.so where the library says, if that is still there."""
+    cache, found = tmp_path / "cache", build.Toolchain.find(sources)
+    gone = tmp_path / "gone"
+    gone.symlink_to(found.torch)
+    with monkeypatch.context() as patch:
+        patch.setattr(build.Toolchain, "find", lambda _: attrs.evolve(found, torch=gone))
+        other = build.build(sources, cache)
+    before = compiled(cache)
+    gone.unlink()
+    ours = build.build(sources, cache)
+    assert compiled(cache) == before, "only linked again"
+    load = "import ctypes, sys\nctypes.CDLL(sys.argv[1] + '/lib64/libopapi.so')\nprint('torch' in sys.modules)"
+    results = {home: python(load, os.environ, str(home)) for home in (other, ours)}
+    assert "libtorch_cpu.so: cannot open" in results[other].stderr
+    assert results[ours].stdout == "False\n", results[ours].stderr
 
 
 def test_a_source_that_does_not_compile_is_shown(sources: Path, tmp_path: Path) -> None:

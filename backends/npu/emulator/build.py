@@ -4,7 +4,8 @@
 
 Objects are cached one by one, under a hash of what went into them, so that editing a source recompiles that source. The
 finished libraries lie in a folder of their own that is named by the hash of everything: a process that has loaded them
-never sees them change. Two processes that build at once take turns.
+never sees them change. They name the folder of the torch that they were linked with, so each environment has its own,
+of the same objects. Two processes that build at once take turns.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class Plan:
                     found.append(Source(path, library, _hash(common, *texts)))
         names = [f"{each.library.name} {each.path.relative_to(tools.sources)} {each.key}" for each in found]
         recipe = [Path(__file__).read_bytes(), Path(symbols.__file__).read_bytes()]
-        return cls(tuple(found), _hash(common, *names, *recipe))
+        return cls(tuple(found), _hash(common, str(tools.torch), *names, *recipe))
 
 
 class _Builder:
@@ -233,7 +234,8 @@ class _Builder:
         header = self.tools.sources / PRECOMPILED
         version = subprocess.run([self.gxx, "--version"], capture_output=True, text=True, check=True).stdout
         texts = (each.read_bytes() for each in _closure(header, self.tools))
-        key = _hash(self.tools.versions, version, str(self.tools.sources), *_flags(), *texts)
+        folders = (str(self.tools.sources), str(self.tools.torch))  # of what it includes, by path
+        key = _hash(self.tools.versions, version, *folders, *_flags(), *texts)
         folder = self.cache / "headers" / key
         stand_in = folder / "op.h"  # beside which g++ looks for op.h.gch
         if (folder / "op.h.gch").exists():
