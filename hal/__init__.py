@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hal.version import __version__
+from hal.version import API_VERSION, __version__
 
 if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ:
     # `import torch` imports every vendor package it finds, and fails if one of them does. A driver imports its own when
@@ -19,6 +19,8 @@ if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.envi
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
         import torch as _torch  # noqa: F401
+    except (ImportError, OSError):
+        pass  # Whatever uses torch meets the error when it imports it; `hal doctor` does not, and tells of it.
     finally:
         del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from hal.batch import Batch
     from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
     from hal.device import Device
-    from hal.driver import API_VERSION, Driver, Probe
+    from hal.driver import Driver, Probe
     from hal.errors import HalError
     from hal.graph import Graph
     from hal.host import HostDevice
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from hal.stream import Event, Stream
 
 _HOME = {
-    "API_VERSION": "hal.driver",
     "Backend": "hal.backend",
     "Batch": "hal.batch",
     "CacheConfig": "hal.config",

@@ -11,11 +11,6 @@ import attrs
 
 from hal.backend import Backend
 
-API_VERSION = (1, 1)
-"""The driver API of this release. A driver of the same major version and no higher minor version loads.
-
-What a minor version adds has a default, so a driver for 1.0 loads as it is. :data:`ADDED` says what that was.
-"""
 ADDED = MappingProxyType({
     (1, 1): (
         "Driver.probe_for", "Driver.requires", "Driver.variables", "Driver.devices", "Backend.explain",

@@ -6,8 +6,9 @@ import inspect
 import operator
 from typing import Any
 
-from hal.driver import API_VERSION, Driver
+from hal.driver import Driver
 from hal.errors import DriverIncompatible
+from hal.version import API_VERSION
 
 
 def check_driver(name: str, group: str, cls: Any) -> None:

@@ -403,7 +403,19 @@ def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> No
     assert of(found, "acme")["status"] == "broken"
 
 
-def test_without_torch_there_is_nothing_to_examine(doctor: Doctor) -> None:
+@pytest.mark.parametrize("autoload", ["0", "1", None])
+def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(host.AUTOLOAD)
     doctor.install({}, torch="raise ImportError('libtorch.so is missing')")
-    result = doctor.run(code=2, **{host.AUTOLOAD: "0"})
-    assert result.stderr == "error: torch cannot be imported: libtorch.so is missing\nremedy: reinstall torch\n"
+    environ = {} if autoload is None else {host.AUTOLOAD: autoload}
+    shown = doctor.run(code=1, **environ)
+    assert shown.stderr == "examining torch ...\n", "and no driver"
+    lines = shown.stdout.splitlines()
+    assert "torch cannot be imported" in lines
+    assert "warning: it exited with status 1: ImportError: libtorch.so is missing" in lines
+    assert "remedy: reinstall torch" in lines
+    assert lines[-1] == "torch cannot be imported"
+    found = doctor.driver("cpu", code=1, **environ)
+    assert (found["status"], found["reason"], found["hint"]) == (
+        "unavailable", "not examined: torch cannot be imported", "reinstall torch",
+    )  # fmt: skip

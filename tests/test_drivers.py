@@ -19,7 +19,7 @@ from stevedore.extension import ExtensionManager
 
 import hal
 from hal import negotiation, registry
-from hal.driver import ADDED, API_VERSION
+from hal.driver import ADDED
 from hal.errors import (
     BackendNotActive,
     ConfigError,
@@ -31,6 +31,7 @@ from hal.errors import (
 )
 from hal.host import memory_limits
 from hal.ops.preparing import PreparingKernel
+from hal.version import API_VERSION
 
 VENDOR = """
 import attrs

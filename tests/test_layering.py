@@ -141,7 +141,7 @@ def test_models_may_import_nothing_new(repository: Path) -> None:
 
 
 def test_the_public_names_are_all_there() -> None:
-    assert set(hal.__all__) == {*hal._HOME, *hal._MODULES, "__version__"}
+    assert set(hal.__all__) == {*hal._HOME, *hal._MODULES, "__version__", "API_VERSION"}
     for name in hal.__all__:
         assert getattr(hal, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

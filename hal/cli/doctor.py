@@ -26,9 +26,7 @@ def command(context: click.Context, backend: str | None, emulate: bool, as_docum
     that can run here. Each driver is examined in a process of its own. Exits with 1 if anything that is available does
     not work, or if the driver that --backend names cannot run here.
     """
-    from hal.doctor.host import import_torch_alone
-
-    import_torch_alone()
+    # None of these imports torch: what its import does, or a vendor's package, is for processes that may crash.
     from hal.doctor import report
     from hal.doctor.examine import examine, summary
     from hal.doctor.findings import as_json

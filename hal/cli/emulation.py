@@ -22,13 +22,12 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: neither names a driver, or the driver has no such option.
     """
-    from hal.config import environment_mapping, environment_options
-    from hal.registry import driver_names
-
     if not emulate:
         yield {}
         return
-    named = backend or environment_mapping(driver_names=driver_names()).get("backend", "auto")
+    from hal.config import environment_options
+
+    named = backend or _backend_of_the_environment()
     if named == "auto":
         raise ConfigError(
             "--emulate was given, and no driver to emulate a device for",
@@ -44,3 +43,10 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
             f"--emulate was given, and the driver {named} has no emulated device: {error.problem}",
             "leave --emulate out, or choose another backend",
         ) from error
+
+
+def _backend_of_the_environment() -> str:
+    from hal.config import environment_mapping
+    from hal.registry import driver_names  # which needs torch
+
+    return str(environment_mapping(driver_names=driver_names()).get("backend", "auto"))

@@ -14,7 +14,7 @@ import attrs
 import click
 
 from hal.errors import ConfigError
-from hal.version import __version__
+from hal.version import API_VERSION, __version__
 
 FILES = {
     "README.md": "README.md",
@@ -57,8 +57,6 @@ def command(name: str, folder: Path | None) -> None:
 
 def _values(name: str) -> dict[str, str]:
     """What the templates ask for."""
-    from hal.driver import API_VERSION
-
     torch = importlib.metadata.version("torch").split("+")[0].split(".")
     return {
         "name": name,

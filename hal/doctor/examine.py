@@ -17,7 +17,7 @@ from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.doctor.privacy import without_names
 from hal.doctor.process import Ending, run_python
 from hal.errors import ConfigError
-from hal.version import __version__
+from hal.version import API_VERSION, __version__
 
 
 def examine(
@@ -39,10 +39,12 @@ def examine(
     say("examining torch")
     torch = host.torch_found(seconds)
     for driver in drivers:
+        if not torch.version:
+            driver.status, driver.hint = "unavailable", torch.remedy
+            driver.reason = "not examined: torch cannot be imported"
+            continue
         say(f"examining the driver {driver.name}")
         _examine(driver, options, seconds)
-    from hal.driver import API_VERSION
-
     well = all(each.status != "broken" and (only is None or each.status == "works") for each in drivers)
     return without_names(
         Findings(

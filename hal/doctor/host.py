@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from hal.doctor import findings
 from hal.doctor.process import package_file, run_python
-from hal.errors import DriverNotFound, HalError, nearest
+from hal.errors import DriverNotFound, nearest
 
 DISTRIBUTION = "torch-hal"
 DRIVERS = "hal.drivers"
@@ -36,26 +36,6 @@ def installed_drivers(only: str | None) -> list[findings.Driver]:
     if only is not None and only not in found:
         raise DriverNotFound(f"no driver {only!r} is installed", nearest(only, found))
     return [each for name, each in sorted(found.items()) if only in (None, name)]
-
-
-def import_torch_alone() -> None:
-    """Import torch into this process without the vendors' packages, even if the environment asks for them.
-
-    What they do when they are imported is for the processes that may crash.
-
-    Raises:
-        HalError: torch cannot be imported.
-    """
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
-        import torch  # noqa: F401
-    except (ImportError, OSError) as error:
-        raise HalError(f"torch cannot be imported: {error}", "reinstall torch") from error
-    finally:
-        del os.environ[AUTOLOAD]
-        if before is not None:
-            os.environ[AUTOLOAD] = before
 
 
 def torch_found(seconds: float) -> findings.Torch:
