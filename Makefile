@@ -9,7 +9,9 @@ CUDA_VENV ?= $(VENV)/cuda
 CUDA_TESTS ?= tests/cuda/emulated $(wildcard tests/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What is imported is compiled then, and kept: pip would compile all of it, on one core, which takes as long as the rest.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test bench lint types layers docs checkpoint clean test-cuda-emulated
 
@@ -32,13 +34,11 @@ endif
 
 # torch imports torch_npu wherever it is installed. The tests of the emulated CANN want that, in processes of their own.
 # A worker for each core takes whole files, whose tests share what is dear to make; one thread each, so that none waits.
-PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test: export OMP_NUM_THREADS = 1
 # The workers have the cores: Inductor's own would each import torch again.
 test: export TORCHINDUCTOR_COMPILE_THREADS = 1
-# Else each of the hundreds of processes that tests start would compile hal's own modules anew.
-test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.test
 	$(PYTEST)
 	$(PYTEST) tests/emulator
@@ -92,7 +92,7 @@ $(VENV)/.dev: $(VENV)/.base
 
 # Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports. numpy 2.4
 # takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
-$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(PIP) torch==2.11.0
