@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from hal.memory import MemoryStats
     from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.runtime.checkpoint import Checkpoint
-    from hal.runtime.generate import SamplingParams, Token, generate
+    from hal.runtime.generate import Token, generate
     from hal.runtime.loading import load_model
     from hal.runtime.runner import Runner
+    from hal.runtime.sampling import SamplingParams
     from hal.stream import Event, Stream
 
 _HOME = {
@@ -64,7 +65,7 @@ _HOME = {
     "Probe": "hal.driver",
     "PhaseConfig": "hal.config",
     "Runner": "hal.runtime.runner",
-    "SamplingParams": "hal.runtime.generate",
+    "SamplingParams": "hal.runtime.sampling",
     "Stream": "hal.stream",
     "Token": "hal.runtime.generate",
     "active_backend": "hal.backend",

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from hal.nn import CausalLM
-    from hal.runtime.generate import SamplingParams
     from hal.runtime.loading import Progress
     from hal.runtime.runner import Runner
+    from hal.runtime.sampling import SamplingParams
 
 MAX_CACHE_TOKENS = 65536
 """The cache is not sized for more by itself; prompts that do not fit wait their turn."""

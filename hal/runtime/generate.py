@@ -12,65 +12,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal import ops
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.prefixes import PrefixCache
 from hal.runtime.runner import Runner
+from hal.runtime.sampling import SamplingParams, choose, rows_of_nan
 
 log = logging.getLogger("hal.runtime")
-
-
-def _token_ids(values: Iterable[int]) -> frozenset[int]:
-    try:
-        return frozenset(map(operator.index, values))
-    except TypeError:
-        raise ConfigError(f"stop_token_ids is {values!r:.70}", "give token ids, such as {0}") from None
-
-
-@attrs.frozen
-class SamplingParams:
-    """How the tokens of one prompt are chosen; see :func:`hal.ops.sample`.
-
-    Attributes:
-        max_new_tokens: at most so many; 1 or more.
-        temperature: 0 or more, and finite; 0 takes the likeliest token each time.
-        top_k: keep only so many of the likeliest; from 0, which keeps all, to 2**31 - 1.
-        top_p: keep the likeliest that together reach this probability; more than 0, and at most 1, which keeps all.
-        min_p: keep tokens at least this fraction as likely as the likeliest; from 0, which keeps all, to 1.
-        seed: of this prompt alone, from 0 to 2**63 - 1; the same seed gives the same tokens in any batch.
-        stop_token_ids: tokens that end the text. They are reported, as the last token.
-
-    Raises:
-        ConfigError: one is of another type, or out of its range.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_token_ids)
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "seed"):
-            if type(getattr(self, name)) is not int:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, not an integer", "see hal.SamplingParams")
-        for name in ("temperature", "top_p", "min_p"):
-            if type(getattr(self, name)) not in (int, float):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, not a number", "see hal.SamplingParams")
-        ranges = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 or more, and finite"),
-            "top_k": (0 <= self.top_k < 2**31, "0, which keeps all, to 2**31 - 1"),
-            "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1, which keeps all"),
-            "min_p": (0 <= self.min_p <= 1, "0, which keeps all, to 1"),
-            "seed": (0 <= self.seed < 2**63, "0 to 2**63 - 1"),
-        }
-        for name, (fits, wanted) in ranges.items():
-            if not fits:
-                raise ConfigError(f"{name} is {getattr(self, name)}, out of its range", f"give {wanted}")
 
 
 @attrs.frozen
@@ -233,8 +181,12 @@ def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
 def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> list[int]:
     """Each sequence's next token. The step has run to its end by then, and gave no NaN."""
     with runner.backend.explaining(), torch.inference_mode():
-        _refuse_nan(sequences, logits)
-        return _sample(sequences, logits).tolist()
+        if wrong := rows_of_nan(logits):
+            raise NumericsError(
+                f"the model gave NaN logits for prompt {', '.join(str(sequences[row].prompt) for row in wrong)}",
+                "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
+            )
+        return choose(logits, [each.params for each in sequences], [each.new for each in sequences]).tolist()
 
 
 def _append(sequences: list[_Sequence], chosen: list[int]) -> Iterator[Token]:
@@ -242,24 +194,6 @@ def _append(sequences: list[_Sequence], chosen: list[int]) -> Iterator[Token]:
         sequence.tokens.append(token)
         sequence.new += 1
         yield Token(sequence.prompt, token, _finished(sequence))
-
-
-def _sample(sequences: list[_Sequence], logits: Tensor) -> Tensor:
-    if all(each.params.temperature == 0 for each in sequences):
-        return ops.greedy_sample(logits)
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(logits.device)
-
-    return ops.sample(
-        logits,
-        column([each.params.temperature for each in sequences], torch.float32),
-        column([each.params.top_k for each in sequences], torch.int32),
-        column([each.params.top_p for each in sequences], torch.float32),
-        column([each.params.min_p for each in sequences], torch.float32),
-        column([each.params.seed for each in sequences], torch.int64),
-        column([each.new for each in sequences], torch.int64),
-    )
 
 
 def _finished(sequence: _Sequence) -> Literal["stop", "length"] | None:
@@ -274,13 +208,3 @@ def _without_finished(running: list[_Sequence], runner: Runner) -> list[_Sequenc
     for sequence in finished:
         _blocks(runner).give_back(sequence.blocks)
     return [sequence for sequence in running if not _finished(sequence)]
-
-
-def _refuse_nan(sequences: list[_Sequence], logits: Tensor) -> None:
-    bad = logits.amax(-1).isnan()
-    if bad.any():
-        prompts = [str(each.prompt) for each, wrong in zip(sequences, bad.tolist(), strict=True) if wrong]
-        raise NumericsError(
-            f"the model gave NaN logits for prompt {', '.join(prompts)}",
-            "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
-        )

@@ -10,9 +10,10 @@ import attrs
 import torch
 
 from hal.compilers import IN_PIECES
-from hal.runtime.generate import SamplingParams, generate
+from hal.runtime.generate import generate
 from hal.runtime.loading import load_model
 from hal.runtime.runner import Runner
+from hal.runtime.sampling import SamplingParams
 from hal.testing.agreement import check_choice, check_logits, truth
 from hal.testing.case import Case, require
 from hal.testing.checkpoints import FAMILIES, HEAD_DIM, checkpoint
