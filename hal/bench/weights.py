@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hal.nn import CausalLM, MergedLinear
-from hal.runtime.checkpoint import Checkpoint, TensorInfo
+from hal.runtime.checkpoint import Checkpoint
+from hal.runtime.checkpoint_files import TensorInfo
 from hal.runtime.model_classes import find_model
 
 

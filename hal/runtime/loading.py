@@ -16,7 +16,8 @@ from hal.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, Embedding, Linear, MergedLinear, QuantizedLinear
 from hal.nn.linear import named_parts
-from hal.runtime.checkpoint import Checkpoint, TensorInfo
+from hal.runtime.checkpoint import Checkpoint
+from hal.runtime.checkpoint_files import TensorInfo
 from hal.runtime.layers import put_layers
 from hal.runtime.model_classes import check_model_class, find_model
 from hal.runtime.quantization import QuantizedLayers

@@ -14,7 +14,8 @@ from hal.nn import CausalLM, DynamicQuantizedLinear, Linear, MergedLinear, Stati
 from hal.nn.linear import named_parts
 from hal.quantization.arithmetic import DynamicLayer, StaticLayer, merge_dynamic, merge_static
 from hal.quantization.description import Quantization, Scheme, TensorSpec
-from hal.runtime.checkpoint import Checkpoint, TensorInfo
+from hal.runtime.checkpoint import Checkpoint
+from hal.runtime.checkpoint_files import TensorInfo
 
 OUTPUT_PROJECTION = "lm_head"
 ROW_SUMS = "row sums"

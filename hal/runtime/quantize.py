@@ -25,7 +25,8 @@ from hal.quantization.description import Scheme, Writer
 from hal.quantization.modelslim import ModelSlimWriter
 from hal.registry import open_backend
 from hal.runtime.calibration import input_ranges
-from hal.runtime.checkpoint import INDEX, Checkpoint
+from hal.runtime.checkpoint import Checkpoint
+from hal.runtime.checkpoint_files import INDEX
 from hal.runtime.loading import Progress, build_model, load_model
 from hal.runtime.quantization import OUTPUT_PROJECTION, linear_layers
 

@@ -1,0 +1,169 @@
+"""The files of a checkpoint's folder: JSON, and safetensors with their index.
+
+Only safetensors are read. Nothing is unpickled, and no code from a checkpoint runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hal.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+REMAP_BYTES = 32 << 20
+"""A file is mapped anew after so many bytes, because pages that were read count as the process's memory until then."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@attrs.frozen
+class TensorInfo:
+    """Where a tensor is, and its shape. Its values are read later."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes on disk."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return DTYPES[self.dtype].is_floating_point
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds none.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file.parent} is no checkpoint: it has no {file.name}", "give the folder that holds config.json"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "download or save it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object", "download or save it again")
+    return value
+
+
+def _index(folder: Path) -> Path | None:
+    """The index of several files; ModelSlim names it after its own."""
+    if (folder / INDEX).exists():
+        return folder / INDEX
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} indices: {', '.join(file.name for file in found)}",
+            "remove those that are not meant",
+        )
+    return found[0] if found else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights: those that the index names, or the only one.
+
+    Raises:
+        CheckpointError: there are none, one is missing, or it cannot be told which are meant.
+    """
+    index = _index(folder)
+    if index is not None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map", "download or save it again")
+        names = sorted(set(weight_map.values()))
+        # A name with a path in it could point anywhere on the machine.
+        if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise CheckpointError(
+                f"{index.name} names {outside[0]!r}, which is no safetensors file of the folder",
+                "download or save it again",
+            )
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {index.name} names", "download it again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise CheckpointError(
+            f"{folder} holds {len(files)} safetensors files and no {INDEX}", "save it again, or add the index"
+        )
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when loaded",
+            "convert it to safetensors on a machine that you can lose",
+        )
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it has no safetensors file", "give the folder that holds the weights"
+    )
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}", "it may be truncated; download or save it again"
+        ) from None
+
+
+def tensors_of(file: Path) -> Iterator[tuple[str, TensorInfo]]:
+    """What a safetensors file holds, by name.
+
+    Raises:
+        CheckpointError: it is damaged, or holds a dtype that is not read.
+    """
+    with _opened(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            part = handle.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise CheckpointError(
+                    f"{name} in {file} is {part.get_dtype()}", f"use a checkpoint in one of {', '.join(DTYPES)}"
+                )
+            yield name, TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
+
+
+def read_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+    """The values of ``tensors``, file by file, as CPU tensors mapped from disk: copy each before taking the next."""
+    by_file: dict[Path, list[str]] = {}
+    for name, info in tensors.items():
+        by_file.setdefault(info.file, []).append(name)
+    for file, wanted in by_file.items():
+        for group in _grouped(wanted, tensors):
+            with _opened(file) as handle:
+                for name in group:
+                    yield name, handle.get_tensor(name)
+
+
+def _grouped(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name in names:
+        group.append(name)
+        size += tensors[name].nbytes
+        if size >= REMAP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
