@@ -81,10 +81,10 @@ class Batch:
         asks for those logits of this batch that its tokens give; ``logits_indices`` must be sorted, from 0 or above.
 
         Raises:
-            BatchError: ``max_tokens`` is less than 1.
+            BatchError: ``max_tokens`` is less than 1, or no integer.
         """
-        if max_tokens < 1:
-            raise BatchError(f"steps of {max_tokens} tokens were asked for", "ask for at least 1")
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise BatchError(f"steps of {max_tokens!r:.70} tokens were asked for", "ask for at least 1")
         if self.num_tokens <= max_tokens:
             return [self]
         return [self._between(start, start + max_tokens) for start in range(0, self.num_tokens, max_tokens)]
@@ -136,9 +136,11 @@ class Batch:
             bounds: what the numbers may be; :meth:`hal.Runner.batch` gives its model's and its cache's.
 
         Raises:
-            BatchError: no sequences, a sequence without new tokens, or with too few blocks, or numbers that are no
-                integers or out of their range.
+            BatchError: no sequences, a sequence without new tokens, with too few blocks or with one of them twice, or
+                numbers that are no integers or out of their range.
         """
+        if type(block_size) is not int or block_size < 1:
+            raise BatchError(f"block_size is {block_size!r:.70}", "give the cache's, which is 1 or more")
         bounds = bounds or Bounds()
         size = _length("token_ids", token_ids)
         cached = [0] * size if cached is None else cached
@@ -166,6 +168,12 @@ class Batch:
                 raise BatchError(
                     f"sequence {row} has {length} tokens, but its {len(blocks)} blocks hold {len(blocks) * block_size}",
                     "give it more blocks before the step",
+                )
+            if len(set(blocks)) < len(blocks):
+                twice = next(block for block in blocks if blocks.count(block) > 1)
+                raise BatchError(
+                    f"sequence {row} has the block {twice} twice, and would overwrite its own tokens there",
+                    "give it each block once",
                 )
             positions += range(start, length)
             slots += (blocks[p // block_size] * block_size + p % block_size for p in range(start, length))

@@ -103,11 +103,16 @@ class NumericsError(HalError):
     """A computation gave NaN where a number is needed."""
 
 
+LISTED = 40
+"""Names that a message lists; a checkpoint has thousands."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message: the known name most like ``name``, then all known names."""
+    """Return a phrase for an error message: the known name most like ``name``, then the first of the known."""
     names = sorted(known)
     if not names:
         return "there are none"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}known: {', '.join(names)}"
+    more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{guess}known: {', '.join(names[:LISTED])}{more}"

@@ -97,12 +97,12 @@ def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
         with pytest.raises(OperationError, match=f"slot {slot}, outside the cache of 8 slots"):
             native.kernels["store_kv_cache"](row, row, cache, cache.clone(), torch.tensor([slot], dtype=torch.int32))
     starts = torch.tensor([0, 1], dtype=torch.int32)
-    for block, length in ((2, 3), (-1, 3), (1, 5)):
+    for block, length in ((2, 3), (-1, 3), (1, 5), (1, -1), (1, -4)):
         table, lens = torch.tensor([[block]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
             native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
     starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # a prefill, which is torch's
-    for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2)):
+    for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2), ([0, 1], -1)):
         table, lens = torch.tensor([blocks], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
             native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)

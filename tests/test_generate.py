@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -280,10 +280,18 @@ def test_stopping_early_gives_the_blocks_back(steps: int, trained: Path, texts: 
     assert runner.blocks.num_free == free
 
 
-@pytest.mark.parametrize("prompt", ["abc", [1.5], 5, [None]])
+@pytest.mark.parametrize("prompt", ["abc", [1.5], 5, [None], [True]])
 def test_prompts_must_be_token_ids(prompt: Any, trained: Path) -> None:
     with pytest.raises(BatchError, match="list of token ids"):
         hal.generate(open_runner(trained), [prompt], hal.SamplingParams())
+
+
+def test_any_iterable_of_prompts_will_do(trained: Path, texts: list[list[int]]) -> None:
+    runner, nothing = open_runner(trained), cast(Any, None)
+    found = list(hal.generate(runner, cast(Any, iter(texts)), hal.SamplingParams(max_new_tokens=2)))
+    assert found == list(hal.generate(runner, texts, hal.SamplingParams(max_new_tokens=2)))
+    with pytest.raises(BatchError, match="prompts is None"):
+        hal.generate(runner, nothing, hal.SamplingParams())
 
 
 @pytest.mark.parametrize(

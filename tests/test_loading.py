@@ -14,12 +14,15 @@ from typing import Any
 import benchmarks.random_checkpoint
 import pytest
 import torch
+from hal.models.qwen3 import Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
 from checkpoints import random_checkpoint, write_json
-from hal.errors import CheckpointError, ModelError
-from hal.runtime import model_classes
+from hal.errors import CheckpointError, HalError, ModelError
+from hal.runtime import checkpoint_files, model_classes
+from hal.runtime.quantize import quantize_checkpoint
 
 PROGRAM = """
 import sys, hal, hal.models.qwen3, hal.runtime.loading
@@ -102,3 +105,88 @@ def test_a_dtype_that_is_none_is_named(key: str, named: object, cpu: hal.Backend
     assert next(hal.load_model(folder, hal.open({"backend": "cpu", "dtype": "float32"})).parameters()).dtype == (
         torch.float32
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_tensor_with_values_of_its_own_is_refused(dtype: str, cpu: hal.Backend, tmp_path: Path) -> None:
+    """It would be ignored; one that repeats the table is a part of many releases, and is not looked at again."""
+    folder = random_checkpoint(tmp_path / "source", dtype=dtype)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    table = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": table.to(torch.float32, copy=True)}, file)
+    hal.load_model(folder, cpu)
+    other = table.clone()
+    other[-1, -1] += 1
+    save_file({**weights, "lm_head.weight": other}, file)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight in .* does not repeat model.embed_tokens.weight"):
+        hal.load_model(folder, cpu)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight in .* does not repeat model.embed_tokens.weight"):
+        quantize_checkpoint(folder, tmp_path / "target", "w8a8_dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "tie_word_embeddings": False})
+    hal.load_model(folder, cpu)
+
+
+def test_tensors_are_compared_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "REMAP_BYTES", 100)
+    folder = random_checkpoint(tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    other = weights["model.embed_tokens.weight"].clone()
+    other[-1, 0] += 1
+    extra = {"one": torch.tensor(1.0), "another": torch.tensor(1.0), "third": torch.tensor(2.0)}
+    save_file({**weights, "same": weights["model.embed_tokens.weight"].clone(), "other": other, **extra}, file)
+    checkpoint = hal.Checkpoint.open(folder)
+    assert checkpoint.equal("same", "model.embed_tokens.weight")
+    assert not checkpoint.equal("other", "model.embed_tokens.weight")
+    assert checkpoint.equal("one", "another")
+    assert not checkpoint.equal("one", "third")
+
+
+class TestModelsThatAreNotWhole:
+    """Mistakes of a model's author, each named instead of met somewhere inside."""
+
+    @staticmethod
+    def refused(made: Callable[[Any], Any], message: str, cpu: hal.Backend, folder: Path) -> None:
+        class Wrong(Qwen3ForCausalLM):
+            @classmethod
+            def from_config(cls, config: Any) -> Any:
+                return made(super().from_config(config))
+
+        with pytest.raises(HalError, match=message):
+            hal.load_model(random_checkpoint(folder), cpu, model_class=Wrong)
+
+    def test_what_is_tied_to_nothing(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        def made(model: Any) -> Any:
+            model.tied = {"lm_head.weight": "model.embed_token.weight"}
+            return model
+
+        self.refused(made, r"(?s)'model.embed_token.weight' .* did you mean 'model.embed_tokens.weight'", cpu, tmp_path)
+
+    def test_nothing(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        self.refused(lambda model: None, r"Wrong.from_config returned None", cpu, tmp_path)
+
+    def test_an_exception(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        self.refused(lambda model: {}["rope"], r"Wrong cannot be made: KeyError: 'rope'", cpu, tmp_path)
+
+    @pytest.mark.parametrize("name", ["vocab_size", "max_length", "num_layers", "num_kv_heads", "head_dim"])
+    def test_a_number_that_is_not_set(self, name: str, cpu: hal.Backend, tmp_path: Path) -> None:
+        def made(model: Any) -> Any:
+            delattr(model, name)
+            return model
+
+        self.refused(made, rf"Wrong.{name} is None", cpu, tmp_path)
+
+    def test_a_tensor_that_is_no_parameter(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        def made(model: Any) -> Any:
+            model.model.scale = torch.empty(3, device="meta")
+            return model
+
+        self.refused(made, r"keeps model.scale, which no checkpoint fills", cpu, tmp_path)
+
+    def test_sizes_that_no_tensor_has(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path)
+        write_json(folder / "config.json", {**json.loads((folder / "config.json").read_text()), "vocab_size": 2**62})
+        with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot be made: RuntimeError: "):
+            hal.load_model(folder, cpu)

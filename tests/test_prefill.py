@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -80,7 +81,8 @@ def test_unsorted_logits_are_refused_where_they_cannot_be_given(trained: Path) -
     for wrong in (turned, attrs.evolve(batch, logits_indices=torch.tensor([-1]))):
         with pytest.raises(BatchError, match="logits_indices"):
             runner.prefill(wrong)
-    for steps in (0, -1):
+    wrong_steps: tuple[Any, ...] = (0, -1, 1.5, "2", None)
+    for steps in wrong_steps:
         with pytest.raises(BatchError, match="ask for at least 1"):
             batch.split(steps)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 from benchmarks import random_checkpoint as large_checkpoint
 from click.testing import CliRunner
+from hal.models.qwen3 import Qwen3ForCausalLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ from hal.quantization.arithmetic import activation_for, quantize_weight
 from hal.runtime.calibration import input_ranges
 from hal.runtime.checkpoint import Checkpoint
 from hal.runtime.loading import build_model
+from hal.runtime.quantization import linear_layers
 from hal.runtime.quantize import quantize_checkpoint
 
 Format = Literal["compressed-tensors", "modelslim"]
@@ -706,6 +709,26 @@ def refused(source: Path, target: Path, message: str) -> None:
     result = CliRunner().invoke(main, ["quantize", str(source), str(target), "--scheme", "w8a8_dynamic"])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_full_disk_is_told(plain: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        refused(plain, tmp_path / "out", "cannot be written: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_the_output_projection_has_the_name_that_the_model_gives(tmp_path: Path) -> None:
+    class Renamed(Qwen3ForCausalLM):
+        output_projection = "down_proj"
+
+    checkpoint = Checkpoint.open(random_checkpoint(tmp_path, tie_word_embeddings=False))
+    layers = [name for name, _ in linear_layers(build_model(checkpoint, Renamed))]
+    assert "lm_head" in layers
+    assert not [name for name in layers if name.endswith("down_proj")]
 
 
 def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:

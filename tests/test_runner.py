@@ -136,6 +136,7 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         ([[1]], [torch.tensor([1])], None, "sequence 0 is given as a tensor"),
         ([[1]], [[1.0]], None, r"block \[1.0\], not integers"),
         ([[1]], [[1]], [1.0], r"\[1.0\] tokens cached, not integers"),
+        ([[1], [2]], [[1], [2, 3, 2]], None, "sequence 1 has the block 2 twice"),
     ],
 )
 def test_wrong_batches_are_refused(
@@ -169,6 +170,12 @@ def test_lengths_of_any_kind_are_checked(cpu: hal.Backend, kind: str) -> None:
 def test_batches_that_no_cache_can_have(blocks: list[Any], cached: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         hal.Batch.build([[1, 2]], [blocks], block_size=16, cached=[cached])
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, None])
+def test_blocks_hold_a_token_or_more(size: Any) -> None:
+    with pytest.raises(BatchError, match=f"block_size is {size}"):
+        hal.Batch.build([[1, 2]], [[1]], block_size=size)
 
 
 def test_any_integers_will_do() -> None:

@@ -46,6 +46,19 @@ def test_characters_are_never_split(text: str) -> None:
         assert not parts[-1], "nothing is held back that is whole"
 
 
+def test_a_prompt_may_end_inside_a_character() -> None:
+    """As one does that goes on from token ids of an earlier run."""
+    text = "x = '\u65e5\u672c'"  # of three bytes each
+    tokens = BYTE_LEVEL.encode(text).ids
+    inside = 0
+    for cut in range(len(tokens)):
+        before = BYTE_LEVEL.decode(tokens[:cut])
+        inside += before.endswith("\N{REPLACEMENT CHARACTER}")
+        whole = before.rstrip("\N{REPLACEMENT CHARACTER}")
+        assert whole + "".join(streamed(BYTE_LEVEL, tokens[:cut], tokens[cut:])) == text
+    assert inside
+
+
 @given(st.lists(st.integers(0, 261), max_size=20))
 def test_any_tokens_of_any_tokenizer_can_be_read(tokens: list[int]) -> None:
     tokenizer = byte_fallback()

@@ -54,7 +54,7 @@ def paged_attention(
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
     num_blocks, block_size = key_cache.shape[:2]
     inside = bool(((block_table >= 0) & (block_table < num_blocks)).all())
-    if not inside or max(lengths, default=0) > block_table.shape[1] * block_size:
+    if not inside or max(lengths, default=0) > block_table.shape[1] * block_size or min(lengths, default=0) < 0:
         _refuse_outside(block_table, lengths, num_blocks, block_size)
     broken = not query.isfinite().all()
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -79,7 +79,7 @@ def _refuse_outside(block_table: Tensor, lengths: list[int], num_blocks: int, bl
     """Raise OperationError for a sequence that is not all in the cache, of which a slice would only be shorter."""
     for row, (blocks, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
         used = blocks[: -(-length // block_size)]
-        if length > len(used) * block_size or not all(0 <= block < num_blocks for block in used):
+        if not 0 <= length <= len(used) * block_size or not all(0 <= block < num_blocks for block in used):
             raise OperationError(
                 f"paged_attention: sequence {row} has {length} tokens in the blocks {blocks} of a cache of "
                 f"{num_blocks} blocks of {block_size}",

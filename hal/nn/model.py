@@ -23,6 +23,7 @@ class CausalLM(nn.Module):
         num_layers: attention layers, each with a cache of its own.
         num_kv_heads: key heads per layer.
         head_dim: elements per head.
+        output_projection: the name of the module that makes the logits, which quantising leaves as it is.
         tied: names of checkpoint tensors that repeat a parameter of another name, and that parameter.
         prepared_by: the backend that brought weights into a form of its own at load, or put layers of its own in; None
             if neither.
@@ -34,6 +35,7 @@ class CausalLM(nn.Module):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    output_projection: str = "lm_head"
     tied: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
     prepared_by: str | None = None

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from hal.errors import CheckpointError, nearest
 from hal.quantization.description import KEYS, Quantization, read_quantization
-from hal.runtime.checkpoint_files import DTYPES, TensorInfo, read_json, read_tensors, tensors_of, weight_files
+from hal.runtime.checkpoint_files import (
+    DTYPES,
+    TensorInfo,
+    read_json,
+    read_rows,
+    read_tensors,
+    tensors_of,
+    weight_files,
+)
 
 
 @attrs.frozen
@@ -132,6 +140,13 @@ class Checkpoint:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of one shape hold the same values, in the dtype of the second."""
+        return all(
+            torch.equal(ours.to(theirs.dtype), theirs)
+            for ours, theirs in zip(*(read_rows(name, self.tensors[name]) for name in (first, second)), strict=True)
+        )
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """The values of ``names``, file by file, as CPU tensors mapped from disk: copy each before taking the next.

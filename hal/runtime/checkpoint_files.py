@@ -156,6 +156,18 @@ def read_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tenso
                     yield name, handle.get_tensor(name)
 
 
+def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
+    """The tensor ``name``, some of its rows after others: as many for all tensors of one shape."""
+    if not info.shape:
+        with _opened(info.file) as handle:
+            yield handle.get_tensor(name)
+        return
+    rows = max(1, REMAP_BYTES // (8 * max(1, math.prod(info.shape[1:]))))
+    for start in range(0, info.shape[0], rows):
+        with _opened(info.file) as handle:
+            yield handle.get_slice(name)[start : start + rows]
+
+
 def _grouped(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0

@@ -65,6 +65,9 @@ def generate(
         ConfigError: ``params`` are none.
         NumericsError: the model gave NaN.
     """
+    if not isinstance(prompts, Iterable):
+        raise BatchError(f"prompts is {prompts!r:.70}", "give a list of prompts, each a list of token ids")
+    prompts = list(prompts)
     per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else _each(params)
     if len(per_prompt) != len(prompts):
         raise BatchError(
@@ -86,7 +89,10 @@ def _each(params: Any) -> list[SamplingParams]:
 
 def _checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingParams) -> _Sequence:
     try:
-        prompt = [operator.index(token) for token in tokens]
+        given = list(tokens)
+        if bool in map(type, given):
+            raise TypeError
+        prompt = list(map(operator.index, given))
     except TypeError:
         raise BatchError(f"prompt {index} is {tokens!r:.70}", "give each prompt as a list of token ids") from None
     longest, capacity = runner.model.max_length, runner.spec.num_tokens

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-import attrs
 import torch
 from torch import Tensor, nn
 
 from hal.backend import Backend
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import CausalLM, Embedding, Linear, MergedLinear, QuantizedLinear
-from hal.nn.linear import named_parts
+from hal.nn import CausalLM, Embedding
 from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.checkpoint_files import TensorInfo
+from hal.runtime.fitting import check_fit, check_tied
 from hal.runtime.layers import put_layers
-from hal.runtime.model_classes import check_model_class, find_model
+from hal.runtime.model_classes import check_model_class, find_model, make_model
+from hal.runtime.places import Place, places_of
 from hal.runtime.quantization import QuantizedLayers
 from hal.runtime.staging import Staging
 
@@ -27,38 +26,6 @@ log = logging.getLogger("hal.runtime")
 
 Progress = Callable[[int, int], None]
 """Told the bytes loaded so far, and the bytes in all."""
-
-
-@attrs.frozen
-class _Place:
-    """Where a checkpoint's tensor goes: the rows of a parameter from ``start`` on; all of it, unless it is merged.
-
-    The weight of a :class:`QuantizedLinear`, which is a buffer, counts as a parameter here.
-    """
-
-    module: nn.Module
-    parameter: str
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def quantized(self) -> bool:
-        return isinstance(self.module, QuantizedLinear)
-
-    @property
-    def projects(self) -> bool:
-        """Whether it is the weight of a projection, which a backend may bring into another form."""
-        return isinstance(self.module, Linear | QuantizedLinear) and self.parameter == "weight"
-
-    def dtype(self, computing: torch.dtype) -> torch.dtype:
-        """What it is held in, in a model that computes in ``computing``."""
-        return torch.int8 if self.quantized else computing
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """Make ``tensor`` the parameter, or the buffer."""
-        stored = tensor if self.quantized else nn.Parameter(tensor, requires_grad=False)
-        setattr(self.module, self.parameter, stored)
-        return stored
 
 
 def load_model(
@@ -82,7 +49,7 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
         ConfigError: its config, or the dtype, is not one that the model or the backend can do.
-        ModelError: the model's class cannot be imported, or is none.
+        ModelError: the model's class cannot be imported, or is none, or makes no whole model.
         DriverIncompatible: a layer of the backend's own does not fit the place of the one that it replaces.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
@@ -96,12 +63,13 @@ def load_model(
             f"the backend {backend.name} has no attention for head_dim {model.head_dim}",
             f"it takes {', '.join(map(str, dims))}; choose another backend",
         )
-    places = dict(_places(model))
-    _check(checkpoint, model, places, quantized)
+    places = dict(places_of(model))
+    check_fit(checkpoint, model, places, quantized)
+    check_tied(checkpoint, model)
     prepared = _fill(checkpoint, places, quantized, dtype, backend, progress)
     if _prepare_tied(model, backend) or prepared or own_layers:
         model.prepared_by = backend.name
-    if left := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]:
+    if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"{type(model).__name__} keeps {', '.join(left)}, which no checkpoint fills", "make it a "
                               "parameter, or compute it in forward")  # fmt: skip
     return model.eval()
@@ -116,7 +84,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
         ModelError: the model's class cannot be imported, or is none.
     """
     model, quantized = _build(checkpoint, model_class)
-    _check(checkpoint, model, dict(_places(model)), quantized)
+    check_fit(checkpoint, model, dict(places_of(model)), quantized)
     return model
 
 
@@ -130,66 +98,23 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
         )
     if model_class is None:
         model_class = find_model(checkpoint.architecture)
-    with torch.device("meta"):
-        model = check_model_class(model_class, "model_class").from_config(checkpoint.model_config)
+    model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     return model, QuantizedLayers(model, checkpoint)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
-    """Every checkpoint tensor that the model takes, and where it goes."""
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that the modules hold, plain attributes too, which torch knows nothing of."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
     for path, module in model.named_modules():
-        # What a quantised layer has beside its weight is not read as it is.
-        quantized = isinstance(module, QuantizedLinear)
-        tensors = [("weight", module.weight)] if quantized else module.named_parameters(recurse=False)
-        for name, tensor in tensors:
-            if not isinstance(module, MergedLinear | QuantizedLinear) or not module.parts:
-                yield f"{path}.{name}".lstrip("."), _Place(module, name, 0, tuple(tensor.shape))
-                continue
-            start = 0
-            for layer, rows in named_parts(path, module):
-                yield f"{layer}.{name}", _Place(module, name, start, (rows, *tensor.shape[1:]))
-                start += rows
-
-
-def _check(checkpoint: Checkpoint, model: CausalLM, places: Mapping[str, _Place], quantized: QuantizedLayers) -> None:
-    tensors = checkpoint.tensors
-    problems = [f"{name} is missing" for name in places if name not in tensors]
-    problems += [
-        f"{name} is {list(tensors[name].shape)}, not {list(place.shape)}"
-        for name, place in places.items()
-        if name in tensors and tensors[name].shape != place.shape
-    ]
-    problems += [
-        f"{name} is {tensors[name].dtype}, and {'int8' if place.quantized else 'a floating-point number'} was expected"
-        for name, place in places.items()
-        if name in tensors and not _fits(tensors[name], place)
-    ]
-    problems += quantized.problems(tensors)
-    known = {*places, *model.tied, *quantized.names()}
-    extra = [name for name in tensors if name not in known]
-    problems += [f"{name} is not the model's" for name in extra if not name.endswith(model.ignored)]
-    problems += [
-        f"{name} repeats {source}, yet their shapes differ"
-        for name, source in model.tied.items()
-        if name in tensors and tensors[name].shape != places[source].shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        undescribed = checkpoint.quantization is None and any(info.dtype == "I8" for info in tensors.values())
-        raise CheckpointError(
-            f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}",
-            "check that config.json and the weights belong together"
-            + ("; nothing in the folder says how its int8 weights are quantised" if undescribed else ""),
-        )
-
-
-def _fits(tensor: TensorInfo, place: _Place) -> bool:
-    return tensor.dtype == "I8" if place.quantized else tensor.is_floating_point
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def _fill(
     checkpoint: Checkpoint,
-    places: Mapping[str, _Place],
+    places: Mapping[str, Place],
     quantized: QuantizedLayers,
     dtype: torch.dtype,
     backend: Backend,
@@ -213,7 +138,7 @@ def _fill(
 
 
 def _put(
-    place: _Place,
+    place: Place,
     values: Tensor,
     dtype: torch.dtype,
     backend: Backend,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
-from hal.errors import CheckpointError, ModelError, nearest
+import torch
+
+from hal.errors import CheckpointError, HalError, ModelError, nearest
 from hal.nn import CausalLM
 
 GROUP = "hal.models"
@@ -47,3 +50,30 @@ def check_model_class(found: Any, name: str) -> type[CausalLM]:
         f"{name} is {found!r:.100}, not a class derived from hal.nn.CausalLM",
         "give the class of the model itself, not of its config or of a part of it",
     )
+
+
+def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> CausalLM:
+    """The model of a config.json on the meta device, without values.
+
+    Raises:
+        ConfigError: the config is not one that the model can do.
+        ModelError: what its class makes is none, or lacks what the runtime asks of it.
+    """
+    name = model_class.__name__
+    try:
+        with torch.device("meta"):
+            model = model_class.from_config(config)
+    except HalError:
+        raise
+    except Exception as error:  # of others' code, or of torch's, which sizes can be too large for
+        first = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{name} cannot be made: {type(error).__name__}: {first}", f"check config.json, and {name}.from_config"
+        ) from error
+    if not isinstance(model, CausalLM):
+        raise ModelError(f"{name}.from_config returned {model!r:.100}, no hal.nn.CausalLM", "return the model")
+    for attribute in ("vocab_size", "max_length", "num_layers", "num_kv_heads", "head_dim"):
+        value = getattr(model, attribute, None)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{name}.{attribute} is {value!r}", "set it in the model's constructor, to 1 or more")
+    return model

@@ -17,7 +17,6 @@ from hal.quantization.description import Quantization, Scheme, TensorSpec
 from hal.runtime.checkpoint import Checkpoint
 from hal.runtime.checkpoint_files import TensorInfo
 
-OUTPUT_PROJECTION = "lm_head"
 ROW_SUMS = "row sums"
 CHUNK = 1 << 15
 """Elements that are summed at once."""
@@ -27,11 +26,11 @@ _CLASSES: dict[Scheme, type[StaticQuantizedLinear] | type[DynamicQuantizedLinear
 }
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear]]:
     """The layers that a quantised checkpoint quantises, unless it says otherwise: all but the output projection."""
     for path, module in model.named_modules():
         ours = type(module) in (Linear, MergedLinear)  # a subclass computes something of its own, and stays
-        if isinstance(module, Linear) and ours and path.rpartition(".")[2] != OUTPUT_PROJECTION:
+        if isinstance(module, Linear) and ours and path.rpartition(".")[2] != model.output_projection:
             yield path, module
 
 
@@ -75,9 +74,10 @@ class QuantizedLayers:
             return
         layers = list(linear_layers(model))
         # The output projection is in int8 where the checkpoint holds it so, and otherwise not asked about.
-        head, output = checkpoint.tensors.get(f"{OUTPUT_PROJECTION}.weight"), getattr(model, OUTPUT_PROJECTION, None)
+        name = model.output_projection
+        head, output = checkpoint.tensors.get(f"{name}.weight"), getattr(model, name, None)
         if head is not None and head.dtype == "I8" and isinstance(output, Linear):
-            layers.append((OUTPUT_PROJECTION, output))
+            layers.append((name, output))
         for path, linear in layers:
             self._replace(model, path, linear, quantization)
 

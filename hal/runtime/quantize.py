@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,8 +28,9 @@ from hal.registry import open_backend
 from hal.runtime.calibration import input_ranges
 from hal.runtime.checkpoint import Checkpoint
 from hal.runtime.checkpoint_files import INDEX
+from hal.runtime.fitting import check_tied
 from hal.runtime.loading import Progress, build_model, load_model
-from hal.runtime.quantization import OUTPUT_PROJECTION, linear_layers
+from hal.runtime.quantization import linear_layers
 
 Format = Literal["compressed-tensors", "modelslim"]
 SCHEMES: tuple[Scheme, ...] = ("w8a8", "w8a8_dynamic")
@@ -98,6 +100,7 @@ def quantize_checkpoint(
     folder = Path(os.path.expanduser(target)).absolute()
     _check_target(folder)
     model = build_model(checkpoint)
+    check_tied(checkpoint, model)
     layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
     job = _Job(checkpoint, scheme, format, layers, {})
     if calibration is not None:
@@ -219,7 +222,10 @@ def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[s
                 found = writer.layer(weight, scale, _bias(checkpoint, layer), activation, checkpoint.dtype)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantised |= {f"{layer}.{each}": True for each in found}
-        save_file(written, str(folder / file.name), metadata={"format": "pt"})
+        try:
+            save_file(written, str(folder / file.name), metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk; an OSError is what others raise of it
+            raise OSError(error) from error
         weight_map |= dict.fromkeys(written, file.name)
         size += sum(tensor.nbytes for tensor in written.values())
     if len(set(weight_map.values())) > 1:
@@ -234,7 +240,7 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
     config = dict(job.checkpoint.config)
-    for name, value in WRITERS[job.format].describe(config, job.scheme, [OUTPUT_PROJECTION], tensors).items():
+    for name, value in WRITERS[job.format].describe(config, job.scheme, [model.output_projection], tensors).items():
         _write_json(folder / name, value)
     for pattern in COPIED:
         for file in sorted(job.checkpoint.path.glob(pattern)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from os.path import commonprefix
 from typing import Literal
 
 import attrs
@@ -45,7 +46,8 @@ class TextStream:
     def _held_text(self) -> str:
         before: str = self._tokenizer.decode(self._context)
         together: str = self._tokenizer.decode(self._context + self._held)
-        return together[len(before) :]
+        # Context that ends inside a character reads as U+FFFD there, which the new tokens may turn into the character.
+        return together[len(commonprefix((before, together))) :]  # noqa: RUF071 - of characters, which are no path's
 
 
 @attrs.frozen

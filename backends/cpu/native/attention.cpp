@@ -146,7 +146,7 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
         const int64_t used = (lengths[sequence] + block_size - 1) / block_size;
         const int32_t* blocks = block_table + sequence * max_blocks;
-        if (used < 0 || used > max_blocks) return sequence + 1;
+        if (lengths[sequence] < 0 || used > max_blocks) return sequence + 1;
         for (int64_t index = 0; index < used; index++)
             if (blocks[index] < 0 || blocks[index] >= num_blocks) return sequence + 1;
     }
