@@ -375,6 +375,7 @@ def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
 
 def test_padding_rows_write_to_the_dummy_block_only() -> None:
     padded = PaddedBatch(8, 4, 4, torch.device("cpu"))
+    assert padded.batch.kv_lens.tolist() == padded.first(3).batch.kv_lens_host.tolist() + [0] * 5 == [1] + [0] * 7
     build = hal.Batch.build([[7]] * 5, [[i + 1] for i in range(5)], block_size=4, cached=[1, 2, 3, 0, 1])
     padded.fill(build)
     padded.fill(hal.Batch.build([[9], [9]], [[1], [2]], block_size=4, cached=[3, 0]))

@@ -1,13 +1,13 @@
 """Attention over the paged cache: npu_fused_infer_attention_score, and ATB's paged attention as an alternative.
 
-Both read lengths on the host, when they are launched. What a graph has to give them anew at each replay is in UPDATES.
+Both read lengths on the host, when they are launched: see lengths.py.
 
 Source: the documents of torch_npu for ``npu_fused_infer_attention_score`` and ``_npu_paged_attention``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from hal import ops
 from hal.batch import one_query_each
-from hal.errors import CaptureError
+from hal.errors import CaptureError, OperationError
 from hal.ops.declaration import Kernel
 
+from .lengths import fitting
 from .soc import BLOCK_SIZES
 
 CAUSAL, BAND = 3, 4
@@ -29,8 +30,8 @@ CAUSAL, BAND = 3, 4
 TEMPLATE = 2048
 """Rows and columns of the mask that both modes take, whatever the lengths."""
 EVERYTHING = 2**31 - 1
-PACKED_HEAD_DIMS = (128, 192)
-"""That the layout TND takes, whose sequences lie one after another."""
+PACKED_HEAD_DIM, PACKED_DTYPE = 128, torch.bfloat16
+"""Of what the layout TND takes, whose sequences lie one after another: what every release of CANN does."""
 MOST_PACKED = 4096
 """Sequences that one call takes so."""
 LONGEST_DECODED = 262144
@@ -38,25 +39,23 @@ LONGEST_DECODED = 262144
 ATB_HEAD_DIM, ATB_BLOCK = 256, 128 * 128
 """The widest head that ATB takes, and the most that a block may hold of one head."""
 
-HostValues = Mapping[str, Tensor]
-Update = Callable[[HostValues], Any]
-
-UPDATES: dict[str, dict[str, Update]] = {
-    "npu_fused_infer_attention_score.out": {
-        "actual_seq_lengths": lambda values: values["query_start_loc_host"][1:].tolist(),
-        "actual_seq_lengths_kv": lambda values: values["kv_lens_host"].tolist(),
-    },
-    # A copy: torch_npu's queue may read it after the call returned.
-    "_npu_paged_attention.default": {"context_lens": lambda values: values["kv_lens_host"].clone()},
-}
-"""By the operation that torch_npu records in a capture: the keys of its update, each with how it is made."""
+SHARED = (
+    "sequences that share blocks, and have more than the cache if those are counted for each,",
+    "make the cache larger, or capture smaller batches",
+)
+UNEVEN = (
+    "sequences with different numbers of queries",
+    f"capture decode steps only, or a model in bfloat16 with a head dimension of {PACKED_HEAD_DIM}",
+)
+"""What a capture does not take, and what to do."""
 
 
 class FusedAttention:
     """``paged_attention`` by npu_fused_infer_attention_score.
 
-    A decode is one call, in the layout BSH. So is a prefill, in TND, if the head dimension is one that TND takes; else
-    it is a call in BSH for each run of sequences with as many queries.
+    A decode is one call, in the layout BSH. So is a prefill, in TND, if that takes the head dimension and the dtype;
+    else it is a call in BSH for each run of sequences with as many queries. Sequences that share blocks, so that they
+    have more than the cache if those are counted for each, are prefilled in several calls.
 
     Args:
         device: the NPU.
@@ -105,46 +104,59 @@ class FusedAttention:
         )
         caches = self._view(key_cache), self._view(value_cache)
         query, block_table = query.contiguous(), block_table.contiguous()
-        packs = head_dim in PACKED_HEAD_DIMS and len(lens) <= MOST_PACKED
+        packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MOST_PACKED
         decodes = one_query_each(tokens, starts)
         if packs and not (decodes and sliding_window is None):
-            attended = attend(
-                query[: starts[-1]],  # it must be given all the queries, and no more
-                *caches,
-                input_layout="TND",
-                block_table=block_table,
-                actual_seq_lengths=starts[1:],
-                actual_seq_lengths_kv=lens,
-                **self._hiding(causal, sliding_window),
-            )[0]
-            return _with_zeros(attended, tokens)
+            runs = list(fitting(slice(0, len(lens)), lens, block_size, len(key_cache)))
+            if len(runs) > 1:
+                _refuse_in_capture(*SHARED)
+            parts = []
+            for rows in runs:
+                first, *ends = starts[rows.start : rows.stop + 1]
+                if ends[-1] == first:
+                    continue
+                attended = attend(
+                    query[first : ends[-1]],  # it must be given all the queries, and no more
+                    *caches,
+                    input_layout="TND",
+                    block_table=block_table[rows],
+                    actual_seq_lengths=[end - first for end in ends],
+                    actual_seq_lengths_kv=lens[rows],
+                    **self._hiding(causal, sliding_window),
+                )[0]
+                parts.append(attended)
+            return _together(parts, tokens)
 
-        runs = [(1, slice(0, tokens))] if decodes else _runs(starts)
-        if block_size not in BLOCK_SIZES and any(queries > 1 for queries, _ in runs):
+        counts = [(1, slice(0, tokens))] if decodes else _runs(starts)
+        if block_size not in BLOCK_SIZES and any(queries > 1 for queries, _ in counts):
             return self._otherwise(  # type: ignore[no-any-return]
                 query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
                 kv_lens_host, scale, causal, sliding_window,
             )  # fmt: skip
-        if len(runs) > 1:
-            _refuse_in_capture(head_dim)
+        if len(counts) > 1:
+            _refuse_in_capture(*UNEVEN)
         parts = []
-        for queries, rows in runs:
+        for queries, run in counts:
             if queries == 0:
                 continue
-            part = query[starts[rows.start] : starts[rows.stop]]
-            hiding = self._hiding(causal, sliding_window)
-            if queries == 1:
-                hiding = self._hiding_slots(block_table[rows], block_size, kv_lens[rows], sliding_window)
-            attended = attend(
-                part.view(-1, queries, heads * head_dim),
-                *caches,
-                input_layout="BSH",
-                block_table=block_table[rows],
-                actual_seq_lengths_kv=lens[rows],
-                **hiding,
-            )[0]
-            parts.append(attended.view(part.shape))
-        return _with_zeros(parts[0] if len(parts) == 1 else torch.cat(parts), tokens)
+            groups = [run] if queries == 1 else list(fitting(run, lens, block_size, len(key_cache)))
+            if len(groups) > 1:
+                _refuse_in_capture(*SHARED)
+            for rows in groups:
+                part = query[starts[rows.start] : starts[rows.stop]]
+                hiding = self._hiding(causal, sliding_window)
+                if queries == 1:
+                    hiding = self._hiding_slots(block_table[rows], block_size, kv_lens[rows], sliding_window)
+                attended = attend(
+                    part.view(-1, queries, heads * head_dim),
+                    *caches,
+                    input_layout="BSH",
+                    block_table=block_table[rows],
+                    actual_seq_lengths_kv=lens[rows],
+                    **hiding,
+                )[0]
+                parts.append(attended.view(part.shape))
+        return _together(parts, tokens)
 
     def _hiding(self, causal: bool, window: int | None) -> dict[str, Any]:
         """What hides keys from queries, where a sequence has more than one."""
@@ -159,8 +171,14 @@ class FusedAttention:
         """The same for one query a sequence, where only a mask of all slots counts: modes and windows are ignored."""
         if window is None:
             return {}
-        slots = self._slots[: block_table.shape[1] * block_size]
-        return {"atten_mask": slots < (kv_lens - window)[:, None]}
+        slots = block_table.shape[1] * block_size
+        if slots > LONGEST_DECODED:
+            raise OperationError(
+                f"a decode with a sliding window over a block table of {slots} slots a sequence, where one query meets "
+                f"at most {LONGEST_DECODED} keys",
+                f"give the table at most {LONGEST_DECODED // block_size} columns, as for sequences of that length",
+            )
+        return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
 
 
 def _runs(starts: list[int]) -> list[tuple[int, slice]]:
@@ -172,19 +190,16 @@ def _runs(starts: list[int]) -> list[tuple[int, slice]]:
     return runs
 
 
-def _with_zeros(attended: Tensor, tokens: int) -> Tensor:
-    """With rows of 0 for the tokens that no sequence owns."""
+def _together(parts: list[Tensor], tokens: int) -> Tensor:
+    """One after another, with rows of 0 for the tokens that no sequence owns."""
+    attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     left = tokens - attended.shape[0]
     return functional.pad(attended, (0, 0, 0, 0, 0, left)) if left else attended
 
 
-def _refuse_in_capture(head_dim: int) -> None:
+def _refuse_in_capture(what: str, instead: str) -> None:
     if torch_npu.npu.is_current_stream_capturing():
-        raise CaptureError(
-            f"sequences with different numbers of queries, of head dimension {head_dim}, take several launches of "
-            "attention, whose lengths no replay can set apart",
-            f"capture decode steps only, or a model with a head dimension of {' or '.join(map(str, PACKED_HEAD_DIMS))}",
-        )
+        raise CaptureError(f"{what} take several launches of attention, whose lengths no replay can set apart", instead)
 
 
 class AtbAttention(FusedAttention):

@@ -60,7 +60,8 @@ class NpuOptions:
             and sliding windows take the former always.
         nz_weights: hold the weights of projections in FRACTAL_NZ, which matrix products read without reordering.
         nz_cache: hold the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache``, which writes only
-            such. Off, because nobody has run it on hardware yet.
+            such, for models with a head dimension of 128, on A2 and A3. Off, because nobody has run it on hardware yet,
+            and CANN 8.5 does not have it.
         max_streams: streams that graphs may take together; None takes what the generation has.
         static_kernels: the compiler ``npugraph_ex`` has CANN compile the kernels anew for the shapes of each graph, and
             keeps them in ``compilation.cache_dir``. That takes minutes, and CANN's op_compiler.
@@ -94,18 +95,22 @@ class NpuBackend(Backend):
             raise ConfigError(f"{soc} has no ATB, which the option attention asks for", 'leave it at "fused"')
         if options.attention == "atb" and options.nz_cache:
             raise ConfigError("the options attention=atb and nz_cache do not go together", "leave one of them out")
+        if options.nz_cache and not generation.nz_cache:
+            raise ConfigError(f"{soc} has no kernel that writes a cache in FRACTAL_NZ", "leave the option nz_cache out")
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
+        limits = generation.limits(options.max_streams)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
+            limits = attrs.evolve(limits, head_dims=(fractal.HEAD_DIM,))
         super().__init__(
             "npu",
             device,
             kernels=table,
             compilers=_compilers(generation),
             aliases={"npugraph": "graph"},
-            limits=generation.limits(options.max_streams),
+            limits=limits,
             native_names=NATIVE_NAMES,
             cache_layout="fractal_nz" if options.nz_cache else "canonical",
         )

@@ -22,6 +22,8 @@ from .soc import BLOCK_SIZES
 
 TILE = 16
 """Elements of 16 bits in a tile's row of 32 bytes."""
+HEAD_DIM = 128
+"""The only one that npu_qkv_rms_norm_rope_cache takes."""
 
 
 def fractal_kv_cache(spec: KVCacheSpec, device: torch.device) -> KVCache:
@@ -98,7 +100,7 @@ def split_qkv_rmsnorm_rope_cache(
         query,
         tiles(key_cache),
         tiles(value_cache),
-        [tokens, 1, num_heads + 2 * num_kv_heads, head_dim],
+        [1, tokens, num_heads + 2 * num_kv_heads, head_dim],  # as one sequence: it asks for blocks for each
         [num_heads, num_kv_heads, num_kv_heads],
         epsilon=eps,
         cache_mode="PA_NZ",

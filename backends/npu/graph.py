@@ -26,8 +26,8 @@ from hal.graph import Graph
 from hal.ops.declaration import Kernel, Operation
 from hal.stream import Stream
 
-from .attention import UPDATES, Update
 from .failures import CAPTURE_BROKEN, CAPTURE_REMEDIES, OUT_OF_MEMORY, codes_of, first_line
+from .lengths import Update, updates_of
 
 if TYPE_CHECKING:
     from .driver import NpuBackend
@@ -165,16 +165,14 @@ class NpuGraph(Graph):
 
     def _update_of(self, record: Any) -> dict[str, Update]:
         """What an update gives one record: those keys of its operation that it was captured with."""
-        name = record.op_cache_entry.__name__
-        known = UPDATES.get(name)
-        if known is None:
+        found = updates_of(record)
+        if found is None:
             raise CaptureError(
-                f"the launch {name} takes host values, and the driver knows none of its names",
+                f"the launch {record.op_cache_entry.__name__} takes host values, and the driver knows none of their "
+                "names",
                 "report it to the driver's maintainers",
             )
-        if not name.endswith(".out"):
-            return known
-        return {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
+        return found
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         for name, fixed in self._fixed.items():

@@ -15,6 +15,8 @@ from .attention import AtbAttention, FusedAttention
 FRACTAL_NZ = 29
 TURNED_IN_PLACE = (64, 128)
 """Head dimensions that npu_apply_rotary_pos_emb takes."""
+UNIFIED_BUFFER = 192 * 1024
+"""Bytes that it has for all heads of one token."""
 
 
 def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
@@ -73,11 +75,20 @@ def split_qkv_rmsnorm_rope(
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, q_weight.shape[0]))
     query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
-    if q_weight.shape[0] in TURNED_IN_PLACE and qkv.shape[0]:
+    if qkv.shape[0] and _turns_in_place(num_heads + num_kv_heads, q_weight.shape[0], qkv.dtype):
         query, key = torch_npu.npu_apply_rotary_pos_emb(query, key, cos[:, None], sin[:, None], layout="TND")
     else:
         query, key = rotary_embedding(query, key, cos, sin)
     return query, key, value
+
+
+def _turns_in_place(heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether npu_apply_rotary_pos_emb takes it, by its documents: bfloat16 is computed in float32."""
+    computed = 4 if dtype is torch.bfloat16 else dtype.itemsize
+    needed = 5 * heads * head_dim * computed + 4 * head_dim * dtype.itemsize
+    if computed != dtype.itemsize:
+        needed += 8 * head_dim
+    return head_dim in TURNED_IN_PLACE and needed <= UNIFIED_BUFFER
 
 
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

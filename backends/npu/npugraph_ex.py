@@ -28,6 +28,7 @@ from .compiled_code import CodeCache, Namespace, repeating_warnings
 from .ex_options import check_device, check_static_kernels, compiler_options
 from .failures import first_line
 from .graph import NpuGraph, capture_error
+from .lengths import PackedLengths, packed_lengths
 from .native import LENGTHS, NativeStep, native_step
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class CompiledGraph(NpuGraph):
         super().__init__(backend)
         self._names, self._arguments = names, arguments
         self._replay: Any = None
+        self._checks: list[PackedLengths] = []
         # The module's functions and its names refer to each other, and would keep memory until the next collection.
         weakref.finalize(self, names.clear).atexit = False
 
@@ -79,12 +81,16 @@ class CompiledGraph(NpuGraph):
         # What is let go on after a failure.
         mode = self._graph.graph_dispatch_mode
         mode.update_stream, mode.graph_dispatch_records = self._replay._update_stream, self._replay._updated_node_infos
+        packed = [each for each in mode.graph_dispatch_records if each.kwargs.get("input_layout") == "TND"]
+        self._checks = list(dict.fromkeys(map(packed_lengths, packed)))
         # Held weakly, as by NpuGraph: their memory is the pool's.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
         self._failures = self._backend.npu.count_failures()
         return captured.retained_outputs[0], info.pool
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+        for check in self._checks:
+            check(host_values)
         with torch_npu.npu.device(self._backend.device.torch):
             if self._failures != (failures := self._backend.npu.count_failures()):
                 failures = self._recover()

@@ -22,10 +22,11 @@ class Generation:
 
     Attributes:
         name: as people call it.
-        prefix: how the names of its SoCs begin, as torch_npu reports them.
+        prefix: how the names of its SoCs begin, as torch_npu reports them; a number follows.
         dtypes: that attention computes in.
         atb: whether ATB's operations run on it.
         graphs: whether it captures graphs.
+        nz_cache: whether it has the kernel that writes a cache in FRACTAL_NZ.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Generation:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     atb: bool = True
     graphs: bool = True
+    nz_cache: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """What a backend on it can take."""
@@ -46,8 +48,8 @@ class Generation:
 
 
 GENERATIONS = (
-    Generation("A2", "Ascend910B"),
-    Generation("A3", "Ascend910_93"),
+    Generation("A2", "Ascend910B", nz_cache=True),
+    Generation("A3", "Ascend910_93", nz_cache=True),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False),
     Generation("950", "Ascend950", atb=False),
 )
@@ -60,7 +62,8 @@ def generation_of(soc: str) -> Generation:
         DriverUnavailable: it is none that the driver knows.
     """
     for each in GENERATIONS:
-        if soc.startswith(each.prefix):
+        # Ascend910B by itself is older than the A2, whose SoCs are numbered.
+        if soc.startswith(each.prefix) and any(map(str.isdigit, soc.removeprefix(each.prefix))):
             return each
     known = ", ".join(f"{each.prefix}* ({each.name})" for each in GENERATIONS)
     raise DriverUnavailable(f"the npu driver does not know the SoC {soc!r}", f"it knows {known}; use another backend")

@@ -72,7 +72,8 @@ def bucket_for(size: int, sizes: list[int]) -> int | None:
 class PaddedBatch:
     """A decode batch of a fixed size on fixed memory, which real batches are copied into.
 
-    Padding rows have length 0 and write to slots of the dummy block.
+    Padding rows have length 0 and write to slots of the dummy block. All rows begin as such, but for the first, which
+    has length 1: there are kernels that refuse to be launched, or captured, with no length above 0.
 
     Args:
         size: sequences.
@@ -85,16 +86,17 @@ class PaddedBatch:
         starts = torch.arange(size + 1, dtype=torch.int32)
         dummies = DUMMY_BLOCK * block_size + torch.arange(size, dtype=torch.int32) % block_size
         self._dummies = dummies.to(device)
+        lens = (torch.arange(size) == 0).to(torch.int32)
         self.batch = Batch(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
             slot_mapping=self._dummies.clone(),
             block_table=torch.zeros(size, max_blocks, dtype=torch.int32, device=device),
             query_start_loc=starts.to(device),
-            kv_lens=torch.zeros(size, dtype=torch.int32, device=device),
+            kv_lens=lens.to(device, copy=True),
             logits_indices=torch.arange(size, device=device),
             query_start_loc_host=starts,
-            kv_lens_host=torch.zeros(size, dtype=torch.int32),
+            kv_lens_host=lens,
         )
 
     def first(self, size: int) -> Self:

@@ -157,11 +157,13 @@ class TokenStep(ABC):
         sequences = tokens if decodes else 1
         batch = example_batch(tokens, sequences, 1, columns=1 if decodes else -(-tokens // block_size), device=device)
         batch.slot_mapping.copy_(dummy_slots(tokens, block_size, device))
-        starts = torch.arange(sequences + 1, dtype=torch.int32) * (tokens // sequences)
+        # There are kernels that refuse a sequence that is longer than the cache: what it leaves is nobody's.
+        length = min(tokens // sequences, self._cache.spec.num_tokens)
+        starts = torch.arange(sequences + 1, dtype=torch.int32) * length
         for tensor in (batch.query_start_loc, batch.query_start_loc_host):
             tensor.copy_(starts)
         for tensor in (batch.kv_lens, batch.kv_lens_host):
-            tensor.fill_(tokens // sequences)
+            tensor.fill_(length)
         return batch
 
     def _capture(self, sizes: list[int]) -> None:

@@ -178,7 +178,11 @@ def run(
         lengths = [1 if decode else draw.between(0, rows) for _ in range(count)]
     else:
         lengths = [rows if decode else draw.between(0, rows) for _ in range(count)]
-    batch = Batch(draw, *heads, draw.choice([16, 64, 128]), lengths, [draw.between(0, key_rows) for _ in range(count)])
+    least = 1 if packed and cache else 0
+    key_lengths = [draw.between(least, key_rows), *(draw.between(0, key_rows) for _ in range(count - 1))]
+    batch = Batch(
+        draw, *heads, draw.choice([64, 128] if packed or cache == "BNDB" else [16, 64, 128]), lengths, key_lengths
+    )
     sparse, before, after = SPARSE[mask], draw.between(-2, 6), draw.between(0, 6)
     masks = None
     columns = 3 * block if cache else key_rows
@@ -200,7 +204,6 @@ def run(
     else:
         key, value = (batch.laid_out(parts, source, key_rows) for parts in (batch.keys, batch.values))
     query_lengths: list[int] | None = None if decode and not packed else list(lengths)
-    key_lengths = list(batch.key_lengths)
     if packed:
         query_lengths = list(itertools.accumulate(lengths))
         key_lengths = key_lengths if cache else list(itertools.accumulate(key_lengths))
@@ -235,7 +238,7 @@ def cases() -> Iterator[Any]:
             continue  # refused: see test_fused_refusals.py
         if cache == "BNBD" and layout.startswith("BS"):
             continue  # likewise
-        for dtype, seed in zip(HALVES, SEEDS, strict=True):
+        for dtype, seed in zip((torch.bfloat16,) * 2 if packed else HALVES, SEEDS, strict=True):
             kind = "decode" if decode else "prefill"
             label = f"{layout}-{mask}-{cache or 'dense'}-{heads[0]}over{heads[1]}-{kind}-{str(dtype)[6:]}-seed{seed}"
             yield pytest.param(layout, mask, cache, heads, decode, dtype, seed, id=label)

@@ -112,7 +112,7 @@ def qkv_norm_rope(draw: Draw, skipped: bool, outputs: bool) -> Pairs:
     )
     before = torch_npu.npu_qkv_rms_norm_rope_cache(
         qkv.npu(), gammas[0].npu(), gammas[1].npu(), cos.npu(), sin.npu(), slots.npu(), query, *on_npu,
-        [tokens, 1, sum(heads), dim], heads, epsilon=EPSILON, is_output_qkv=outputs,
+        [1, tokens, sum(heads), dim], heads, epsilon=EPSILON, is_output_qkv=outputs,
     )  # fmt: skip
     parts = qkv.unflatten(1, (-1, dim)).split(heads, 1)
     done = [

@@ -45,11 +45,30 @@ def attend_prefill(**changes: Any) -> Any:
 def attend_packed(**changes: Any) -> Any:
     """Sequences of two and three queries, as TND, not paged."""
     arguments: dict[str, Any] = {
-        "query": t(5, 4, 64), "key": t(9, 2, 64), "value": t(9, 2, 64), "num_heads": 4, "num_key_value_heads": 2,
-        "scale": 1.0,
-        "input_layout": "TND", "actual_seq_lengths": [2, 5], "actual_seq_lengths_kv": [4, 9],
+        "query": t(5, 4, 64, dtype=BF16), "key": t(9, 2, 64, dtype=BF16), "value": t(9, 2, 64, dtype=BF16),
+        "num_heads": 4, "num_key_value_heads": 2, "scale": 1.0, "input_layout": "TND",
+        "actual_seq_lengths": [2, 5], "actual_seq_lengths_kv": [4, 9],
     }  # fmt: skip
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
+
+
+def attend_blocks(**changes: Any) -> Any:
+    """Two sequences of four queries each, as BSH, paged."""
+    arguments: dict[str, Any] = {
+        "query": t(2, 4, 256), "key": t(3, 128, 128), "value": t(3, 128, 128), "num_heads": 4,
+        "num_key_value_heads": 2, "scale": 1.0, "input_layout": "BSH", "block_table": t(2, 2, dtype=INT32),
+        "block_size": 128, "actual_seq_lengths_kv": [129, 5],
+    }  # fmt: skip
+    return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
+
+
+def paged(blocks: int, block_size: int) -> dict[str, Any]:
+    """Of ``attend_packed``."""
+    cache = t(blocks, block_size, 128, dtype=BF16)
+    return {
+        "key": cache, "value": cache, "block_table": t(2, 1, dtype=INT32), "block_size": block_size,
+        "actual_seq_lengths_kv": [4, 5],
+    }  # fmt: skip
 
 
 def mask(*shape: int) -> Tensor:
@@ -58,6 +77,7 @@ def mask(*shape: int) -> Tensor:
 
 def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
     """A call, what is changed in it, and the reason. Made anew for each test, so that no tensor outlives it."""
+    packed_shapes = (("query", 5, 4), ("key", 9, 2), ("value", 9, 2))
     return [
         (attend, {"key": t(8, 16, 128, dtype=BF16), "value": t(8, 16, 128, dtype=BF16)}, "of the query's dtype"),
         (attend, {"key": t(8, 16, 128, dtype=INT8), "value": t(8, 16, 128, dtype=INT8)}, "of the query's dtype"),
@@ -115,8 +135,13 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
         (attend_packed, {"actual_seq_lengths": [5]}, "must have as many entries"),
         (attend_packed, {"actual_seq_lengths": [0] * 4096 + [5]}, "4097 actual_seq_lengths are given"),
         (attend_packed, {"atten_mask": mask(5, 9)}, "a TND layout takes a mask with sparse_mode 2, 3 or 4 only"),
-        (attend_packed, {"key": t(4, 24, 128), "value": t(4, 24, 128), "block_table": t(2, 1, dtype=INT32),
-         "block_size": 24, "actual_seq_lengths_kv": [4, 5]}, "multiple of 16 up to 1024"),
+        (attend_packed, paged(4, 24), "multiple of 16 up to 1024"),
+        (attend_packed, paged(4, 128) | {"actual_seq_lengths_kv": [0, 0]}, "must not all be 0"),
+        (attend_packed, paged(1, 128), "take 2 blocks, counted for each sequence, but the cache has 1"),
+        (attend_blocks, {"actual_seq_lengths_kv": [129, 130]}, "take 4 blocks, .* but the cache has 3"),
+        (attend_packed, {"query": t(5, 4, 64), "key": t(9, 2, 64), "value": t(9, 2, 64)}, "must be bfloat16, not Half"),
+        *((attend_packed, {name: t(rows, heads, dim, dtype=BF16) for name, rows, heads in packed_shapes},
+         "head dimension in a TND layout must be 64 or 128") for dim in (32, 192)),
     ]  # fmt: skip
 
 
@@ -227,6 +252,8 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
         call("npu_apply_rotary_pos_emb", t(2, 3, 4, 64), t(2, 3, 4, 64), rotary, rotary, rotary_mode="quarter"),
         "rotary_mode must be half",
     )
+    turned, wide_heads = t(2, 1, 128, dtype=BF16), [t(2, heads, 128, dtype=BF16) for heads in (69, 8)]
+    yield call("npu_apply_rotary_pos_emb", *wide_heads, turned, turned, "TND"), "take 199168 bytes of a unified buffer"
     yield call("npu_interleave_rope", t(2, 3, 4, 32), t(2, 1, 4, 32), t(2, 1, 4, 32)), "must be .B, N, S, 64."
     positions = torch.arange(4).npu()
     yield call("npu_mrope", positions, t(4, 96), t(4, 96), t(9, 48), 48), "multiples of 32"
@@ -302,6 +329,9 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield changed(scattered, seq_lens=t(4, dtype=INT32)), "compressed caches .* are not emulated"
     yield changed(fused_cache, cache_mode="PA"), "cache_mode must be PA_NZ"
     yield changed(fused_cache, head_nums=[5, 2, 2]), "qkv_size and head_nums must describe qkv"
+    yield changed(fused_cache, qkv_size=[4, 1, 16, 64], head_nums=[8, 4, 4]), "D must be 128, but is 64"
+    few = t(3, 16, 16, 16)
+    yield changed(fused_cache, k_cache=few, v_cache=few), r"3 blocks, fewer than ceil\(S / block_size\) \* B = 4"
     yield changed(fused_cache, index=torch.arange(4, dtype=INT32).npu()), "index must be int64"
     yield changed(fused_cache, k_cache=t(8, 8, 16, 32)), "the caches must be contiguous and"
     yield changed(fused_cache, k_scale=t(2, 128, dtype=FLOAT)), "a quantised cache is not emulated"

@@ -165,17 +165,23 @@ class TestGenerations:
     def test_are_told_by_the_soc(self, name: str, generation: str) -> None:
         assert soc.generation_of(name).name == generation
 
-    @pytest.mark.parametrize("name", ["Ascend910A", "Ascend310", "Ascend310B1", "ascend910b3", ""])
+    @pytest.mark.parametrize("name", ["Ascend910A", "Ascend910B", "Ascend310", "Ascend310B1", "ascend910b3", ""])
     def test_others_are_unknown(self, name: str) -> None:
         with pytest.raises(DriverUnavailable, match="does not know the SoC") as caught:
             soc.generation_of(name)
         assert "it knows Ascend910B* (A2), Ascend910_93* (A3), Ascend310P* (310P)" in caught.value.remedy
 
-    def test_a_950_has_no_atb(self) -> None:
-        program = 'print(refused(options={"attention": "atb"}))\nbackend = opened()\nprint(backend.compilers)'
+    def test_a_950_has_no_atb_and_no_nz_cache(self) -> None:
+        program = """
+print(refused(options={"attention": "atb"}))
+print(refused(options={"nz_cache": True}))
+print(opened().compilers)
+"""
         assert on_a_soc("Ascend950PR_9599", program).splitlines() == [
             "ConfigError: Ascend950PR_9599 has no ATB, which the option attention asks for | "
             'leave it at "fused"',
+            "ConfigError: Ascend950PR_9599 has no kernel that writes a cache in FRACTAL_NZ | "
+            "leave the option nz_cache out",
             "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
         ]  # fmt: skip
 

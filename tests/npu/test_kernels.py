@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import hal
 from hal import ops
-from hal.errors import CaptureError, ConfigError
+from hal.errors import CaptureError, ConfigError, HostValueError, OperationError
 from hal.nn import Embedding, Linear
 from hal.ops import Draw, Operation, Sample
 
@@ -179,33 +179,49 @@ class TestAttention:
             sample = (turned, *caches, wide, starts, lens, *rest)
             check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
-    def test_hardware_takes_each_launch(self, npu: Opened) -> None:
-        """Of what its documents demand and the emulated CANN does not: the head dimensions of TND."""
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "packed"),
+        [(torch.bfloat16, 128, True), (torch.bfloat16, 192, False), (torch.float16, 128, False)],
+        ids=str,
+    )
+    def test_what_every_release_of_cann_packs(
+        self, npu: Opened, dtype: torch.dtype, head_dim: int, packed: bool
+    ) -> None:
         backend = npu()
-        for head_dim in (64, 128, 192):
-            sample = attention_arguments(Draw(torch.float16, "npu"), [5, 7], [5, 200], head_dim=head_dim)
-            with emulator.trace() as trace:
-                backend.ops.paged_attention(*sample)
-            launches = trace.ran()
-            queries = [each.operands[0].shape for each in launches if each.name == "FusedInferAttentionScoreV3"]
-            assert queries == ([(12, 4, head_dim)] if head_dim >= 128 else [(1, 5, 256), (1, 7, 256)])
+        sample = attention_arguments(Draw(dtype, "npu"), [5, 7], [5, 200], head_dim=head_dim)
+        with emulator.trace() as trace:
+            backend.ops.paged_attention(*sample)
+        queries = [each.operands[0].shape for each in trace.ran() if each.name == "FusedInferAttentionScoreV3"]
+        assert queries == ([(12, 4, head_dim)] if packed else [(1, n, 4 * head_dim) for n in (5, 7)])
 
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_a_window_in_a_graph(self, npu: Opened, head_dim: int) -> None:
-        """Replays read new lengths on the host and on the device, where the mask for heads of 64 is made of them."""
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim"), [(torch.float16, 64), (torch.float16, 128), (torch.bfloat16, 128)], ids=str
+    )
+    def test_a_window_in_a_graph(self, npu: Opened, dtype: torch.dtype, head_dim: int) -> None:
+        """Replays read new lengths on the host and on the device, where the mask is made of them that BSH takes."""
         backend, rows = npu(), 4
         sample = attention_arguments(
-            Draw(torch.float16, "npu"), [1] * rows, [300] * rows, head_dim=head_dim, window=70, unused=0.0
+            Draw(dtype, "npu"), [1] * rows, [300] * rows, head_dim=head_dim, window=70, unused=0.0
         )
         kv_lens, starts_host = sample[5], sample[6]
         graph = backend.graph()
         found = graph.capture(lambda: ops.paged_attention(*sample))
-        for lengths in ([300, 1, 70, 128], [71, 69, 0, 129], [0] * rows, [128, 256, 200, 300]):
+        for lengths in ([300, 1, 70, 128], [71, 69, 0, 129], [0, 0, 9, 0], [128, 256, 200, 300]):
             lens = torch.tensor(lengths, dtype=torch.int32)
             kv_lens.copy_(lens)
             graph.replay(kv_lens_host=lens, query_start_loc_host=starts_host)
             expected = ATTENTION.reference(*on_cpu((*sample[:7], lens, *sample[8:])))
-            assert_close(ATTENTION, torch.float16, found, expected, f"{lengths}")
+            assert_close(ATTENTION, dtype, found, expected, f"{lengths}")
+
+    def test_a_window_over_a_table_that_is_too_wide(self, npu: Opened) -> None:
+        backend = npu()
+        sample = list(attention_arguments(Draw(torch.float16, "npu"), [1], [5], head_dim=64, window=3))
+        wide = torch.nn.functional.pad(sample[3], (0, 2048 - sample[3].shape[1]))
+        check(ATTENTION, torch.float16, backend.ops.paged_attention, (*sample[:3], wide, *sample[4:]))
+        wide = torch.nn.functional.pad(wide, (0, 1))
+        with pytest.raises(OperationError, match=r"block table of 262272 slots .* at most 262144 keys") as caught:
+            backend.ops.paged_attention(*sample[:3], wide, *sample[4:])
+        assert "at most 2048 columns" in caught.value.remedy
 
     def test_a_capture_of_several_launches_is_refused(self, npu: Opened) -> None:
         """Their lengths go by one name, and a replay would give each of them those of all."""
@@ -214,6 +230,93 @@ class TestAttention:
         with pytest.raises(CaptureError, match="several launches of attention"):
             backend.graph().capture(lambda: ops.paged_attention(*sample))
         check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "turned"),
+    [
+        (torch.bfloat16, 76, 128, 1), (torch.bfloat16, 77, 128, 2), (torch.float16, 152, 128, 1),
+        (torch.float16, 153, 128, 2), (torch.bfloat16, 152, 64, 1), (torch.bfloat16, 153, 64, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heads_that_are_turned_in_one_launch(
+    npu: Opened, dtype: torch.dtype, heads: int, head_dim: int, turned: int
+) -> None:
+    """As many as have room in the unified buffer; else in two launches."""
+    backend, draw, operation = npu(), Draw(dtype, "npu"), ops.operation("split_qkv_rmsnorm_rope")
+    angles = draw.normal(2, head_dim // 2).float().repeat(1, 2)
+    sample = (
+        draw.normal(2, (heads + 4) * head_dim), draw.normal(head_dim), draw.normal(head_dim), angles.cos().to(dtype),
+        angles.sin().to(dtype), 1e-6, heads - 4, 4,
+    )  # fmt: skip
+    with emulator.trace() as trace:
+        check(operation, dtype, backend.ops.split_qkv_rmsnorm_rope, sample)
+    assert trace.counts()["ApplyRotaryPosEmbV2" if turned == 1 else "RotaryPositionEmbeddingV2"] == turned
+
+
+class TestSharedBlocks:
+    """Attention refuses prefills whose blocks, counted for each sequence, are more than the cache has."""
+
+    def sample(self, dtype: torch.dtype, new: list[int], lens: list[int], **given: Any) -> Sample:
+        """Sequences that begin with the same two blocks, in a cache of as many blocks as they have together."""
+        query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window = attention_arguments(
+            Draw(dtype, "npu", 7), new, lens, unused=0.0, **given
+        )
+        rows, blocks = len(lens), 2 + len(lens)
+        table = torch.tensor([[0, 1, 2 + row] for row in range(rows)], dtype=torch.int32, device="npu")
+        caches = [cache[:blocks].contiguous() for cache in caches]
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window
+
+    @pytest.mark.parametrize(
+        ("dtype", "new", "given", "launches"),
+        [
+            (torch.bfloat16, [3, 1, 9], {}, 3),
+            (torch.bfloat16, [1, 1, 1], {"window": 50}, 3),
+            (torch.bfloat16, [1, 1, 1], {}, 1),
+            (torch.bfloat16, [3, 0, 9], {"left_over": 2}, 2),
+            (torch.float16, [3, 3, 3], {}, 3),
+            (torch.float16, [1, 3, 3], {}, 3),
+        ],
+        ids=str,
+    )
+    def test_a_call_takes_as_many_as_fit(
+        self, npu: Opened, dtype: torch.dtype, new: list[int], given: dict[str, Any], launches: int
+    ) -> None:
+        backend, sample = npu(), self.sample(dtype, new, [300, 299, 270], **given)
+        with emulator.trace() as trace:
+            check(ATTENTION, dtype, backend.ops.paged_attention, sample)
+        assert trace.counts()["FusedInferAttentionScoreV3"] == launches
+
+    def test_one_call_where_they_fit(self, npu: Opened) -> None:
+        backend, sample = npu(), self.sample(torch.bfloat16, [3, 3, 9], [300, 9, 128])
+        with emulator.trace() as trace:
+            check(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
+        assert trace.counts()["FusedInferAttentionScoreV3"] == 1
+
+    @pytest.mark.parametrize(("dtype", "new"), [(torch.bfloat16, [3, 1, 9]), (torch.float16, [3, 3, 3])], ids=str)
+    def test_no_capture_of_it(self, npu: Opened, dtype: torch.dtype, new: list[int]) -> None:
+        backend, sample = npu(), self.sample(dtype, new, [300, 299, 270])
+        with pytest.raises(CaptureError, match=r"sequences that share blocks, .* take several launches"):
+            backend.graph().capture(lambda: ops.paged_attention(*sample))
+
+    def test_no_replay_of_it(self, npu: Opened) -> None:
+        """With a window, where the lengths alone say it."""
+        backend, sample = npu(), self.sample(torch.bfloat16, [1, 1, 1], [257, 1, 1], window=50)
+        kv_lens, starts_host = sample[5], sample[6]
+        graph = backend.graph()
+        found = graph.capture(lambda: ops.paged_attention(*sample))
+        with (
+            emulator.trace() as trace,
+            pytest.raises(HostValueError, match=r"captured over 5 blocks, .* the 3 sequences"),
+        ):
+            graph.replay(kv_lens_host=[300, 299, 270], query_start_loc_host=starts_host)
+        assert not trace.records
+        lens = torch.tensor([258, 2, 7], dtype=torch.int32)
+        kv_lens.copy_(lens)
+        graph.replay(kv_lens_host=lens, query_start_loc_host=starts_host)
+        expected = ATTENTION.reference(*on_cpu((*sample[:7], lens, *sample[8:])))
+        assert_close(ATTENTION, torch.bfloat16, found, expected)
 
 
 class TestLaunches:
@@ -255,7 +358,7 @@ class TestLaunches:
 
     @pytest.mark.parametrize("option", ["fused", "atb"])
     def test_attention(self, npu: Opened, option: str) -> None:
-        backend, draw = npu(options={"attention": option}), Draw(torch.float16, "npu")
+        backend, draw = npu(options={"attention": option}), Draw(torch.bfloat16, "npu")
         decode = "PagedAttentionOperation" if option == "atb" else "FusedInferAttentionScoreV3"
         fused = {"FusedInferAttentionScoreV3": 1}
         for new, lens, given, expected in (

@@ -14,8 +14,9 @@ from reference import prompts
 from torch import Tensor
 
 import hal
+from checkpoints import random_checkpoint
 from hal import ops
-from hal.errors import OperationError
+from hal.errors import ConfigError, OperationError
 from hal.kv_cache import KVCacheSpec
 from hal.ops import Draw, Sample
 
@@ -73,6 +74,12 @@ def fractal(npu: Opened) -> hal.Backend:
     return npu(options={"nz_cache": True})
 
 
+def samples_of_128(draw: Draw) -> list[Sample]:
+    """Of split_qkv_rmsnorm_rope_cache, with the only head dimension that the kernel takes."""
+    samples = ops.operation("split_qkv_rmsnorm_rope_cache").samples(draw)
+    return [sample for sample in samples if sample[1].shape[0] == 128]
+
+
 def written(draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Caches that hold something, and slots all over them."""
     blocks = tokens // block_size + 2
@@ -103,10 +110,11 @@ def test_store(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
 def test_split_norm_rope_and_store(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
     operation = ops.operation("split_qkv_rmsnorm_rope_cache")
-    for sample in operation.samples(Draw(dtype, "npu", seed)):
+    for sample in samples_of_128(Draw(dtype, "npu", seed)):
         check(fractal, operation.name, dtype, sample)
     draw = Draw(dtype, "npu", seed)
-    for tokens, heads, kv_heads, head_dim in ((0, 4, 2, 64), (140, 6, 3, 128), (9, 16, 2, 80), (7, 1, 1, 16)):
+    head_dim = 128
+    for tokens, heads, kv_heads in ((0, 4, 2), (140, 6, 3), (9, 16, 2), (7, 1, 1)):  # of more tokens than blocks
         angles = draw.normal(tokens, head_dim // 2).float().repeat(1, 2)
         sample = (
             draw.normal(tokens, (heads + 2 * kv_heads) * head_dim), draw.normal(head_dim), draw.normal(head_dim),
@@ -120,7 +128,7 @@ def test_split_norm_rope_and_store(fractal: hal.Backend, seed: int, dtype: torch
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(100, 124), ids="seed={}".format)
 def test_attention(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
-    check(fractal, "paged_attention", dtype, drawn_attention(seed, dtype))
+    check(fractal, "paged_attention", dtype, drawn_attention(seed, dtype, head_dim=128))
 
 
 def test_blocks_that_prefill_does_not_take(fractal: hal.Backend) -> None:
@@ -144,6 +152,13 @@ def test_a_cache_of_the_backend_is_such(fractal: hal.Backend) -> None:
     assert torch.equal(from_tiles(keys)[1, :9], key)
     assert torch.equal(from_tiles(values)[1, :9], value)
     assert not cache.layers[0][0].any()
+
+
+def test_a_model_with_another_head_dimension_is_refused(npu: Opened, tmp_path: Path) -> None:
+    backend = npu(dtype="float16", options={"nz_cache": True})
+    with pytest.raises(ConfigError, match="no attention for head_dim 64") as caught:
+        hal.Runner(hal.load_model(random_checkpoint(tmp_path / "qwen3", head_dim=64), backend), backend)
+    assert "it takes 128" in caught.value.remedy
 
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
@@ -170,8 +185,8 @@ def test_a_generation_is_the_same(npu: Opened, trained: Path, compiler: str) -> 
 @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
 def test_under_any_schedule(fractal: hal.Backend, seed: int) -> None:
     operation: Any = ops.operation("split_qkv_rmsnorm_rope_cache")
-    samples = list(operation.samples(Draw(torch.float16, "npu", seed)))
-    attentions = [drawn_attention(kind, torch.float16) for kind in range(8)]
+    samples = samples_of_128(Draw(torch.float16, "npu", seed))
+    attentions = [drawn_attention(kind, torch.float16, head_dim=128) for kind in range(8)]
     with emulator.schedule(seed):
         for sample in samples:
             check(fractal, operation.name, torch.float16, sample)
@@ -182,7 +197,7 @@ def test_under_any_schedule(fractal: hal.Backend, seed: int) -> None:
 def test_launches(fractal: hal.Backend) -> None:
     """Two, where its parts take six: its own, and that which widens the slots to int64, as it wants them."""
     draw = Draw(torch.float16, "npu")
-    sample = list(ops.operation("split_qkv_rmsnorm_rope_cache").samples(draw))[1]
+    sample = samples_of_128(draw)[0]
     torch.npu.synchronize()
     with emulator.trace() as trace:
         fractal.ops.split_qkv_rmsnorm_rope_cache(*sample)

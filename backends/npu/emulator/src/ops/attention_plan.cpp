@@ -47,6 +47,16 @@ void check_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
             "the head dimension must be a multiple of 16 and at most 512, but is " + number(dim));
 }
 
+// Releases of CANN differ here, and newer ones take more: this is what all do.
+void check_packed(const InferAttention& request, int64_t heads, int64_t kv_heads, int64_t dim) {
+    require(request.query.dtype() == at::kBFloat16,
+            std::string("a query in a TND layout must be bfloat16, not ") + c10::toString(request.query.dtype()));
+    require(dim == 64 || dim == 128 || (dim == 192 && heads == kv_heads),
+            "the head dimension in a TND layout must be 64 or 128, or 192 where queries and keys have as many heads, "
+            "but is " +
+                number(dim));
+}
+
 void check_block_size(const InferAttention& request, const AttentionPlan& plan, int64_t in_cache) {
     int64_t size = request.block_size;
     std::string found = ", but is " + number(size);
@@ -76,6 +86,8 @@ void check_paging(const InferAttention& request, const AttentionPlan& plan, int6
             "the key and the value cache must have the same blocks");
     require(key_cache.dim == dim,
             "the query's head dimension is " + number(dim) + ", that of the cache " + number(key_cache.dim));
+    require(key.dim() != 5 || dim == 64 || dim == 128,
+            "the head dimension of a paged cache in fractals must be 64 or 128, but is " + number(dim));
     bool rows_first = plan.layout.input == "BSH" || plan.layout.input == "BSND";
     require(!(rows_first && key.dim() == 4),
             "with a query in " + plan.layout.input +
@@ -85,6 +97,16 @@ void check_paging(const InferAttention& request, const AttentionPlan& plan, int6
             "H of a paged cache [blocks, block_size, H] must be at most 65535, but is " + number(key.size(2)) +
                 ": use [blocks, N, block_size, D]");
     check_block_size(request, plan, key_cache.block_size);
+}
+
+// The blocks that the lengths take, counted for each sequence, must be there, though sequences may share them.
+void check_blocks(const InferAttention& request, const AttentionPlan& plan) {
+    if (plan.decode) return;
+    int64_t blocks = request.key[0].size(0), taken = 0;
+    for (auto& span : plan.keys) taken += (span.length + request.block_size - 1) / request.block_size;
+    require(!plan.layout.packed || taken > 0, "actual_seq_lengths_kv in a TND layout must not all be 0");
+    require(taken <= blocks, "actual_seq_lengths_kv take " + number(taken) +
+                                 " blocks, counted for each sequence, but the cache has " + number(blocks));
 }
 
 void check_mask(const InferAttention& request, const AttentionPlan& plan) {
@@ -134,6 +156,7 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
     require(by_head.size(-3) == heads,
             "num_heads is " + number(heads) + ", but the query has " + number(by_head.size(-3)) + " heads");
     check_heads(heads, kv_heads, dim);
+    if (layout.packed) check_packed(request, heads, kv_heads, dim);
     paged = bool(request.block_table);
     if (layout.packed) {
         queries = packed_spans(request.query_lengths, rows, "actual_seq_lengths");
@@ -149,6 +172,7 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
         check_paging(request, *this, dim);
         key_rows = request.block_table.size(1) * request.block_size;
         keys = dense_spans(request.key_lengths, batch, key_rows, "actual_seq_lengths_kv");
+        check_blocks(request, *this);
     } else if (layout.packed) {
         require(request.key.size() == 1, "a TND layout takes one key and one value tensor");
         key_rows = by_heads(request.key[0].raw(), layout.input, kv_heads).size(1);

@@ -33,6 +33,7 @@ void check_qkv(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slots, InOut q
     if (qkv_size[0] * qkv_size[1] != tokens || qkv_size[2] != all || all * dim != qkv.size(1))
         throw Refused("qkv_size and head_nums must describe qkv: B * S = " + number(tokens) +
                       ", N = Nq + Nk + Nv, N * D = " + number(qkv.size(1)));
+    if (dim != 128) throw Refused("D must be 128, but is " + number(dim));
     if (heads[1] != heads[2]) throw Refused("there must be as many value heads as key heads");
     if (q_gamma.dim() != 1 || q_gamma.size(0) != dim || k_gamma.dim() != 1 || k_gamma.size(0) != dim)
         throw Refused("q_gamma and k_gamma must be [D]");
@@ -46,6 +47,10 @@ void check_qkv(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slots, InOut q
         if (cache->dim() != 4 || cache->size(3) != 16 || cache->size(1) * 16 != heads[1] * dim ||
             !cache->raw().is_contiguous())
             throw Refused("the caches must be contiguous and [blocks, Nk * D / 16, block_size, 16]");
+    int64_t block = k_cache.size(2), needed = (qkv_size[1] + block - 1) / block * qkv_size[0];
+    if (k_cache.size(0) < needed)
+        throw Refused("the caches have " + number(k_cache.size(0)) + " blocks, fewer than ceil(S / block_size) * B = " +
+                      number(needed));
 }
 
 void QkvRmsNormRopeCache(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slots, InOut q_out, InOut k_cache,

@@ -52,6 +52,8 @@ void RotaryPositionEmbeddingV2(In x, In cos, In sin, int64_t mode, In matrix, Ou
 // Layouts as the interface numbers them.
 enum : int64_t { kBsnd = 1, kTnd = 4 };
 
+constexpr int64_t kUnifiedBuffer = 192 * 1024;
+
 void check_apply(InOut query, InOut key, In cos, In sin, int64_t layout, Text mode) {
     check_factors(query, cos, sin);
     if (layout != kBsnd && layout != kTnd) throw Refused("the layout must be BSND or TND on this device");
@@ -63,6 +65,12 @@ void check_apply(InOut query, InOut key, In cos, In sin, int64_t layout, Text mo
     if ((dim != 64 && dim != 128) || key.size(-1) != dim)
         throw Refused("the head dimension of query and key must be 64 or 128, but is " + number(dim) + " and " +
                       number(key.size(-1)));
+    // What a token's heads take of the unified buffer, as the documents count it.
+    int64_t size = c10::elementSize(query.dtype()), cast = query.dtype() == at::kBFloat16, computed = cast ? 4 : size;
+    int64_t needed = 5 * (query.size(-2) + key.size(-2)) * dim * computed + 4 * dim * size + cast * 8 * dim;
+    if (needed > kUnifiedBuffer)
+        throw Refused("the heads of query and key take " + number(needed) + " bytes of a unified buffer of " +
+                      number(kUnifiedBuffer));
     for (int64_t d = 0; d < dims - 2; ++d)
         if (key.size(d) != query.size(d) || cos.size(d) != query.size(d))
             throw Refused("dimension " + number(d) + " of query, key, cos and sin must be the same");
