@@ -23,8 +23,8 @@ gc.set_threshold(20_000, 10, 10)
 # Workers take whole files. Those that take longest come first: begun last, one would leave the other workers idle.
 LONG = (
     "npu/test_models.py", "npu/test_schemes.py", "npu/test_npugraph_ex.py", "npu/test_pieces.py",
-    "conformance/npu/test_npu.py", "conformance/npu/test_npu_fractal.py", "npu/test_documentation.py",
-    "emulator/test_activation.py", "emulator/test_scripts.py",
+    "npu/test_runner.py", "conformance/npu/test_npu.py", "conformance/npu/test_npu_fractal.py",
+    "npu/test_documentation.py", "emulator/test_activation.py", "emulator/test_scripts.py",
     "test_doctor.py", "test_documentation.py", "test_transformers.py", "cuda/test_triton_kernels.py", "test_llama.py",
     "conformance/test_cpu.py", "test_pieces.py", "test_bench.py", "test_rewrites.py", "test_new_driver.py",
 )  # fmt: skip
