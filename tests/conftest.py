@@ -27,6 +27,7 @@ LONG = (
     "npu/test_documentation.py", "emulator/test_activation.py", "emulator/test_scripts.py",
     "test_doctor.py", "test_documentation.py", "test_transformers.py", "cuda/test_triton_kernels.py", "test_llama.py",
     "conformance/test_cpu.py", "test_pieces.py", "test_bench.py", "test_rewrites.py", "test_new_driver.py",
+    "test_quantized_models.py",
 )  # fmt: skip
 
 
