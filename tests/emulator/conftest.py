@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hal.backends.npu import emulator
@@ -13,6 +14,7 @@ if sys.modules.get("torch_npu", ...) is None:  # hidden by the conftest.py above
     del sys.modules["torch_npu"]
 emulator.activate(devices=2)
 
+import torch  # noqa: E402
 import torch_npu  # noqa: E402, F401
 from torch._functorch import config as functorch_config  # noqa: E402
 
@@ -20,6 +22,19 @@ from torch._functorch import config as functorch_config  # noqa: E402
 # the environment, and for a warning elsewhere. Here and in the processes that tests start, it is a warning everywhere.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "0"
 functorch_config.error_on_custom_op_aliasing = False
+
+
+@pytest.fixture(autouse=True)
+def _on_the_default_stream() -> Iterator[None]:
+    """Set the current streams back: torch_npu leaves that of a capture behind whose end is refused.
+
+    Streams are from a pool of 32, so a later test would get the same one as a side stream, and wait there for what it
+    puts behind its wait.
+    """
+    yield
+    for device in (1, 0):
+        with torch.npu.device(device):
+            torch.npu.set_stream(torch.npu.default_stream())
 
 
 @pytest.fixture

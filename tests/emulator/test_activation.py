@@ -293,6 +293,37 @@ def test_a_child_activates_again_for_nothing(clean: dict[str, str]) -> None:
     assert result.stdout == "True\n", result.stderr
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["another put before ours", "ours taken out"])
+@pytest.mark.parametrize("first", ["torch", "torch, torch_npu"])
+def test_a_package_changes_the_library_path(clean: dict[str, str], tmp_path: Path, first: str, kept: bool) -> None:
+    """When it is imported, as opencv-python does. What `hal emulate` put under this process is known all the same."""
+    path = f"{str(tmp_path)!r} + ':' + os.environ['LD_LIBRARY_PATH']" if kept else repr(str(tmp_path))
+    program = (
+        f"import os, subprocess, sys, {first}\nos.environ['LD_LIBRARY_PATH'] = {path}\n"
+        f"import hal\n{ACTIVATED.replace('()', '(devices=3)')}"
+        "print(emulator.is_active(), hal.open({'backend': 'npu', 'options': {'emulator': True}}).device.name)\n"
+        f"{SCRIPT}"
+    )
+    shown = "True Ascend910B3 (A2, emulated)\n[2.0, 2.0, 2.0] 3\n"
+    if kept:
+        child = "from hal.backends.npu import emulator; print(emulator.is_active())"
+        program += f"sys.stdout.flush()\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n"
+        shown += "True\n"
+    environ = {**clean, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    result = hal("emulate", "--devices", "3", "--", sys.executable, "-c", program, environ=environ)
+    assert result.stdout == shown, result.stderr
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_real_cann_before_ours_is_taken_for_what_it_is(clean: dict[str, str], tmp_path: Path, first: bool) -> None:
+    ours = str(activation.loaded()[0].parent)
+    (tmp_path / activation.RUNTIME).touch()
+    paths = [str(tmp_path), ours] if first else [ours, str(tmp_path)]
+    program = "from hal.backends.npu import emulator\nprint(emulator.is_active())"
+    result = python(program, {**clean, "LD_LIBRARY_PATH": ":".join(paths)})
+    assert result.stdout == f"{not first}\n", result.stderr
+
+
 # hal emulate
 
 

@@ -44,16 +44,25 @@ def cache_on_npu(cache: Tensor, heads: int, fractal: bool) -> Tensor:
 class Paged:
     """A batch of one query to a sequence, and its cache."""
 
-    def __init__(self, name: str, dtype: torch.dtype, seed: int, fractal: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        seed: int,
+        fractal: bool = False,
+        dims: tuple[int, int] | None = None,
+        block: int | None = None,
+    ) -> None:
         draw = self.draw = Draw(name, dtype, seed)
         self.batch, self.kv_heads, self.dim = draw.between(1, 4), draw.between(1, 2), draw.choice([64, 128])
-        self.heads, self.block = self.kv_heads * draw.choice([1, 4]), 16 * draw.between(1, 4)
+        self.dim, value_dim = dims or (self.dim, self.dim)
+        self.heads, self.block = self.kv_heads * draw.choice([1, 4]), block or 16 * draw.between(1, 4)
         self.query = draw.normal(self.batch, self.heads, self.dim)
-        self.caches = [draw.normal(BLOCKS, self.block, self.kv_heads * self.dim) for _ in range(2)]
+        self.caches = [draw.normal(BLOCKS, self.block, self.kv_heads * dim) for dim in (self.dim, value_dim)]
         self.table = draw.permutation(BLOCKS)[: 3 * self.batch].view(self.batch, 3).to(torch.int32)
         self.scale = self.dim**-0.5
         self.lengths = self.some_lengths()
-        self.out = torch.full_like(self.query, torch.nan).npu()
+        self.out = torch.full((self.batch, self.heads, value_dim), torch.nan, dtype=dtype, device="npu")
         self.tensors = [self.query.npu(), *(cache_on_npu(cache, self.kv_heads, fractal) for cache in self.caches)]
 
     def some_lengths(self) -> list[int]:
@@ -81,6 +90,17 @@ class Paged:
 def test_paged_attention(dtype: torch.dtype, fractal: bool, seed: int) -> None:
     paged = Paged("paged", dtype, seed, fractal)
     soil_memory()
+    torch_npu._npu_paged_attention(*paged.arguments())
+    paged.check(paged.lengths)
+
+
+WIDTHS = [((288, 96), 128), ((576, 512), 64), ((96, 288), 16), ((256, 256), 256), ((128, 96), 256), ((40, 40), 32)]
+
+
+@pytest.mark.parametrize(("dims", "block"), WIDTHS, ids=str)
+def test_the_widths_of_keys_and_values(dims: tuple[int, int], block: int) -> None:
+    """What A2 and A3 take: see the sources in atb/paged_attention.cpp."""
+    paged = Paged("widths", torch.float16, 0, dims=dims, block=block)
     torch_npu._npu_paged_attention(*paged.arguments())
     paged.check(paged.lengths)
 
@@ -120,6 +140,19 @@ def test_lengths_change_between_replays(first: str, seed: int) -> None:
             torch.npu.synchronize()
             paged.check(lengths)
     assert trace.counts(phase="replay")["PagedAttentionOperation"] == 4
+
+
+def test_reshape_and_cache_of_int8_keys_in_fractals() -> None:
+    """Beside values of another type and width, as latent attention has them."""
+    draw = Draw("reshape int8", torch.bfloat16, 0)
+    key, value = draw.integers(-128, 127, 5, 1, 512, dtype=torch.int8), draw.normal(5, 1, 64)
+    slots = draw.permutation(BLOCKS * 128)[:5].to(torch.int32)
+    caches = [draw.integers(-128, 127, BLOCKS, 128, 512, dtype=torch.int8), draw.normal(BLOCKS, 128, 64)]
+    on_npu = [cache_on_npu(cache, 1, True) for cache in caches]
+    torch_npu._npu_reshape_and_cache(key.npu(), value.npu(), *on_npu, slots.npu())
+    for actual, cache, row in zip(on_npu, caches, (key, value), strict=True):
+        plain = torch_npu.npu_format_cast(actual, 2).cpu()
+        assert torch.equal(plain, in_fractals(written(cache, row, slots)))
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
@@ -187,6 +220,14 @@ def halves(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float16, device="npu")
 
 
+def wide(dim: int, value_dim: int, block: int) -> dict[str, Any]:
+    """Of ``paged_call``."""
+    return {
+        "query": halves(2, 4, dim), "out": halves(2, 4, value_dim),
+        "key_cache": halves(4, block, 2, dim), "value_cache": halves(4, block, 2, value_dim),
+    }  # fmt: skip
+
+
 REFUSALS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]], str]] = [
     (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int32).npu()},
      "context_lens must be a tensor on the host"),
@@ -199,11 +240,28 @@ REFUSALS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]], str]] = 
     (
         paged_call,
         lambda: {"key_cache": halves(4, 272, 2, 64), "value_cache": halves(4, 272, 2, 64)},
-        "their product at most 16384, but they are 64 and 272",
+        "D * block_size must be at most 16384: D is 64, of the values 64, block_size 272",
+    ),
+    (paged_call, lambda: wide(592, 592, 16), "the head dimensions must be at most 576: D is 592"),
+    (paged_call, lambda: wide(288, 96, 144), "block_size must be at most 128 with a head dimension above 256"),
+    (paged_call, lambda: wide(96, 288, 256), "block_size must be at most 128 with a head dimension above 256"),
+    (paged_call, lambda: wide(256, 256, 144), "block_size must be a multiple of 128 with head dimensions of 256"),
+    (paged_call, lambda: wide(64, 64, 24), "block_size must be a multiple of 16, but is 24"),
+    (paged_call, lambda: {"value_cache": halves(3, 16, 2, 64)}, "both caches must have the same blocks"),
+    (paged_call, lambda: {"value_cache": halves(4, 16, 1, 128)}, "the value cache must be"),
+    (
+        paged_call,
+        lambda: {name: cache_on_npu(torch.ones(4, 272, 128).half(), 2, True) for name in ("key_cache", "value_cache")},
+        "in FRACTAL_NZ, D must be that of the values too",
     ),
     (cache_call, lambda: {"slot_indices": torch.ones(2, dtype=torch.int64).npu()}, "slots must be int32"),
     (cache_call, lambda: {"slot_indices": torch.ones(3, dtype=torch.int32).npu()}, "one slot for each of the 2 tokens"),
     (cache_call, lambda: {"key_cache": halves(4, 16, 2, 32)}, "the cache of key must be"),
+    (cache_call, lambda: {"key_cache": halves(4, 16, 128)}, "its cache have 4 dimensions"),
+    (cache_call, lambda: {"key": halves(2, 2, 64).float(), "key_cache": halves(4, 16, 2, 64).float()},
+     "key must be float16, bfloat16 or int8, not Float"),
+    (cache_call, lambda: {"value": halves(2, 1, 64), "value_cache": halves(4, 16, 1, 64)}, "as many tokens and heads"),
+    (cache_call, lambda: {"value_cache": halves(5, 16, 2, 64)}, "both caches must have the same blocks"),
     (cache_call, lambda: {"key": halves(2, 2, 64).bfloat16()}, "key and its cache must have one dtype"),
 ]  # fmt: skip
 
@@ -223,6 +281,7 @@ print(json.dumps(test_atb.what_is_refused()))
 
 def what_is_refused() -> list[str]:
     """What each call of the table says, and last an operation that is not emulated."""
+    torch.npu.config.allow_internal_format = True
     said = []
     for call, changes, _ in [*REFUSALS, (rotary_call, dict, "")]:
         try:

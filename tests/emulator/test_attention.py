@@ -180,9 +180,9 @@ def run(
         lengths = [rows if decode else draw.between(0, rows) for _ in range(count)]
     least = 1 if packed and cache else 0
     key_lengths = [draw.between(least, key_rows), *(draw.between(0, key_rows) for _ in range(count - 1))]
-    batch = Batch(
-        draw, *heads, draw.choice([64, 128] if packed or cache == "BNDB" else [16, 64, 128]), lengths, key_lengths
-    )
+    any_width = layout == "TND" and mask != "left" and cache != "BNBD"
+    dims = [80, 192, 256] if any_width else [64, 128] if packed or cache == "BNDB" else [16, 64, 128]
+    batch = Batch(draw, *heads, draw.choice(dims), lengths, key_lengths)
     sparse, before, after = SPARSE[mask], draw.between(-2, 6), draw.between(0, 6)
     masks = None
     columns = 3 * block if cache else key_rows
@@ -238,7 +238,7 @@ def cases() -> Iterator[Any]:
             continue  # refused: see test_fused_refusals.py
         if cache == "BNBD" and layout.startswith("BS"):
             continue  # likewise
-        for dtype, seed in zip((torch.bfloat16,) * 2 if packed else HALVES, SEEDS, strict=True):
+        for dtype, seed in zip(HALVES, SEEDS, strict=True):
             kind = "decode" if decode else "prefill"
             label = f"{layout}-{mask}-{cache or 'dense'}-{heads[0]}over{heads[1]}-{kind}-{str(dtype)[6:]}-seed{seed}"
             yield pytest.param(layout, mask, cache, heads, decode, dtype, seed, id=label)
@@ -249,6 +249,57 @@ def test_fused_inference(
     layout: str, mask: str, cache: str | None, heads: tuple[int, int], decode: bool, dtype: torch.dtype, seed: int
 ) -> None:
     run(layout, mask, cache, heads, dtype, seed, decode, version=1 + seed)
+
+
+CAPTURED = [
+    (layout, version)
+    for layout in ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "TND", "NTD", "NTD_TND")
+    for version in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("layout", "version"), CAPTURED, ids=[f"{layout}-v{version}" for layout, version in CAPTURED])
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+def test_a_captured_log_sum_exp_is_the_eager_one(layout: str, version: int, given: bool) -> None:
+    draw, source = Draw(f"captured lse {layout} {version}", torch.bfloat16, 0), layout.partition("_")[0]
+    batch = Batch(draw, 4, 2, 64, [3, 3], [9, 9])
+    tensors = [batch.laid_out(p, source, n) for p, n in ((batch.queries, 3), (batch.keys, 9), (batch.values, 9))]
+    lengths = ([3, 6], [9, 18]) if source in ("TND", "NTD") else ([3, 2], [9, 7])
+    operation = torch_npu.npu_fused_infer_attention_score
+    names = ("num_heads", "scale", "softmax_lse_flag", "actual_seq_lengths", "actual_seq_lengths_kv")
+    if version == 2:
+        operation = torch_npu.npu_fused_infer_attention_score_v2
+        names = ("num_query_heads", "softmax_scale", "return_softmax_lse", "actual_seq_qlen", "actual_seq_kvlen")
+    arguments = dict(zip(names, (4, 0.125, True, *lengths), strict=True))
+    arguments |= {"num_key_value_heads": 2, "input_layout": layout}
+    expected = operation(*tensors, **arguments)
+    out, graph = [torch.full_like(each, torch.nan) for each in expected], torch.npu.NPUGraph()
+    with torch.npu.graph(graph, auto_dispatch_capture=True):
+        result = operation.out(*tensors, **arguments, out=out) if given else operation(*tensors, **arguments)
+    graph.update(cpu_update_input=[{name: arguments[name] for name in names[3:]}])
+    graph.replay()
+    for found, one in zip(result, expected, strict=True):
+        torch.testing.assert_close(found.cpu(), one.cpu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_without_the_flag_a_log_sum_exp_that_is_given_is_left_as_it_is(captured: bool) -> None:
+    """Source: aclnnFusedInferAttentionScoreV3.md, CANN 9.1, on softmaxLse where softmaxLseFlag is false."""
+    batch = Batch(Draw("no lse", torch.float16, 0), 4, 2, 64, [3, 3], [9, 9])
+    tensors = [batch.laid_out(p, "BNSD", n) for p, n in ((batch.queries, 3), (batch.keys, 9), (batch.values, 9))]
+    output, lse = torch.full_like(tensors[0], torch.nan), torch.full((1,), 7, dtype=torch.float16, device="npu")
+    arguments = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.125, "input_layout": "BNSD"}
+    arguments |= {"actual_seq_lengths_kv": [9, 7], "out": [output, lse]}
+    if captured:
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph, auto_dispatch_capture=True):
+            torch_npu.npu_fused_infer_attention_score.out(*tensors, **arguments)
+        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [9, 7]}])
+        graph.replay()
+    else:
+        torch_npu.npu_fused_infer_attention_score.out(*tensors, **arguments)
+    assert lse.tolist() == [7]
+    assert output.isfinite().all()
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])

@@ -281,14 +281,17 @@ def interleave_rope(draw: Draw) -> Pairs:
 
 @case(*FLOATS, sections=(0, 3, 4), cache_mode=("default", "interleave"), mode=("half", "interleave"))
 def mrope(draw: Draw, sections: int, cache_mode: str, mode: str) -> Pairs:
-    tokens, head = draw.between(1, 6), draw.choice([64, 128])
-    rotary_dim = draw.choice([32, 64])
-    if sections != 3:
+    tokens = draw.between(1, 6)
+    if sections == 4:
         cache_mode = "default"
-    if sections == 3:
-        section = [rotary_dim // 2 - 2 * (rotary_dim // 6), rotary_dim // 6, rotary_dim // 6]
-    else:
-        section = [rotary_dim // 8] * 4 if sections else [0, 0, 0]
+    known = {
+        0: [[0, 0, 0]],
+        3: [[16, 24, 24], [24, 20, 20], [8, 12, 12], [11, 11, 10]],
+        4: [[16, 16, 16, 16]],
+    }
+    section = draw.choice(known[sections])
+    rotary_dim = 2 * sum(section) or draw.choice([32, 64])
+    head = draw.choice([64, 128]) if rotary_dim <= 64 else 128
     query, key = draw.normal(tokens, head * draw.between(1, 4)), draw.normal(tokens, head)
     cache = draw.normal(50, rotary_dim)
     positions = draw.integers(0, 49, *([sections, tokens] if sections else [tokens]), dtype=torch.int64)

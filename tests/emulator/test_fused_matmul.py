@@ -125,6 +125,24 @@ def of_int4(draw: Draw) -> Pairs:
     yield y, Near((x1.double() @ x2.double()) * scale.double() * by_row.double()[:, None])
 
 
+@case(*HALVES, groups=(False, True))
+def of_int4_beside_int8(draw: Draw, groups: bool) -> Pairs:
+    m, k, n = draw.between(1, 9), 256 * draw.between(1, 3), 32 * draw.between(1, 3)
+    x1, x2 = int8s(draw, m, k), draw.integers(-8, 7, k, n, dtype=torch.int32)
+    scale = draw.positive(*([k // 256] if groups else []), n, dtype=torch.float32) / 1000
+    by_row = draw.positive(m, *([1] if groups else []), dtype=torch.float32)
+    packed = torch_npu.npu_trans_quant_param(scale.flatten().npu()).view(scale.shape)
+    exact_scale = nineteen_bits(scale).double()
+    weights = x2.double() * (exact_scale.repeat_interleave(256, 0) if groups else exact_scale)
+    # The document has callers prepare this; another value moves the result.
+    prepared, moved = 8 * weights.sum(0), draw.normal(n, dtype=torch.float32)
+    y = torch_npu.npu_quant_matmul(
+        x1.npu(), packed_int4(x2).npu(), packed, offset=(prepared.float() + moved).npu(), pertoken_scale=by_row.npu(),
+        output_dtype=draw.dtype, group_sizes=[0, 0, 256] if groups else None,
+    )  # fmt: skip
+    yield y, Near((x1.double() @ weights + moved) * by_row.double().view(m, 1), 3)
+
+
 @case(torch.float32, shifted=(False, True), rounded=(0, 1))
 def quantisation_parameters(draw: Draw, shifted: bool, rounded: int) -> Pairs:
     scale, offset = draw.positive(40), draw.normal(40) * 200 if shifted else None

@@ -62,9 +62,9 @@ def attend_blocks(**changes: Any) -> Any:
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
 
 
-def paged(blocks: int, block_size: int) -> dict[str, Any]:
+def paged(blocks: int, block_size: int, width: int = 128, dtype: torch.dtype = BF16) -> dict[str, Any]:
     """Of ``attend_packed``."""
-    cache = t(blocks, block_size, 128, dtype=BF16)
+    cache = t(blocks, block_size, width, dtype=dtype)
     return {
         "key": cache, "value": cache, "block_table": t(2, 1, dtype=INT32), "block_size": block_size,
         "actual_seq_lengths_kv": [4, 5],
@@ -104,7 +104,7 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
          "multiple of 16 and at most 512"),
         (attend_prefill, {"num_heads": 8}, "num_heads is 8, but the query has 4 heads"),
         (attend_prefill, {"query": t(1, 130, 1, 16), "key": t(1, 2, 9, 16), "value": t(1, 2, 9, 16), "num_heads": 130},
-         "at most 64, but is 65"),
+         "at most 64 with this head dimension and release of CANN, but is 65"),
         (attend_prefill, {"query": t(1, 257, 1, 16), "key": t(1, 257, 9, 16), "value": t(1, 257, 9, 16),
          "num_heads": 257,
          "num_key_value_heads": 257}, "between 1 and 256"),
@@ -139,9 +139,16 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
         (attend_packed, paged(4, 128) | {"actual_seq_lengths_kv": [0, 0]}, "must not all be 0"),
         (attend_packed, paged(1, 128), "take 2 blocks, counted for each sequence, but the cache has 1"),
         (attend_blocks, {"actual_seq_lengths_kv": [129, 130]}, "take 4 blocks, .* but the cache has 3"),
-        (attend_packed, {"query": t(5, 4, 64), "key": t(9, 2, 64), "value": t(9, 2, 64)}, "must be bfloat16, not Half"),
-        *((attend_packed, {name: t(rows, heads, dim, dtype=BF16) for name, rows, heads in packed_shapes},
-         "head dimension in a TND layout must be 64 or 128") for dim in (32, 192)),
+        (attend_packed, {name: t(rows, heads, 272) for name, rows, heads in packed_shapes},
+         "the head dimension in TND must be at most 256, but is 272"),
+        *((attend_packed, {name: t(rows, heads, 256) for name, rows, heads in packed_shapes} | change,
+         "the head dimension in a TND layout must be 64 or 128") for change in (
+            {"inner_precise": 1}, {"sparse_mode": 2, "atten_mask": mask(2048, 2048)},
+            {"key": t(4, 2, 128, 256), "value": t(4, 2, 128, 256), "block_table": t(2, 1, dtype=INT32),
+             "block_size": 128, "actual_seq_lengths_kv": [4, 5]},
+            paged(4, 528, 512, HALF))),
+        (attend_packed, {name: t(heads, rows, 256) for name, rows, heads in packed_shapes} | {"input_layout": "NTD"},
+         "the head dimension in a TND layout must be 64 or 128"),
     ]  # fmt: skip
 
 
@@ -159,6 +166,17 @@ def quantised(**changes: Any) -> Any:
         "x1": t(4, 64, dtype=INT8), "x2": t(64, 32, dtype=INT8), "scale": t(32, dtype=FLOAT), "pertoken_scale": t(4,
         dtype=FLOAT),
         "output_dtype": HALF,
+    }  # fmt: skip
+    arguments |= changes
+    return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
+
+
+def mixed(**changes: Any) -> Any:
+    """int8 activations and int4 weights, in groups of 256 rows."""
+    arguments: dict[str, Any] = {
+        "x1": t(4, 512, dtype=INT8), "x2": t(512, 4, dtype=INT32), "scale": t(2, 32, dtype=INT64),
+        "pertoken_scale": t(4, 1, dtype=FLOAT), "offset": t(32, dtype=FLOAT), "output_dtype": HALF,
+        "group_sizes": [0, 0, 256],
     }  # fmt: skip
     arguments |= changes
     return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
@@ -227,8 +245,8 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield call("npu_rms_norm_quant", x, gamma, gamma, t(1), t(1, dtype=INT32)), r"offset must be \[1\], int8"
     yield call("npu_quantize", x, t(63, dtype=FLOAT), None, torch.qint8, -1), "1 element or as many as x has"
     yield call("npu_quantize", x, t(64, dtype=FLOAT), None, torch.qint8, -1, False), "scale must be of x's dtype"
-    yield call("npu_quantize", x, t(64, dtype=BF16), None, torch.qint8, -1), "both must be, and x too"
-    yield call("npu_quantize", wide, t(64, dtype=BF16), t(64, dtype=INT32), torch.qint8, -1), "both must be, and x too"
+    yield call("npu_quantize", x, t(64, dtype=BF16), None, torch.qint8, -1), "scales must be float32 or of x's dtype"
+    yield call("npu_quantize", x, t(64, dtype=FLOAT), t(64, dtype=BF16), torch.qint8, -1), "scales and x must be"
     yield call("npu_quantize", x, t(64, dtype=FLOAT), t(64, dtype=FLOAT), torch.qint8, -1), "zero_points must be int32"
     yield call("npu_dynamic_quant", x.float()), "x must be float16 or bfloat16"
     yield call("npu_dynamic_quant", x, smooth_scales=t(64, dtype=FLOAT)), "smooth_scales must be of x's dtype"
@@ -263,6 +281,11 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
         ),
         "must add up to rotary_dim / 2, 32",
     )
+    rows = positions.expand(3, 4).contiguous()
+    turned_by_rows = call("npu_mrope", rows, t(4, 64), t(4, 64), t(9, 64), 64, mrope_section=[12, 10, 10])
+    yield turned_by_rows, "mrope_section must be .16, 24, 24."
+    one_row = call("npu_mrope", positions, t(4, 64), t(4, 64), t(9, 64), 64, mrope_section=[8, 12, 12])
+    yield one_row, "positions must be .3 or 4, tokens."
     yield call("npu_swiglu", t(4, 63)), "must be even"
     yield call("npu_swiglu_quant", t(4, 64), quant_mode=0), "static quantisation needs smooth_scales and offsets"
     yield (
@@ -291,7 +314,8 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
         "H must be a multiple of 64 and at most 10496, but is 50",
     )
     yield changed(quantised, x1=t(4, 65, dtype=INT8)), "x1 has 65 columns, but x2 64 rows"
-    yield changed(quantised, x1=t(4, 65536, dtype=INT8), x2=t(65536, 32, dtype=INT8)), "at most 65535, but are 65536"
+    wide_factors = {"x1": t(4, 65536, dtype=INT8), "x2": t(65536, 32, dtype=INT8)}
+    yield changed(quantised, **wide_factors, pertoken_scale=None, output_dtype=BF16), "at most 65535, but are 65536"
     yield changed(quantised, scale=t(31, dtype=FLOAT)), "scale must have 1 element or N = 32, not 31"
     yield changed(quantised, pertoken_scale=t(5, dtype=FLOAT)), r"pertoken_scale must be float32 and \[M\]"
     yield changed(quantised, scale=t(32, dtype=BF16)), "needs a float32 scale"
@@ -299,6 +323,20 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield changed(quantised, pertoken_scale=None, bias=t(32)), "bias must be int32 with this output"
     yield changed(quantised, bias=t(32, dtype=BF16)), "bias must be int32, float32 or of the output's dtype"
     yield changed(quantised, offset=t(32, dtype=FLOAT)), "goes with an int8 output"
+    yield changed(quantised, group_sizes=[0, 0, 256]), "in groups is emulated for int8 x1 with int4 x2 only"
+    yield changed(mixed, x1=t(4, 510, dtype=INT8)), "x1 has 510 columns, but x2 512 rows"
+    odd = {"x1": t(4, 511, dtype=INT8), "x2": t(511, 4, dtype=INT32)}
+    yield changed(mixed, **odd), "a multiple of 256 where x2 is int4 and x1 int8, but is 511"
+    wide = {"x1": t(4, 29952, dtype=INT8), "x2": t(29952, 4, dtype=INT32), "scale": t(117, 32, dtype=INT64)}
+    yield changed(mixed, **wide), "K must be at most 29576"
+    yield changed(mixed, group_sizes=None), "group_sizes must be .0, 0, 256. with a scale of 2 dimensions"
+    yield changed(mixed, scale=t(32, dtype=INT64)), "and left out with one of 1"
+    yield changed(mixed, scale=t(2, 32, dtype=FLOAT)), "scale must be int64, of TransQuantParam"
+    yield changed(mixed, scale=t(3, 32, dtype=INT64)), "for groups of 256 rows, with K = 512 and N = 32"
+    yield changed(mixed, pertoken_scale=t(4, dtype=FLOAT)), "pertoken_scale must be float32 and .M., or .M, 1."
+    yield changed(mixed, offset=None), "offset must be float32 and .N."
+    yield changed(mixed, bias=t(32, dtype=INT32)), "bias does not go with int4 x2"
+    yield changed(mixed, output_dtype=INT8), "the output must be float16 or bfloat16"
     yield changed(weighted, weight=t(64, 32)), "weight must be int8, or int4 in int32"
     yield changed(weighted, antiquant_scale=t(31)), "antiquant_scale must have 1 or 32 elements, but has 31"
     yield changed(weighted, antiquant_scale=t(32, dtype=BF16)), "antiquant_scale must be of x's dtype"
@@ -325,7 +363,6 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield changed(scattered, key_cache=t(8, 16, 2, 64, dtype=BF16)), "the cache of key must be of its dtype"
     yield changed(scattered, slot_mapping=t(4)), "slots must be int32 or int64"
     yield changed(scattered, slot_mapping=t(5, dtype=INT32)), "one slot for each of the 4 tokens"
-    yield changed(scattered, value=t(4, 2, 128)[..., :64]), "must be contiguous"
     yield changed(scattered, seq_lens=t(4, dtype=INT32)), "compressed caches .* are not emulated"
     yield changed(fused_cache, cache_mode="PA"), "cache_mode must be PA_NZ"
     yield changed(fused_cache, head_nums=[5, 2, 2]), "qkv_size and head_nums must describe qkv"
@@ -333,14 +370,14 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     few = t(3, 16, 16, 16)
     yield changed(fused_cache, k_cache=few, v_cache=few), r"3 blocks, fewer than ceil\(S / block_size\) \* B = 4"
     yield changed(fused_cache, index=torch.arange(4, dtype=INT32).npu()), "index must be int64"
-    yield changed(fused_cache, k_cache=t(8, 8, 16, 32)), "the caches must be contiguous and"
+    yield changed(fused_cache, k_cache=t(8, 8, 16, 32)), "the caches must be .blocks, Nk"
     yield changed(fused_cache, k_scale=t(2, 128, dtype=FLOAT)), "a quantised cache is not emulated"
     yield call("npu_top_k_top_p", t(2, 9, dtype=FLOAT), t(2), t(2, dtype=INT32)), "of the logits' dtype"
     yield call("npu_top_k_top_p", t(2, 9), t(2), t(2, dtype=INT64)), r"k must be \[batch\], int32"
 
 
 def test_the_calls_that_are_changed_work() -> None:
-    for function in (quantised, weighted, scattered, fused_cache):
+    for function in (quantised, mixed, weighted, scattered, fused_cache):
         function()
     torch.npu.synchronize()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -169,6 +171,51 @@ def test_update_and_replay_in_either_order():
                 updated.graph.replay()
             torch.npu.synchronize()
             assert updated.z.cpu().tolist() == (X * factor + 1).tolist(), f"seed {seed}, step {step}"
+
+
+def test_an_update_behind_its_replay_stands_still_and_is_named():
+    """On one stream: the replay waits for what comes after it. Hardware would hang."""
+    updated = Update()
+    torch.npu.synchronize()
+    held = r"507046[\s\S]*stands still[\s\S]*Graph\d+, which waits[\s\S]*Behind it are TaskUpdate, ValueWrite"
+    with torch.npu.stream(updated.stream):
+        updated.graph.replay()
+        updated.update(2.0)
+        with control.limits(stall=1), pytest.raises(RuntimeError, match=held):
+            torch.npu.synchronize()
+    updated.event.record(torch.npu.current_stream())
+    updated.event.record(torch.npu.default_stream())
+    torch.npu.synchronize()
+
+
+STOPPED = """
+import os, subprocess, threading, time, torch, torch_npu
+from hal.backends.npu.emulator import control
+
+stream, event = torch.npu.Stream(), torch.npu.ExternalEvent()
+recording = torch.npu.Stream()
+with torch.npu.stream(stream):
+    event.wait(stream)
+torch.npu.current_stream().synchronize()
+
+def record():
+    time.sleep(8)
+    event.record(recording)
+
+thread = threading.Thread(target=record)
+thread.start()
+subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {os.getpid()}; sleep 6; kill -CONT {os.getpid()}"])
+with control.limits(stall=3):
+    stream.synchronize()
+thread.join()
+print("done")
+"""
+
+
+def test_a_process_that_gets_no_core_for_a_while_does_not_stand_still():
+    """It is stopped for longer than a wait may see nothing run; what the wait is for comes soon after."""
+    result = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=100, check=False)
+    assert result.stdout == "done\n", result.stderr
 
 
 def test_torch_npus_own_update_under_seeds():

@@ -140,9 +140,19 @@ def is_active() -> bool:
 
 
 def is_inherited() -> bool:
-    """Whether ``hal emulate`` or a process that had called :func:`activate` started this one: the loader knows then."""
-    first = os.environ.get("LD_LIBRARY_PATH", "").partition(":")[0]
-    return _active is None and bool(first) and _is_ours(Path(first))
+    """Whether ``hal emulate`` or a process that had called :func:`activate` started this one: the loader knows then.
+
+    The CANN that is loaded decides; before one is loaded, the first folder of ``LD_LIBRARY_PATH`` that has one does.
+    Libraries without a CANN may stand before ours there: Python packages with native libraries, such as opencv-python,
+    put theirs first when they are imported.
+    """
+    if _active is not None:
+        return False
+    if found := loaded():
+        return all(_is_ours(library.parent) for library in found)
+    folders = [Path(each) for each in os.environ.get("LD_LIBRARY_PATH", "").split(":") if each]
+    first = next((folder for folder in folders if (folder / RUNTIME).exists()), None)
+    return first is not None and _is_ours(first)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .build import SOURCES
 
+LITERAL = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'")
 DEFINE = re.compile(r"^[ \t]*#define (\w+)\(([^)]*)\)(.*)$", re.MULTILINE)
 
 
@@ -21,7 +22,7 @@ def families(sources: Path = SOURCES / "ops") -> dict[str, list[str]]:
         text = path.read_text(encoding="utf-8")
         names = sorted({f"aclnn{name}" for name in operations(text)})
         if names:
-            found.setdefault(_title(text), []).extend(names)
+            found.setdefault(title_of(text), []).extend(names)
     return found
 
 
@@ -32,17 +33,21 @@ def operations(text: str) -> Iterator[str]:
     text = DEFINE.sub("", text)
     while macros and (call := re.search(rf"\b({'|'.join(macros)})\(", text)):
         parameters, body = macros[call[1]]
-        arguments, end = _arguments(text, call.end())
+        arguments, end = arguments_of(text, call.end())
         for parameter, argument in zip(parameters, arguments, strict=False):
             body = re.sub(rf"\b{re.escape(parameter)}\b", argument.replace("\\", r"\\"), body)
         text = f"{text[: call.start()]} {re.sub(r'[ ]*##[ ]*', '', body)} {text[end:]}"
     yield from re.findall(r"\bACLNN\(\s*(\w+)", text)
 
 
-def _arguments(text: str, at: int) -> tuple[list[str], int]:
+def arguments_of(text: str, at: int) -> tuple[list[str], int]:
     """The arguments of a call whose parenthesis opens before ``at``, and where the call ends."""
     arguments, depth = [""], 1
     while depth:
+        if literal := LITERAL.match(text, at):
+            arguments[-1] += literal[0]
+            at = literal.end()
+            continue
         character = text[at]
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 1:
@@ -53,7 +58,7 @@ def _arguments(text: str, at: int) -> tuple[list[str], int]:
     return [each.strip() for each in arguments], at
 
 
-def _title(text: str) -> str:
+def title_of(text: str) -> str:
     """The first sentence of a source's first comment."""
     comment = re.match(r"(?:// .*\n)+", text)
     words = " ".join(line.removeprefix("// ") for line in comment[0].splitlines()) if comment else "Others"

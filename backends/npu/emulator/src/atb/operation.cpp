@@ -2,6 +2,8 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+DOCUMENTED("ascend-transformer-boost: docs (the tensors of each operation)");
+
 namespace atb {
 
 namespace {
@@ -42,6 +44,7 @@ aclTensor handle_of(const Tensor& tensor) {
 }
 
 Status EmulatedOperation::InferShape(const SVector<TensorDesc>&, SVector<TensorDesc>&) const {
+    OURS("not emulated");
     throw std::runtime_error("the emulated CANN has no InferShape for ATB's " + name_);
 }
 

@@ -3,6 +3,10 @@
 #include "ops/attention_core.h"
 #include "ops/attention_layout.h"
 
+DOCUMENTED(
+    "ascend-transformer-boost: src/ops/ops_infer/paged_attention/paged_attention_operation.cpp"
+    "; ascend-transformer-boost: src/kernels/mixkernels/pagedattention/tiling/paged_attention_tiling.cpp");
+
 namespace atb {
 
 namespace infer {
@@ -25,6 +29,11 @@ struct PagedAttentionParam {
 namespace {
 
 using namespace emulator;
+
+// Source of every limit here: ascend-transformer-boost, master of July 2026, src/ops/ops_infer/paged_attention/
+// paged_attention_operation.cpp (KVCacheDimCheck910B, KVCacheDimCheck310P) and src/kernels/mixkernels/pagedattention/
+// (paged_attention_operation.cpp, tiling/paged_attention_tiling.cpp).
+constexpr int64_t kWidest = 576, kWide = 256, kProduct = 128 * 128;
 
 // [blocks, block_size, N, D], or in fractals [blocks, N * D / C0, block_size, C0].
 struct Caches {
@@ -90,19 +99,49 @@ class PagedAttention : public EmulatedOperation {
         if (query.dim() != 3 || query.size(1) != heads_) throw Refused("query must be [batch, num_heads, D]");
         if (kv_heads_ < 1 || heads_ % kv_heads_) throw Refused("num_heads must be a multiple of num_kv_heads");
         if (key.dim() != 4 || value.dim() != 4) throw Refused("the caches must have 4 dimensions");
-        int64_t dim = query.size(2), block = caches.block_size(key);
+        int64_t dim = query.size(2), value_dim = caches.dim(value), block = caches.block_size(key);
         if (caches.dim(key) != dim || (!caches.fractal && key.size(2) != kv_heads_))
             throw Refused("the key cache must be [blocks, block_size, num_kv_heads, D]");
-        if (caches.block_size(value) != block) throw Refused("both caches must have one block size");
-        if (dim > 256 || dim % 16 || block % 16 || dim * block > 128 * 128)
-            throw Refused(
-                "D and block_size must be multiples of 16, D at most 256 and their product at most 16384, but they "
-                "are " +
-                std::to_string(dim) + " and " + std::to_string(block));
+        if (caches.block_size(value) != block || value.size(0) != key.size(0))
+            throw Refused("both caches must have the same blocks");
+        if (!caches.fractal && value.size(2) != kv_heads_)
+            throw Refused("the value cache must be [blocks, block_size, num_kv_heads, D of the values]");
+        if (block < 1 || block % 16)
+            throw Refused("block_size must be a multiple of 16, but is " + std::to_string(block));
+        if (caches.fractal)
+            check_fractals(dim, value_dim, block);
+        else
+            check_widths(dim, value_dim, block);
         if (table.dtype() != at::kInt || table.dim() != 2 || table.size(0) != query.size(0))
             throw Refused("block_table must be int32 and [batch, blocks]");
-        if (output.sizes() != at::IntArrayRef({query.size(0), heads_, caches.dim(value)}))
-            throw Refused("out must be [batch, num_heads, D]");
+        if (output.sizes() != at::IntArrayRef({query.size(0), heads_, value_dim}))
+            throw Refused("out must be [batch, num_heads, D of the values]");
+    }
+
+    // Of caches in ND, as A2 and A3 take them.
+    static void check_widths(int64_t dim, int64_t value_dim, int64_t block) {
+        std::string found =
+            ": D is " + std::to_string(dim) + ", of the values " + std::to_string(value_dim) + ", block_size " +
+            std::to_string(block);
+        int64_t widest = std::max(dim, value_dim);
+        if (widest > kWidest) throw Refused("the head dimensions must be at most 576" + found);
+        if (widest > kWide) {
+            if (block > 128) throw Refused("block_size must be at most 128 with a head dimension above 256" + found);
+        } else if (dim == kWide && value_dim == kWide && block >= 128) {
+            if (block % 128) throw Refused("block_size must be a multiple of 128 with head dimensions of 256" + found);
+        } else if (dim == value_dim && dim * block > kProduct) {
+            throw Refused("D * block_size must be at most 16384" + found);
+        }
+    }
+
+    // Of caches in FRACTAL_NZ, as the Atlas inference products (310P) take them, and they alone.
+    static void check_fractals(int64_t dim, int64_t value_dim, int64_t block) {
+        if (dim != value_dim || dim % 16 || dim > kWide || dim * block > kProduct)
+            throw Refused(
+                "in FRACTAL_NZ, D must be that of the values too, a multiple of 16, at most 256, and D * block_size at "
+                "most 16384, but D is " +
+                std::to_string(dim) + ", of the values " + std::to_string(value_dim) + ", block_size " +
+                std::to_string(block));
     }
 
     // They are read on the host, now: the launch keeps a copy.
@@ -130,7 +169,7 @@ Status CreateOperation<infer::PagedAttentionParam>(const infer::PagedAttentionPa
                                                    Operation** operation) {
     if (parameters.mask || parameters.batch_run_status || parameters.quantised || parameters.compress ||
         parameters.calculation || parameters.scaling || parameters.layout || parameters.latent_value_dim)
-        throw std::runtime_error(
+        throw NotEmulated(
             "ATB's PagedAttentionOperation is emulated in its plain form only: no mask, quantisation, "
             "compression, speculative decoding or latent attention");
     *operation = new PagedAttention(parameters);

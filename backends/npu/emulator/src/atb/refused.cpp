@@ -2,6 +2,9 @@
 #include <stdexcept>
 
 #include "atb.h"
+#include "runtime/source.h"
+
+OURS("not emulated");
 
 namespace atb {
 

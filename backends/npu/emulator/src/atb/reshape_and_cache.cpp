@@ -2,6 +2,8 @@
 #include "operation.h"
 #include "ops/cache.h"
 
+DOCUMENTED("ascend-transformer-boost: src/ops/ops_infer/reshape_and_cache/reshape_and_cache_operation.cpp");
+
 namespace atb {
 
 namespace infer {
@@ -29,7 +31,12 @@ class ReshapeAndCache : public EmulatedOperation {
         InOut key_cache(&handles[2]), value_cache(&handles[3]);
         check(key, key_cache, "key");
         check(value, value_cache, "value");
-        if (value.size(0) != key.size(0)) throw Refused("key and value must have as many tokens");
+        if (value.size(0) != key.size(0) || value.size(1) != key.size(1))
+            throw Refused("key and value must have as many tokens and heads");
+        if (!fractal_ && value.dtype() != key.dtype()) throw Refused("key and value must have one dtype");
+        int block = fractal_ ? 2 : 1;
+        if (value_cache.size(0) != key_cache.size(0) || value_cache.size(block) != key_cache.size(block))
+            throw Refused("both caches must have the same blocks");
         if (slots.dtype() != at::kInt)
             throw Refused(std::string("slots must be int32, not ") + c10::toString(slots.dtype()));
         check_slots(slots, key.size(0));
@@ -47,11 +54,24 @@ class ReshapeAndCache : public EmulatedOperation {
         return launch;
     }
 
+    // Source: ascend-transformer-boost, master of July 2026, src/ops/ops_infer/reshape_and_cache/
+    // reshape_and_cache_operation.cpp (DimCheck, KVCacheDimCheck910B, KVCacheDimCheck910BNZ),
+    // src/kernels/mixkernels/reshape_and_cache/reshape_and_cache_operation.cpp, and ops_configs/atb_ops_info.ini. On no
+    // product do they take a cache of 3 dimensions, heads and head dimension in one.
     void check(const In& rows, const In& cache, const char* name) const {
         std::string what = name;
         if (rows.dim() != 3 || cache.dim() != 4)
             throw Refused(what + " must be [tokens, heads, head dimension], and its cache have 4 dimensions");
         if (rows.dtype() != cache.dtype()) throw Refused(what + " and its cache must have one dtype");
+        auto dtype = rows.dtype();
+        bool takes_int8 = !fractal_ || what == "key";
+        if (dtype != at::kHalf && dtype != at::kBFloat16 && !(dtype == at::kChar && takes_int8))
+            throw Refused(what + " must be float16" + (takes_int8 ? ", bfloat16 or int8" : " or bfloat16") + ", not " +
+                          c10::toString(dtype));
+        if (fractal_ && (cache.size(3) != (dtype == at::kChar ? 32 : 16) || cache.size(2) % 16))
+            throw Refused("the cache of " + what +
+                          " must end with tiles of 16 elements, or of 32 in int8, and its block_size be a multiple of "
+                          "16");
         bool fits = fractal_ ? cache.size(1) * cache.size(3) == rows.size(1) * rows.size(2)
                              : cache.size(2) == rows.size(1) && cache.size(3) == rows.size(2);
         if (!fits)
@@ -69,7 +89,7 @@ template <>
 Status CreateOperation<infer::ReshapeAndCacheParam>(const infer::ReshapeAndCacheParam& parameters,
                                                     Operation** operation) {
     if (parameters.compress || parameters.caches == 1)
-        throw std::runtime_error(
+        throw NotEmulated(
             "ATB's ReshapeAndCacheOperation with compression or without a value cache is not emulated");
     *operation = new ReshapeAndCache(parameters.caches == 2);
     return 0;

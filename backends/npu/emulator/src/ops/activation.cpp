@@ -5,6 +5,11 @@ namespace {
 
 using namespace emulator;
 
+DOCUMENTED(
+    "ops-nn: activation/swi_glu/docs/aclnnSwiGlu.md"
+    "; ops-nn: activation/ge_glu_v2/docs/aclnnGeGluV3.md"
+    "; ops-nn: quant/swi_glu_quant/docs/aclnnSwiGluQuantV2.md"
+    "; ops-nn: quant/dequant_swiglu_quant/docs/aclnnDequantSwigluQuantV2.md");
 void check_halves(const In& x, int64_t dim) {
     if (dim < -x.dim() || dim >= x.dim())
         throw Refused("dim " + std::to_string(dim) + " is not one of the input's dimensions");
@@ -27,6 +32,7 @@ void SwiGlu(In x, int64_t dim, Out y) { y.set(swiglu(x, dim, true)); }
 
 const char* approximation(int64_t mode) { return mode == 1 ? "tanh" : "none"; }
 
+DOCUMENTED("ops-nn: activation/ge_glu_v2/docs/aclnnGeGluV3.md");
 void check_geglu(In x, int64_t dim, int64_t mode, bool, Out, Out) {
     check_halves(x, dim);
     if (mode != 0 && mode != 1)
@@ -55,6 +61,7 @@ at::Tensor factor_rows(const In& factors, const In& groups, bool counts, int64_t
 
 bool is_dynamic(const Text& mode) { return mode.value == "dynamic"; }
 
+DOCUMENTED("ops-nn: quant/swi_glu_quant/docs/aclnnSwiGluQuantV2.md");
 void check_swiglu_quant(In x, In smooth, In offsets, In groups, bool, Text mode, int64_t group_type, int32_t, Out y,
                         Out) {
     check_halves(x, -1);
@@ -69,7 +76,7 @@ void check_swiglu_quant(In x, In smooth, In offsets, In groups, bool, Text mode,
     if (groups && smooth && smooth.size(0) != groups.size(0))
         throw Refused("smooth_scales must have a row for each group");
     if (group_type != 0 && group_type != 1) throw Refused("group_list_type must be 0 (ends) or 1 (counts)");
-    if (y.size(-1) * 2 != x.size(-1)) throw Refused("an int4 output of SwiGluQuantV2 is not emulated");
+    if (y.size(-1) * 2 != x.size(-1)) throw NotEmulated("an int4 output of SwiGluQuantV2 is not emulated");
 }
 
 // The scale that comes out is the one that was multiplied by, 127 / max|row|: the inverse of what DynamicQuant gives.
@@ -88,6 +95,7 @@ void SwiGluQuantV2(In x, In smooth, In offsets, In groups, bool activate_left, T
 int64_t elements(const In& tensor) { return tensor.raw().numel(); }
 double bytes(const In& tensor) { return tensor ? elements(tensor) * c10::elementSize(tensor.dtype()) : 0; }
 
+DOCUMENTED("ops-nn: quant/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp");
 // Without groups another kernel runs: it holds whole rows, and what it quantises by is float32.
 void check_without_groups(const In& x, const In& weight_scale, const In& bias, const In& quant_scale,
                           const In& quant_offset, bool is_static) {
@@ -111,6 +119,7 @@ void check_without_groups(const In& x, const In& weight_scale, const In& bias, c
                       std::to_string(int64_t(held)) + " bytes");
 }
 
+DOCUMENTED("ops-nn: quant/dequant_swiglu_quant/docs/aclnnDequantSwigluQuantV2.md");
 void check_dequant(In x, In weight_scale, In activation_scale, In bias, In quant_scale, In quant_offset, In groups,
                    bool, Text mode, int64_t, Text round, int64_t dim, int64_t swiglu_mode, double, double, double, Out,
                    Out) {
@@ -126,12 +135,13 @@ void check_dequant(In x, In weight_scale, In activation_scale, In bias, In quant
     if (!groups) check_without_groups(x, weight_scale, bias, quant_scale, quant_offset, !is_dynamic(mode));
     if (groups && (groups.dtype() != at::kLong || groups.dim() != 1))
         throw Refused("group_index must be int64 of 1 dimension");
-    if (groups && bias) throw Refused("bias and group_index do not go together");
+    DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_dequant_swiglu_quant.md");
     if (groups && (x.size(-1) / 2 > 10496 || x.size(-1) / 2 % 64))
         throw Refused("with group_index H must be a multiple of 64 and at most 10496, but is " +
                       std::to_string(x.size(-1) / 2));
+    DOCUMENTED("ops-nn: quant/dequant_swiglu_quant/docs/aclnnDequantSwigluQuantV2.md");
     if (swiglu_mode < 0 || swiglu_mode > 2) throw Refused("swiglu_mode must be 0, 1 or 2");
-    if (round.value != "rint") throw Refused("rounding '" + round.value + "' is not emulated: 'rint' is");
+    if (round.value != "rint") throw Refused("the rounding to int8 must be 'rint', not '" + round.value + "'");
 }
 
 void DequantSwigluQuantV2(In x, In weight_scale, In activation_scale, In bias, In quant_scale, In quant_offset,
@@ -139,7 +149,7 @@ void DequantSwigluQuantV2(In x, In weight_scale, In activation_scale, In bias, I
                           int64_t swiglu_mode, double limit, double alpha, double shift, Out y, Out scale) {
     int64_t rows = x.size(0);
     auto values = x.tensor();
-    if (bias) values = values + bias.tensor();
+    if (bias) values = values + (groups ? factor_rows(bias, groups, true, rows) : bias.tensor());
     values = values.to(at::kFloat);
     if (weight_scale) values = values * factor_rows(weight_scale, groups, true, rows);
     if (activation_scale) values = values * activation_scale.tensor().view({rows, 1});

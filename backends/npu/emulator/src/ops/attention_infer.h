@@ -18,7 +18,7 @@ struct InferAttention {
     double scale;
     int64_t before, after;
     std::string layout;
-    int64_t sparse_mode, block_size;
+    int64_t sparse_mode, block_size, inner_precise;
     bool want_lse;
     std::vector<std::pair<const char*, bool>>
         unsupported;  // arguments that are not emulated, and whether they were given

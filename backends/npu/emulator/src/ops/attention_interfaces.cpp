@@ -38,6 +38,7 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
                            .layout = layout.value,
                            .sparse_mode = sparse_mode,
                            .block_size = block_size,
+                           .inner_precise = inner_precise,
                            .want_lse = want_lse};
     request.unsupported = {
         {"a quantised attention (dequant_scale1, quant_scale1, dequant_scale2, dequant_scale_query)",
@@ -95,6 +96,10 @@ Call prompt(In query, In key, In value, In pse_shift, In mask, Ints query_length
                     nullptr);
 }
 
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
+    "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
+    "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 // The body, the check and the count of an interface, from how it reads its arguments.
 template <auto read>
 struct Kernel;

@@ -17,6 +17,10 @@ std::string text(at::IntArrayRef shape) {
 
 }  // namespace
 
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
+    "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
+    "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 AttentionLayout::AttentionLayout(const std::string& name) {
     if (std::find(kLayouts.begin(), kLayouts.end(), name) == kLayouts.end())
         throw Refused("input layout '" + name + "' is not one of BSH, BSND, BNSD, TND, NTD or their combinations");
@@ -96,6 +100,7 @@ at::Tensor gather_blocks(const at::Tensor& cache, const at::Tensor& block_row, i
                          int64_t length) {
     auto blocks = block_row.narrow(0, 0, (length + block_size - 1) / block_size).to(at::kLong);
     auto [least, most] = at::aminmax(blocks);
+    UNDEFINED("a kernel would read other memory");
     if (least.item<int64_t>() < 0 || most.item<int64_t>() >= cache.size(0))
         throw std::runtime_error(
             "a block table names block " +

@@ -12,8 +12,13 @@ void require(bool holds, const std::string& otherwise) {
     if (!holds) throw Refused(otherwise);
 }
 
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
+    "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
+    "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 void check_tensors(const InferAttention& request) {
-    for (auto& [name, given] : request.unsupported) require(!given, std::string(name) + " is not emulated");
+    for (auto& [name, given] : request.unsupported)
+        if (given) throw NotEmulated(std::string(name) + " is not emulated");
     require(bool(request.query) && request.key.size() > 0 && request.value.size() == request.key.size(),
             "query, key and value are needed");
     auto dtype = request.query.dtype();
@@ -41,20 +46,50 @@ void check_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
     require(heads > 0 && heads <= 256, "num_heads must be between 1 and 256, but is " + number(heads));
     require(kv_heads > 0 && heads % kv_heads == 0,
             "num_heads, " + number(heads) + ", must be a multiple of num_key_value_heads, " + number(kv_heads));
-    require(heads / kv_heads <= 64,
-            "num_heads / num_key_value_heads must be at most 64, but is " + number(heads / kv_heads));
+    // From CANN 9 on only other head dimensions have this limit.
+    bool any_group = cann_release() >= 900 && (dim == 64 || dim == 128);
+    require(heads / kv_heads <= 64 || any_group, "num_heads / num_key_value_heads must be at most 64 with this head "
+                                                 "dimension and release of CANN, but is " +
+                                                     number(heads / kv_heads));
     require(dim > 0 && dim <= 512 && dim % 16 == 0,
             "the head dimension must be a multiple of 16 and at most 512, but is " + number(dim));
 }
 
-// Releases of CANN differ here, and newer ones take more: this is what all do.
+constexpr int64_t kPackedWidest = 256;
+
+// Whether CANN 9's kernel of packed sequences takes the call, which has any head dimension up to 256. Source:
+// ops-transformer, branches 9.0.0 and 9.1.0, fused_infer_attention_score_tiling.cpp, IsUsingFAI.
+bool takes_any_width(const InferAttention& request, int64_t heads, int64_t kv_heads) {
+    bool half = request.query.dtype() == at::kHalf, paged = bool(request.block_table);
+    if (request.layout != "TND" || (request.sparse_mode != 0 && request.sparse_mode < 3)) return false;
+    if (heads == kv_heads ? !half && request.inner_precise == 1 : request.inner_precise != 0) return false;
+    if (!paged) return true;
+    auto dims = request.key[0].dim();
+    return (dims == 3 || (dims == 5 && cann_release() >= 901)) && request.block_size <= 512;
+}
+
+// Sources: aclnnFusedInferAttentionScoreV3.md and V4.md of ops-transformer, the combined limits of TND, TND_NTD and
+// NTD_TND, branch 8.5.0 (bfloat16 only) and branches 9.0.0 and 9.1.0 (float16 too), for Atlas A2 and A3 alike; and the
+// op_host of the same branches, where 8.5 takes 64 too.
 void check_packed(const InferAttention& request, int64_t heads, int64_t kv_heads, int64_t dim) {
-    require(request.query.dtype() == at::kBFloat16,
-            std::string("a query in a TND layout must be bfloat16, not ") + c10::toString(request.query.dtype()));
-    require(dim == 64 || dim == 128 || (dim == 192 && heads == kv_heads),
-            "the head dimension in a TND layout must be 64 or 128, or 192 where queries and keys have as many heads, "
-            "but is " +
-                number(dim));
+    if (cann_release() < 900) {
+        require(request.query.dtype() == at::kBFloat16,
+                std::string("a query in a TND layout must be bfloat16 before CANN 9, not ") +
+                    c10::toString(request.query.dtype()));
+        require(dim == 64 || dim == 128 || (dim == 192 && heads == kv_heads),
+                "the head dimension in a TND layout must be 64 or 128 before CANN 9, or 192 where queries and keys "
+                "have as many heads, but is " +
+                    number(dim));
+        return;
+    }
+    if (takes_any_width(request, heads, kv_heads)) {
+        require(dim <= kPackedWidest, "the head dimension in TND must be at most 256, but is " + number(dim));
+        return;
+    }
+    require(dim == 64 || dim == 128 || (dim == 192 && request.layout == "TND"),
+            "the head dimension in a TND layout must be 64 or 128, or 192 in TND itself, but is " + number(dim) +
+                ": up to 256 go with TND, sparse_mode 0, 3 or 4, inner_precise 0 and caches of [blocks, block_size, H] "
+                "in blocks of at most 512");
 }
 
 void check_block_size(const InferAttention& request, const AttentionPlan& plan, int64_t in_cache) {
@@ -86,7 +121,8 @@ void check_paging(const InferAttention& request, const AttentionPlan& plan, int6
             "the key and the value cache must have the same blocks");
     require(key_cache.dim == dim,
             "the query's head dimension is " + number(dim) + ", that of the cache " + number(key_cache.dim));
-    require(key.dim() != 5 || dim == 64 || dim == 128,
+    bool any_width = plan.layout.packed && cann_release() >= 901 && takes_any_width(request, plan.heads, plan.kv_heads);
+    require(key.dim() != 5 || dim == 64 || dim == 128 || any_width,
             "the head dimension of a paged cache in fractals must be 64 or 128, but is " + number(dim));
     bool rows_first = plan.layout.input == "BSH" || plan.layout.input == "BSND";
     require(!(rows_first && key.dim() == 4),
@@ -142,6 +178,10 @@ void check_mask(const InferAttention& request, const AttentionPlan& plan) {
 
 }  // namespace
 
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
+    "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
+    "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 AttentionPlan::AttentionPlan(const InferAttention& request)
     : layout(request.layout), heads(request.heads), kv_heads(request.kv_heads ? request.kv_heads : request.heads) {
     check_tensors(request);

@@ -27,6 +27,9 @@ int64_t kv_heads(const ScoreAttention& call) {
     return dim ? call.key.size(2) / dim : 0;
 }
 
+DOCUMENTED(
+    "ops-transformer: attention/flash_attention_score/docs/aclnnFlashAttentionScoreV2.md"
+    "; ops-transformer: attention/flash_attention_score/docs/aclnnFlashAttentionVarLenScoreV2.md");
 void check(const ScoreAttention& call) {
     if (call.layout != "BSH" && call.layout != "SBH" && call.layout != "BNSD" && call.layout != "BSND" &&
         call.layout != "TND")
@@ -37,14 +40,14 @@ void check(const ScoreAttention& call) {
         throw Refused("query, key and value must all be float16, bfloat16 or float32");
     if (call.packed() != bool(call.query_ends.size()))
         throw Refused("lengths go with the layout TND, and it with them");
-    if (call.drop_mask || call.keep != 1) throw Refused("dropout is not emulated");
+    if (call.drop_mask || call.keep != 1) throw NotEmulated("dropout is not emulated");
     if (call.bias_type != 0 && call.bias_type != 1)
-        throw Refused("pse_type " + std::to_string(call.bias_type) + " is not emulated: 0 and 1 are");
-    if (call.padding_mask) throw Refused("a padding mask is not emulated");
-    if (call.prefix.size()) throw Refused("prefixes (sparse modes 5 and 6) are not emulated");
+        throw NotEmulated("pse_type " + std::to_string(call.bias_type) + " is not emulated: 0 and 1 are");
+    if (call.padding_mask) throw NotEmulated("a padding mask is not emulated");
+    if (call.prefix.size()) throw NotEmulated("prefixes (sparse modes 5 and 6) are not emulated");
     if (call.heads <= 0) throw Refused("head_num must be positive");
     if (call.sparse_mode < 0 || call.sparse_mode > 4)
-        throw Refused("sparse_mode " + std::to_string(call.sparse_mode) + " is not emulated: 0 to 4 are");
+        throw NotEmulated("sparse_mode " + std::to_string(call.sparse_mode) + " is not emulated: 0 to 4 are");
     auto query = by_heads(call.query.raw(), call.layout, call.heads);
     if (query.size(-3) != call.heads) throw Refused("head_num is not the query's number of heads");
     if (query.size(-1) < 1 || query.size(-1) > 768) throw Refused("the head dimension must be between 1 and 768");
@@ -143,9 +146,9 @@ ScoreAttention newest(In query, In key, In value, In bias, In drop_mask, In padd
                       int64_t after, int64_t heads, Text layout, int64_t inner_precise, int64_t sparse_mode,
                       int64_t output_type, int64_t bias_type, Text softmax_layout, int64_t seed, int64_t offset,
                       Out max, Out sum, Out softmax, Out output) {
-    if (query_rope || key_rope) throw Refused("a rotary part apart from query and key is not emulated");
-    if (query_scale || key_scale || value_scale) throw Refused("quantised query, key and value are not emulated");
-    if (sink) throw Refused("a sink is not emulated");
+    if (query_rope || key_rope) throw NotEmulated("a rotary part apart from query and key is not emulated");
+    if (query_scale || key_scale || value_scale) throw NotEmulated("quantised query, key and value are not emulated");
+    if (sink) throw NotEmulated("a sink is not emulated");
     return {query, key,    value, bias,  drop_mask,    padding_mask, mask, prefix, query_ends, key_ends, scale,
             keep,  before, after, heads, layout.value, sparse_mode,  max,  sum,    output,     bias_type};
 }

@@ -3,14 +3,18 @@
 
 namespace emulator {
 
+// A cache of 4 dimensions is taken as it is, whatever its strides.
 at::Tensor rows_of_blocks(const at::Tensor& cache) {
-    return cache.view({cache.size(0), cache.size(1), -1, cache.size(-1)});
+    return cache.dim() == 4 ? cache : cache.view({cache.size(0), cache.size(1), -1, cache.size(-1)});
 }
 
 at::Tensor rows_of_fractal_blocks(const at::Tensor& cache) {
-    return cache.view({cache.size(0), cache.size(1), cache.size(-2), cache.size(-1)}).transpose(1, 2);
+    auto blocks =
+        cache.dim() == 4 ? cache : cache.view({cache.size(0), cache.size(1), cache.size(-2), cache.size(-1)});
+    return blocks.transpose(1, 2);
 }
 
+UNDEFINED("the slot is beyond the cache: a kernel would write other memory");
 void write_slots(const at::Tensor& cache_rows, const at::Tensor& rows, const at::Tensor& slots) {
     int64_t block_size = cache_rows.size(1), capacity = cache_rows.size(0) * block_size;
     auto wide = slots.reshape(-1).to(at::kLong);
@@ -24,6 +28,9 @@ void write_slots(const at::Tensor& cache_rows, const at::Tensor& rows, const at:
     cache.index_put_({at::div(wide, block_size, "floor"), at::remainder(wide, block_size)}, values);
 }
 
+DOCUMENTED(
+    "ops-transformer: attention/scatter_pa_kv_cache/docs/aclnnScatterPaKvCache.md"
+    "; ops-transformer: posembedding/kv_rms_norm_rope_cache/docs/aclnnKvRmsNormRopeCache.md");
 void check_slots(const In& slots, int64_t rows) {
     if (slots.dtype() != at::kInt && slots.dtype() != at::kLong)
         throw Refused(std::string("slots must be int32 or int64, not ") + c10::toString(slots.dtype()));
@@ -39,6 +46,7 @@ using namespace emulator;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
+DOCUMENTED("ops-nn: index/scatter_nd_update/docs/aclnnScatterNdUpdate.md");
 void check_nd_update(InOut self, In indices, In updates) {
     if (indices.dtype() != at::kInt && indices.dtype() != at::kLong) throw Refused("indices must be int32 or int64");
     if (updates.dtype() != self.dtype()) throw Refused("updates must be of the input's dtype");
@@ -59,6 +67,7 @@ void ScatterNdUpdate(InOut self, In indices, In updates) {
     std::vector<int64_t> shape{flat.size(0)};
     shape.insert(shape.end(), self.sizes().begin() + depth, self.sizes().end());
     std::vector<at::indexing::TensorIndex> places;
+    UNDEFINED("the documents allow no such index, and a kernel would write other memory");
     for (int64_t d = 0; d < depth; ++d) {
         auto place = flat.select(1, d);
         if (place.min().item<int64_t>() < 0 || place.max().item<int64_t>() >= self.size(d))
@@ -67,7 +76,7 @@ void ScatterNdUpdate(InOut self, In indices, In updates) {
         places.emplace_back(place);
     }
     auto values = updates.tensor().reshape(shape);
-    if (self.format() == ACL_FORMAT_FRACTAL_NZ) throw std::runtime_error("an input in FRACTAL_NZ is not emulated");
+    if (self.format() == ACL_FORMAT_FRACTAL_NZ) throw NotEmulated("an input in FRACTAL_NZ is not emulated");
     self.raw().index_put_(places, values);
 }
 
@@ -75,18 +84,17 @@ bool in_fractals(const Text& mode) { return mode.value == "PA_NZ"; }
 
 // A cache whose tiles are as wide as its last dimension lies in FRACTAL_NZ just as it would in ND.
 at::Tensor cache_rows(const In& cache, const Text& mode) {
-    auto plain = cache.raw().view(cache.sizes());
+    auto plain = cache.raw().sizes() == cache.sizes() ? cache.raw() : cache.raw().view(cache.sizes());
     return in_fractals(mode) ? rows_of_fractal_blocks(plain) : rows_of_blocks(plain);
 }
 
+DOCUMENTED("ops-transformer: attention/scatter_pa_kv_cache/docs/aclnnScatterPaKvCache.md");
 void check_cache(const In& rows, const In& cache, const Text& mode, const char* name) {
     std::string what = name;
     if (rows.dim() != 3)
-        throw Refused(what + " must be [tokens, heads, head dimension]: 4 dimensions are not emulated");
+        throw NotEmulated(what + " must be [tokens, heads, head dimension]: 4 dimensions are not emulated");
     if (cache.dim() != 4) throw Refused("the cache of " + what + " must have 4 dimensions");
     if (cache.dtype() != rows.dtype()) throw Refused("the cache of " + what + " must be of its dtype");
-    if (!rows.raw().is_contiguous() || !cache.raw().is_contiguous())
-        throw Refused(what + " and its cache must be contiguous");
     int64_t width = rows.size(1) * rows.size(2), last = cache.size(3);
     if (in_fractals(mode)) {
         int64_t fractal = 32 / static_cast<int64_t>(c10::elementSize(cache.dtype()));
@@ -108,11 +116,13 @@ void check_scatter(In key, InOut key_cache, In slots, In value, InOut value_cach
                    In compress_offsets, In seq_lens, Text mode, Text scatter_mode, Ints strides, Ints offsets) {
     check_mode(mode);
     if (compress_lens || compress_offsets || seq_lens || (scatter_mode.value != "" && scatter_mode.value != "None"))
-        throw Refused("compressed caches (compress_lens, seq_lens, scatter modes) are not emulated");
+        throw NotEmulated("compressed caches (compress_lens, seq_lens, scatter modes) are not emulated");
     check_cache(key, key_cache, mode, "key");
     check_cache(value, value_cache, mode, "value");
-    if (value.size(0) != key.size(0) || value.size(1) != key.size(1) || value.dtype() != key.dtype())
-        throw Refused("key and value must have one dtype, and as many tokens and heads");
+    if (value.size(0) != key.size(0) || value.size(1) != key.size(1))
+        throw Refused("key and value must have as many tokens and heads");
+    if (value.dtype() != key.dtype() && !in_fractals(mode))
+        throw Refused("key and value must have one dtype, unless cache_mode is PA_NZ");
     check_slots(slots, key.size(0));
 }
 
@@ -122,6 +132,7 @@ void ScatterPaKvCache(In key, InOut key_cache, In slots, In value, InOut value_c
     write_slots(cache_rows(value_cache, mode), value, slots);
 }
 
+DOCUMENTED("ops-transformer: attention/gather_pa_kv_cache/docs/aclnnGatherPaKvCache.md");
 void check_gather(In key_cache, In value_cache, In tables, In lengths, InOut key, InOut value, In starts, Text mode,
                   bool sums) {
     check_mode(mode);
@@ -134,8 +145,6 @@ void check_gather(In key_cache, In value_cache, In tables, In lengths, InOut key
     if (tables.dim() != 2 || lengths.dim() != 1 || lengths.size(0) != batch + sums)
         throw Refused(
             "block_tables must be [batch, blocks], and seq_lens [batch], or [batch + 1] where it is cumulative");
-    for (auto* out : {&key, &value})
-        if (!out->raw().is_contiguous()) throw Refused("key and value must be contiguous");
 }
 
 // The tokens of each sequence one after another.
@@ -148,6 +157,7 @@ void GatherPaKvCache(In key_cache, In value_cache, In tables, In lengths, InOut 
     int64_t block_size = keys.size(1), row = 0;
     for (int64_t b = 0; b < table.size(0); ++b) {
         int64_t count = counts[b].item<int64_t>(), start = starts ? starts.tensor()[b].item<int64_t>() : 0;
+        UNDEFINED("a kernel would read and write other memory");
         if (row + count > key.size(0) || (start + count + block_size - 1) / block_size > table.size(1))
             throw std::runtime_error("seq_lens ask for more tokens than key or block_tables have");
         auto position = at::arange(start, start + count, at::kLong);

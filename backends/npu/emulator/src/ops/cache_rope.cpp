@@ -9,6 +9,9 @@ using namespace emulator;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
+DOCUMENTED(
+    "ops-transformer: posembedding/qkv_rms_norm_rope_cache/docs/aclnnQkvRmsNormRopeCache.md"
+    "; ops-transformer: posembedding/kv_rms_norm_rope_cache/docs/aclnnKvRmsNormRopeCache.md");
 void check_dtypes(const In& x, std::initializer_list<const In*> others) {
     if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16) throw Refused("the input must be float16 or bfloat16");
     for (auto* other : others)
@@ -17,9 +20,10 @@ void check_dtypes(const In& x, std::initializer_list<const In*> others) {
 
 void check_unquantised(std::initializer_list<const In*> scales) {
     for (auto* scale : scales)
-        if (*scale) throw Refused("a quantised cache is not emulated");
+        if (*scale) throw NotEmulated("a quantised cache is not emulated");
 }
 
+DOCUMENTED("ops-transformer: posembedding/qkv_rms_norm_rope_cache/docs/aclnnQkvRmsNormRopeCache.md");
 // queries and keys are normalised head by head, then turned; values are stored as they are.
 void check_qkv(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slots, InOut q_out, InOut k_cache, InOut v_cache,
                In k_scale, In v_scale, In k_offset, In v_offset, Ints qkv_size, Ints heads, double, Text mode, Out, Out,
@@ -44,9 +48,8 @@ void check_qkv(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slots, InOut q
     if (q_out.dim() != 2 || q_out.size(0) != tokens || q_out.size(1) != heads[0] * dim)
         throw Refused("q_out must be [tokens, Nq * D]");
     for (auto* cache : {&k_cache, &v_cache})
-        if (cache->dim() != 4 || cache->size(3) != 16 || cache->size(1) * 16 != heads[1] * dim ||
-            !cache->raw().is_contiguous())
-            throw Refused("the caches must be contiguous and [blocks, Nk * D / 16, block_size, 16]");
+        if (cache->dim() != 4 || cache->size(3) != 16 || cache->size(1) * 16 != heads[1] * dim)
+            throw Refused("the caches must be [blocks, Nk * D / 16, block_size, 16]");
     int64_t block = k_cache.size(2), needed = (qkv_size[1] + block - 1) / block * qkv_size[0];
     if (k_cache.size(0) < needed)
         throw Refused("the caches have " + number(k_cache.size(0)) + " blocks, fewer than ceil(S / block_size) * B = " +
@@ -73,6 +76,9 @@ void QkvRmsNormRopeCache(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slot
     v_before.set(value);
 }
 
+DOCUMENTED(
+    "ops-transformer: posembedding/kv_rms_norm_rope_cache/docs/aclnnKvRmsNormRopeCache.md"
+    "; ops-transformer: posembedding/kv_rms_norm_rope_cache/op_host/kv_rms_norm_rope_cache_ds_tiling.cpp (the widths)");
 // Multi-head latent attention's: the first part of kv is normalised, the second, whose neighbours are pairs, turned.
 void check_kv(In kv, In gamma, In cos, In sin, In index, InOut k_cache, InOut c_cache, In k_scale, In c_scale,
               In k_offset, In c_offset, double, Text mode, bool, Out, Out) {
@@ -80,9 +86,9 @@ void check_kv(In kv, In gamma, In cos, In sin, In index, InOut k_cache, InOut c_
     check_dtypes(kv, {&gamma, &cos, &sin, &k_cache, &c_cache});
     if (kv.dim() != 4 || kv.size(1) != 1 || kv.size(3) != 576) throw Refused("kv must be [B, 1, S, 576]");
     if (gamma.dim() != 1 || gamma.size(0) != 512) throw Refused("gamma must be [512]");
-    if (cos.dim() != 4 || cos.size(0) != kv.size(0) || cos.size(2) != kv.size(2) || cos.size(3) != 64 ||
-        sin.sizes() != cos.sizes())
-        throw Refused("cos and sin must be [B, 1, S, 64]");
+    if (cos.dim() != 4 || cos.size(0) != kv.size(0) || (cos.size(2) != kv.size(2) && cos.size(2) != 1) ||
+        cos.size(3) != 64 || sin.sizes() != cos.sizes())
+        throw Refused("cos and sin must be [B, 1, S or 1, 64]");
     if (index.dtype() != at::kLong) throw Refused("index must be int64");
     if (mode.value == "Norm") {
         if (index.dim() != 2 || index.size(0) != kv.size(0) || index.size(1) != kv.size(2))
@@ -91,7 +97,7 @@ void check_kv(In kv, In gamma, In cos, In sin, In index, InOut k_cache, InOut c_
     } else if (mode.value == "PA" || mode.value == "PA_BNSD" || mode.value == "PA_NZ") {
         check_slots(index, kv.size(0) * kv.size(2));
     } else {
-        throw Refused("cache_mode " + mode.value + " is not emulated: Norm, PA, PA_BNSD and PA_NZ are");
+        throw NotEmulated("cache_mode " + mode.value + " is not emulated: Norm, PA, PA_BNSD and PA_NZ are");
     }
     for (auto [cache, dim] : {std::pair{&k_cache, int64_t{64}}, {&c_cache, int64_t{512}}})
         if (cache->dim() != 4 || cache->size(3) != dim || !cache->raw().is_contiguous())

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation); ops-math: conversion (the page of each operation)");
+
 static void check(In self, In other, Out out) { require_shape(out, broadcast(self.sizes(), other.sizes()), "out"); }
 static void check_inplace(InOut self, In other) { require_shape(self, broadcast(self.sizes(), other.sizes()), "self"); }
 static void check_number(In self, Number, Out out) { require_shape(out, self.sizes(), "out"); }

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: conv/convolution_forward/docs/aclnnConvolution.md");
+
 static void check_convolution(In input, In weight, In bias, Ints stride, Ints, Ints dilation, bool transposed, Ints,
                               int64_t groups, Out, int8_t) {
     require_dtype(input, {at::kFloat, at::kHalf, at::kBFloat16}, "input");

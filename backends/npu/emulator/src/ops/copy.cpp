@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation); ops-math: conversion (the page of each operation)");
+
 // Copying within one buffer: as if the source had been read whole first.
 static bool overlap(const at::Tensor& a, const at::Tensor& b) {
     auto begin = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation)");
+
 // In the type of the result, or float32 for 16-bit floating point.
 static at::ScalarType computed(const Out& out) {
     return at::isReducedFloatingType(out.dtype()) ? at::kFloat : out.dtype();

@@ -4,6 +4,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: random (the page of each operation)");
+
 static void check_probability(double p) {
     require(p >= 0 && p <= 1, "the probability is " + std::to_string(p) + ", it must be between 0 and 1");
 }
@@ -51,6 +53,6 @@ static void DropoutV3(In self, In, double p, SEEDED, Out out, Out mask) {
 }
 ACLNN(
     DropoutV3, .check = [](In, In noise_shape, double p, int64_t, int64_t, Out, Out) {
-        require(!noise_shape, "a shape of the noise is not emulated");
+        if (noise_shape) throw NotEmulated("a shape of the noise is not emulated");
         check_probability(p);
     })

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: foreach/foreach_copy/docs/aclnnForeachCopy.md");
+
 static void check(Ins source, Outs target) {
     require(source.size() == target.size(), "as many tensors go in as come out");
     for (size_t i = 0; i < source.size(); ++i) require_shape(target[i], source[i].sizes(), "an output");

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: conversion/npu_format_cast/docs/aclnnNpuFormatCast.md");
+
 static void check(In self, Out out) {
     require_dtype(self, {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kByte, at::kInt, at::kUInt32}, "self");
     require_shape(out, self.sizes(), "out");
@@ -10,6 +12,7 @@ static void check(In self, Out out) {
     bool is_private = self.format() == ACL_FORMAT_FRACTAL_NZ || self.format() == ACL_FORMAT_FRACTAL_NZ_C0_16 ||
                       self.format() == ACL_FORMAT_FRACTAL_NZ_C0_32;
     // torch_npu's npu_format_cast_(self, source) passes self as both.
+    DOCUMENTED("pytorch: torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp");
     require(!is_private || self.format() != out.format(),
             "it is in FRACTAL_NZ already: torch_npu's copy_ into a tensor in FRACTAL_NZ loses its source; load in ND and "
             "cast after");
@@ -34,6 +37,7 @@ extern "C" int aclnnNpuFormatCastCalculateSizeAndFormat(const aclTensor* self, i
         result.insert(result.end(), {(n + columns - 1) / columns, (m + 15) / 16, 16, columns});
     } else if (format != ACL_FORMAT_ND && format != ACL_FORMAT_NCL && format != ACL_FORMAT_NCHW &&
                format != ACL_FORMAT_NCDHW) {
+        OURS("not emulated");
         return fail(361001, name + std::string("format ") + std::to_string(format) + " is not emulated");
     }
     *shape = new int64_t[result.size()];

@@ -10,6 +10,8 @@
 #include "op.h"
 #include "runtime/launch.h"
 
+DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md");
+
 namespace emulator {
 
 namespace {
@@ -78,7 +80,7 @@ at::Scalar load_scalar(const void* value, aclDataType dtype) {
         case ACL_COMPLEX128:
             return load<c10::complex<double>>(value);
         default:
-            throw Refused("aclCreateScalar: no scalar of data type " + std::to_string(dtype) + " is emulated");
+            throw NotEmulated("aclCreateScalar: no scalar of data type " + std::to_string(dtype) + " is emulated");
     }
 }
 
@@ -106,7 +108,7 @@ int destroy(const Handle* handle) {
 at::ScalarType scalar_type(aclDataType dtype) {
     for (auto& [acl, torch] : kTypes)
         if (acl == dtype) return torch;
-    throw Refused("data type " + std::to_string(dtype) + " of a tensor is not emulated");
+    throw NotEmulated("data type " + std::to_string(dtype) + " of a tensor is not emulated");
 }
 
 aclDataType acl_type(at::ScalarType dtype) {

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: index (the page of each operation); ops-math: math (the page of each operation)");
+
 static void check_index_type(const In& index) { require_dtype(index, {at::kLong, at::kInt}, "index"); }
 
 // Some kernels take indices of 32 bits, ATen's CPU kernels mostly of 64.

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: norm (the page of each operation)");
+
 static std::optional<at::Tensor> given(const In& argument) {
     return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
 }

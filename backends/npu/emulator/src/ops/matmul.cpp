@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: matmul (the page of each operation)");
+
 // Hardware wants some; the emulator has no use for it.
 constexpr uint64_t kWorkspace = 1024;
 

@@ -21,6 +21,10 @@ Normalised rms_normalise(const at::Tensor& x, const at::Tensor& gamma, double ep
     return {values, rstd};
 }
 
+DOCUMENTED(
+    "ops-nn: norm/rms_norm/docs/aclnnRmsNorm.md"
+    "; ops-nn: norm/gemma_rms_norm/docs/aclnnGemmaRmsNorm.md"
+    "; ops-nn: norm/add_rms_norm/docs/aclnnAddRmsNorm.md");
 void check_norm(const In& x, const In& gamma) {
     if (x.dim() < 1 || x.dim() > 8) throw Refused("x must have 1 to 8 dimensions, but has " + std::to_string(x.dim()));
     if (!at::isFloatingType(x.dtype()) || x.dtype() == at::kDouble)
@@ -50,6 +54,10 @@ namespace {
 
 using namespace emulator;
 
+DOCUMENTED(
+    "ops-nn: norm/add_rms_norm/docs/aclnnAddRmsNorm.md"
+    "; ops-nn: norm/inplace_add_rms_norm/docs/aclnnInplaceAddRmsNorm.md"
+    "; ops-nn: norm/add_rms_norm_cast/docs/aclnnAddRmsNormCast.md");
 void check_rms_norm(In x, In gamma, double, Out, Out) { check_norm(x, gamma); }
 
 void RmsNorm(In x, In gamma, double epsilon, Out y, Out rstd) {

@@ -13,6 +13,7 @@ at::Tensor scaled(const at::Tensor& y, const In& scale, const In& zero_point, bo
     return zero_point ? values + zero_point.tensor().to(at::kFloat) : values;
 }
 
+DOCUMENTED("ops-nn: norm/add_rms_norm_quant_v2/docs/aclnnAddRmsNormQuantV2.md");
 // With float16 the operator has scales of float32 and zero points of int32; with bfloat16 those, or both of bfloat16.
 void check_scale(const In& scale, const In& zero_point, const In& gamma, const char* name) {
     if (!scale) return;
@@ -34,11 +35,11 @@ void check_sixteen_bits(const In& x, const In& gamma) {
         throw Refused("x and gamma must both be float16 or both bfloat16");
 }
 
-void check_add_quant(In x1, In x2, In gamma, In scale1, In scale2, In zero1, In zero2, In beta, int64_t axis, double,
+DOCUMENTED("ops-nn: norm/add_rms_norm_quant_v2/docs/aclnnAddRmsNormQuantV2.md");
+void check_add_quant(In x1, In x2, In gamma, In scale1, In scale2, In zero1, In zero2, In beta, int64_t, double,
                      bool, Out, Out, Out, Out) {
     check_sum(x1, x2);
     check_sixteen_bits(x1, gamma);
-    if (axis != -1) throw Refused("axis must be -1, but is " + std::to_string(axis));
     if (!scale1) throw Refused("scales1 is needed");
     check_scale(scale1, zero1, gamma, "scales1");
     check_scale(scale2, zero2, gamma, "scales2");
@@ -60,6 +61,7 @@ bool wants(const Bools& mask, int index, const In& smooth1, const In& smooth2) {
     return index == 0 || (smooth1 && smooth2);
 }
 
+DOCUMENTED("ops-nn: norm/add_rms_norm_dynamic_quant/docs/aclnnAddRmsNormDynamicQuantV2.md");
 void check_add_dynamic(In x1, In x2, In gamma, In smooth1, In smooth2, In beta, double, Bools mask, Out, Out, Out, Out,
                        Out) {
     check_sum(x1, x2);
@@ -87,6 +89,7 @@ void AddRmsNormDynamicQuantV2(In x1, In x2, In gamma, In smooth1, In smooth2, In
     x.set(sum);
 }
 
+DOCUMENTED("ops-nn: norm/rms_norm_quant/docs/aclnnRmsNormQuant.md");
 void check_quant(In x, In gamma, In beta, In scale, In offset, double, Out) {
     // Gamma and beta may come as [1, n].
     bool last = (gamma.dim() == 1 || (gamma.dim() == 2 && gamma.size(0) == 1)) && gamma.size(-1) == x.size(-1);
@@ -106,8 +109,10 @@ void RmsNormQuant(In x, In gamma, In beta, In scale, In offset, double epsilon, 
     store_quantised(y, scaled(values, scale, offset, false));
 }
 
+DOCUMENTED("ops-nn: norm/rms_norm_quant_v3/docs/aclnnRmsNormQuantV3.md");
 void check_quant_v3(In x, In gamma, In scale, In offset, In beta, double, bool, bool, Out, Out) {
-    check_sixteen_bits(x, gamma);
+    check_norm(x, gamma);
+    if (gamma.dtype() != x.dtype()) throw Refused("gamma must be of x's dtype");
     check_like_gamma(beta, gamma, "beta", true);
     int64_t columns = scale ? scale.size(-1) : 0;
     if (columns != 1 && columns != x.size(-1))

@@ -2,6 +2,8 @@
 
 namespace emulator {
 
+DOCUMENTED("ops-math: math (the page of each operation); ops-nn: index (the page of each operation)");
+
 std::vector<int64_t> broadcast(at::IntArrayRef a, at::IntArrayRef b) {
     std::vector<int64_t> shape(std::max(a.size(), b.size()));
     for (size_t i = 1; i <= shape.size(); ++i) {

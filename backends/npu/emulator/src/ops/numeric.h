@@ -9,6 +9,8 @@
 
 namespace emulator {
 
+DOCUMENTED("ops-math: math (the page of each operation); ops-nn: index (the page of each operation)");
+
 // Kernels compute on 16-bit floating point in float32 and round once, at the end.
 inline at::Tensor widen(const at::Tensor& tensor) {
     return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;

@@ -51,6 +51,7 @@ void into_nz(const at::Tensor& fractal, const at::Tensor& matrix) {
 
 }  // namespace
 
+DOCUMENTED("ops-math: math (the page of each operation); ops-math: docs/zh/context/data_format.md");
 In::In(const aclTensor* handle) {
     if (!handle) return;
     present_ = true;
@@ -90,11 +91,11 @@ void In::bind_nz(const aclTensor& handle) {
     int64_t stride = matrix_[dims - 1];
     if (!transposed_ &&
         (handle.strides[dims - 1] != 1 || (handle.strides[dims - 2] != stride && shape_[dims - 2] != 1)))
-        throw Refused("a tensor in FRACTAL_NZ can be viewed whole or transposed only");
+        throw NotEmulated("a tensor in FRACTAL_NZ can be viewed whole or transposed only");
     int64_t tile_elements = 1;
     for (size_t d = fractal_dims - 4; d < fractal_dims; ++d) tile_elements *= fractal[d];
     int64_t matrix_elements = matrix_[dims - 1] * matrix_[dims - 2];
-    if (handle.offset % matrix_elements != 0) throw Refused("a view in FRACTAL_NZ must begin with a whole matrix");
+    if (handle.offset % matrix_elements != 0) throw NotEmulated("a view in FRACTAL_NZ must begin with a whole matrix");
     std::vector<int64_t> shape(matrix_.begin(), matrix_.end() - 2);
     shape.insert(shape.end(), fractal.end() - 4, fractal.end());
     int64_t offset = handle.offset / matrix_elements * tile_elements;
@@ -135,12 +136,14 @@ void Resizable::set(const at::Tensor& value) const {
     if (!present_) return;
     *result_shape_ = value.sizes().vec();
     if (value.numel() == 0) return;
+    UNDEFINED("the caller gave less memory than the operation asks for");
     if (value.numel() > view_.numel())
         throw Refused("the output has room for " + std::to_string(view_.numel()) + " elements, the result has " +
                       std::to_string(value.numel()));
     view_.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
 }
 
+DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md; ops-math: docs/zh/context/two_phase_api.md");
 int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind) {
     std::string name = std::string("aclnn") + kernel;
     if (!workspace || !executor) return fail(kInvalid, name + ": no place for the workspace's size or the executor");
@@ -177,6 +180,8 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
 }
 
 }  // namespace emulator
+
+DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md; ops-math: docs/zh/context/two_phase_api.md");
 
 extern "C" {
 

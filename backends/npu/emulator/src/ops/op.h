@@ -9,7 +9,8 @@
 // replay if the launch was captured: it must not change what it was bound to.
 //
 // Constraints of the hardware are checked before anything is launched, by a function with the same parameters that
-// throws Refused: ACLNN(Mm, .check = check_mm, .flops = flops_of_mm, .workspace = 1024).
+// throws Refused: ACLNN(Mm, .check = check_mm, .flops = flops_of_mm, .workspace = 1024). A line before the function names
+// the document that demands them; see runtime/source.h.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -35,6 +36,11 @@ namespace emulator {
 // Thrown for a call that the hardware would refuse; the caller gets ACLNN_ERR_PARAM_INVALID and the reason.
 struct Refused : std::runtime_error {
     using std::runtime_error::runtime_error;
+};
+
+// Thrown for what the hardware takes and the emulated CANN does not.
+struct NotEmulated : Refused {
+    using Refused::Refused;
 };
 
 // A tensor argument, which may be null. `tensor()` is a CPU tensor over the device's memory, or, in FRACTAL_NZ, a copy

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: activation (the page of each operation); ops-math: math (the page of each operation)");
+
 static void same_shape(In self, Out out) { require_shape(out, self.sizes(), "out"); }
 // The types that the documents of these functions name.
 static void floating(In self, Out out) {

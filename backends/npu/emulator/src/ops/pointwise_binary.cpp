@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation)");
+
 static at::ScalarType promoted(const In& self, const In& other) { return at::result_type(self.raw(), other.raw()); }
 
 static void check_operands(const In& self, const In& other, const Out& out) {

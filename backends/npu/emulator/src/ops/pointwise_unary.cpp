@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation)");
+
 static void same_shape(In self, Out out) { require_shape(out, self.sizes(), "out"); }
 
 #define UNARY(name, function)                                       \

@@ -18,6 +18,7 @@ at::Tensor along(const In& factors, int64_t axis, int64_t dims) {
     return values.view(shape);
 }
 
+DOCUMENTED("ops-nn: quant/quantize/docs/aclnnQuantize.md; ops-nn: quant/ascend_quant_v2/docs/aclnnAscendQuantV3.md");
 void check_axis(const In& x, const In& scale, const In& zero, int64_t axis) {
     if (!is_float(x)) throw Refused("x must be float16, bfloat16 or float32, not " + text(x.dtype()));
     if (axis < -x.dim() || axis >= x.dim())
@@ -29,15 +30,17 @@ void check_axis(const In& x, const In& scale, const In& zero, int64_t axis) {
     if (zero && zero.sizes() != scale.sizes()) throw Refused("zero_points must have the shape of scales");
 }
 
+DOCUMENTED("ops-nn: quant/quantize/docs/aclnnQuantize.md");
 void check_quantize(In x, In scale, In zero, int32_t, int32_t axis, Out) {
     check_axis(x, scale, zero, axis);
     if (scale.dim() != 1) throw Refused("scales must have 1 dimension");
     if (scale.dtype() != at::kFloat && scale.dtype() != at::kBFloat16 && scale.dtype() != at::kHalf)
         throw Refused("scales must be float32, float16 or bfloat16, not " + text(scale.dtype()));
-    bool bfloat16 = scale.dtype() == at::kBFloat16 || (zero && zero.dtype() == at::kBFloat16);
-    if (bfloat16 && (x.dtype() != at::kBFloat16 || scale.dtype() != at::kBFloat16 ||
-                     (zero && zero.dtype() != at::kBFloat16)))
-        throw Refused("where scales or zero_points are bfloat16, both must be, and x too");
+    if (scale.dtype() != at::kFloat && x.dtype() != at::kFloat && scale.dtype() != x.dtype())
+        throw Refused("scales must be float32 or of x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
+    bool bfloat16 = zero && zero.dtype() == at::kBFloat16;
+    if (bfloat16 && (x.dtype() != at::kBFloat16 || scale.dtype() != at::kBFloat16))
+        throw Refused("where zero_points are bfloat16, scales and x must be");
     if (zero && !bfloat16 && zero.dtype() != at::kInt && zero.dtype() != at::kChar && zero.dtype() != at::kByte)
         throw Refused("zero_points must be int32, int8, uint8 or bfloat16, not " + text(zero.dtype()));
 }
@@ -48,22 +51,34 @@ void Quantize(In x, In scale, In zero, int32_t dtype, int32_t axis, Out y) {
     store_quantised(y, values);
 }
 
+// How values become whole numbers, by the name of the rounding.
+at::Tensor made_whole(const at::Tensor& values, const Text& round) {
+    if (round.value == "ceil") return at::ceil(values);
+    if (round.value == "floor") return at::floor(values);
+    if (round.value == "trunc") return at::trunc(values);
+    return at::round(values);
+}
+
+DOCUMENTED("ops-nn: quant/ascend_quant_v2/docs/aclnnAscendQuantV3.md");
 void check_ascend_quant(In x, In scale, In offset, bool, Text round, int32_t, int32_t axis, Out) {
     check_axis(x, scale, offset, axis);
-    if (axis != -1 && axis != -2) throw Refused("axis must be -1 or -2, but is " + std::to_string(axis));
+    if ((axis < 0 ? axis + x.dim() : axis) < x.dim() - 2)
+        throw Refused("axis must be one of x's last two dimensions, but is " + std::to_string(axis));
     if (scale.dtype() != x.dtype())
         throw Refused("scale must be of x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
     if (offset && offset.dtype() != scale.dtype()) throw Refused("offset must be of scale's dtype");
-    if (round.value != "round") throw Refused("rounding '" + round.value + "' is not emulated: 'round' is");
+    if (round.value != "round" && round.value != "ceil" && round.value != "floor" && round.value != "trunc")
+        throw Refused("the rounding must be 'round', 'ceil', 'floor' or 'trunc', not '" + round.value + "'");
 }
 
 void AscendQuantV3(In x, In scale, In offset, bool square, Text round, int32_t dtype, int32_t axis, Out y) {
     auto factor = along(scale, axis, x.dim());
     auto values = x.tensor().to(at::kFloat) * (square ? factor * factor : factor);
     if (offset) values = values + along(offset, axis, x.dim());
-    store_quantised(y, values);
+    store_quantised(y, made_whole(values, round));
 }
 
+DOCUMENTED("ops-nn: quant/dynamic_quant_v2/docs/aclnnDynamicQuantV2.md");
 void check_dynamic(In x, In smooth, In group_ends, int32_t, Out, Out, Out) {
     if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16)
         throw Refused("x must be float16 or bfloat16, not " + text(x.dtype()));

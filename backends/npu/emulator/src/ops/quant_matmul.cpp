@@ -42,21 +42,80 @@ at::Tensor integer_product(const at::Tensor& x1, const at::Tensor& x2) {
 
 int64_t inner(const In& x1) { return x1.size(-1) * (x1.dtype() == at::kInt ? 8 : 1); }
 
+// int4 weights beside int8 activations.
+bool is_mixed(const In& x1, const In& x2) { return x1.dtype() == at::kChar && x2.dtype() == at::kInt; }
+
+constexpr int64_t kMixedGroup = 256, kMixedInner = 29576;
+
+DOCUMENTED("ops-nn: matmul/quant_batch_matmul_v4/docs/aclnnQuantMatmulV5.md");
+// Source: aclnnQuantMatmulV5.md of ops-nn, "K-C" and "K-G", INT8 with INT32 (CANN 8.5 to 9.1, on A2 and A3 alone), and
+// its op_host/op_api/aclnn_quant_matmul_v5.cpp, CheckParamsA8W4Int.
+void check_mixed_product(In x1, In x2, In row_scale, In scale, In offset, In y_offset, In bias, int64_t group_size,
+                         Out out) {
+    if (!soc_name().starts_with("Ascend910"))
+        throw Refused("int8 x1 with int4 x2 in int32 is for Atlas A2 and A3, not for " + soc_name());
+    if (x1.dim() != 2 || x2.dim() != 2) throw Refused("x1 and x2 must have 2 dimensions where x2 is int4 and x1 int8");
+    if (is_transposed(x2)) throw Refused("x2 must be [K, N / 8], not transposed, where it is int4 and x1 int8");
+    int64_t rows = x1.size(0), inner = x1.size(1), columns = 8 * x2.size(1);
+    bool grouped = scale.dim() == 2;
+    if (x2.size(0) != inner)
+        throw Refused("x1 has " + number(inner) + " columns, but x2 " + number(x2.size(0)) + " rows");
+    if (inner > kMixedInner || inner % (grouped ? kMixedGroup : 2))
+        throw Refused("K must be at most 29576 and a multiple of " + number(grouped ? kMixedGroup : 2) +
+                      " where x2 is int4 and x1 int8, but is " + number(inner));
+    if (group_size != (grouped ? kMixedGroup : 0))
+        throw Refused("group_sizes must be [0, 0, 256] with a scale of 2 dimensions and left out with one of 1");
+    if (!is_packed_scale(scale))
+        throw Refused("scale must be int64, of TransQuantParam, where x2 is int4 and x1 int8, not " +
+                      text(scale.dtype()));
+    std::vector<int64_t> scales{columns}, row_scales{rows};
+    if (grouped) scales.insert(scales.begin(), inner / kMixedGroup), row_scales.push_back(1);
+    if (scale.sizes() != at::IntArrayRef(scales))
+        throw Refused("scale must be [N], or [K / 256, N] for groups of 256 rows, with K = " + number(inner) +
+                      " and N = " + number(columns));
+    if (!given(row_scale) || row_scale.dtype() != at::kFloat || row_scale.sizes() != at::IntArrayRef(row_scales))
+        throw Refused("pertoken_scale must be float32 and [M], or [M, 1] beside a scale of 2 dimensions");
+    if (!given(y_offset) || y_offset.dtype() != at::kFloat || y_offset.sizes() != at::IntArrayRef{columns})
+        throw Refused("offset must be float32 and [N] where x2 is int4 and x1 int8");
+    if (given(bias) || given(offset)) throw Refused("bias does not go with int4 x2 beside int8 x1");
+    if (out.dtype() != at::kHalf && out.dtype() != at::kBFloat16)
+        throw Refused("the output must be float16 or bfloat16 where x2 is int4 and x1 int8, not " + text(out.dtype()));
+}
+
+// The kernel splits each int8 into 16 * high + (low - 8) + 8, and leaves the last 8 to y_offset: 8 times the sum of the
+// scaled weights. Source: that operation's op_kernel/quant_batch_matmul_v4_msd.h.
+at::Tensor mixed_product(const In& x1, const In& x2, const In& row_scale, const In& scale, const In& y_offset) {
+    auto factors = scale_of(scale);
+    if (factors.dim() == 2) factors = factors.repeat_interleave(kMixedGroup, 0);
+    auto weights = wide_matrix(x2).to(at::kFloat) * factors;
+    auto values = at::matmul(x1.tensor().to(at::kFloat) - 8, weights) + y_offset.tensor();
+    return values * row_scale.tensor().view({-1, 1});
+}
+
+DOCUMENTED(
+    "ops-nn: matmul/quant_batch_matmul_v4/docs/aclnnQuantMatmulV5.md"
+    "; ops-nn: matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md"
+    "; ops-nn: matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulWeightNz.md");
 void check_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
                    bool transpose1, bool transpose2, int64_t group_size, Out out) {
     bool int8 = x1.dtype() == at::kChar && x2.dtype() == at::kChar,
          int4 = x1.dtype() == at::kInt && x2.dtype() == at::kInt;
+    if (transpose1 || transpose2)
+        throw NotEmulated("transposing flags are not emulated: views that are transposed are");
+    if (given(y_scale) || given(x1_offset)) throw NotEmulated("y_scale and x1_offset are not emulated");
+    if (is_mixed(x1, x2))
+        return check_mixed_product(x1, x2, row_scale, scale, offset, y_offset, bias, group_size, out);
     if (!int8 && !int4)
-        throw Refused("x1 and x2 must both be int8, or both int4 in int32, not " + text(x1.dtype()) + " and " +
-                      text(x2.dtype()));
+        throw Refused("x1 and x2 must both be int8, or both int4 in int32, or int8 and int4 in int32, not " +
+                      text(x1.dtype()) + " and " + text(x2.dtype()));
     if (x1.dim() < 2 || x1.dim() > 6 || x2.dim() < 2 || x2.dim() > 6)
         throw Refused("x1 and x2 must have 2 to 6 dimensions");
-    if (transpose1 || transpose2) throw Refused("transposing flags are not emulated: views that are transposed are");
-    if (group_size || given(y_scale) || given(x1_offset) || given(y_offset))
-        throw Refused("quantisation in groups, y_scale, x1_offset and y_offset are not emulated");
+    if (group_size) throw NotEmulated("quantisation in groups is emulated for int8 x1 with int4 x2 only");
+    if (given(y_offset)) throw Refused("y_offset goes with int8 x1 and int4 x2 only");
     int64_t rows = x2.size(-2) * (int4 && is_transposed(x2) ? 8 : 1), columns = out.size(-1);
     if (inner(x1) != rows) throw Refused("x1 has " + number(inner(x1)) + " columns, but x2 " + number(rows) + " rows");
-    if (x1.size(-1) > 65535 || x2.size(-1) > 65535)
+    bool any_width = int8 && !is_packed_scale(scale) && scale.dim() == 1 && given(row_scale) && row_scale.dim() == 1;
+    if (!any_width && (x1.size(-1) > 65535 || x2.size(-1) > 65535))
         throw Refused("the last dimensions of x1 and x2 must be at most 65535, but are " + number(x1.size(-1)) +
                       " and " + number(x2.size(-1)));
     int64_t scales = 1;
@@ -66,7 +125,7 @@ void check_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offse
     bool bf16 = out.dtype() == at::kBFloat16, fp16 = out.dtype() == at::kHalf;
     bool int32 = out.dtype() == at::kInt;
     if (!bf16 && !fp16 && !int32 && out.dtype() != at::kChar)
-        throw Refused("an output of " + text(out.dtype()) + " is not emulated: int8, int32, float16 and bfloat16 are");
+        throw Refused("the output must be int8, int32, float16 or bfloat16, not " + text(out.dtype()));
     bool rows_scaled = given(row_scale);
     if (rows_scaled && (row_scale.dtype() != at::kFloat || row_scale.dim() != 1 || row_scale.size(0) != x1.size(-2)))
         throw Refused("pertoken_scale must be float32 and [M]");
@@ -103,6 +162,7 @@ double count_product(In x1, In x2, In, In, In, In, In, In, In, bool, bool, int64
 
 void QuantMatmulV5(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
                    bool transpose1, bool transpose2, int64_t group_size, Out out) {
+    if (is_mixed(x1, x2)) return out.set(mixed_product(x1, x2, row_scale, scale, y_offset));
     auto sums = integer_product(wide_matrix(x1), wide_matrix(x2));
     bool integer_bias = given(bias) && bias.dtype() == at::kInt;
     if (integer_bias) sums = sums + bias.tensor();
@@ -124,14 +184,18 @@ void QuantMatmulWeightNz(In x1, In x2, In row_scale, In scale, In y_scale, In x1
                   group_size, out);
 }
 
+DOCUMENTED("ops-nn: matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulWeightNz.md");
 void check_nz_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
                       bool transpose1, bool transpose2, int64_t group_size, Out out) {
-    if (x2.dtype() == at::kInt) throw Refused("int4 weights in FRACTAL_NZ are not emulated");
+    if (x2.dtype() == at::kInt) throw NotEmulated("int4 weights in FRACTAL_NZ are not emulated");
     if (x2.size(-1) == 1 || x2.size(-2) == 1) throw Refused("a matrix with a side of 1 cannot be in FRACTAL_NZ");
     check_product(x1, x2, row_scale, scale, y_scale, x1_offset, offset, y_offset, bias, transpose1, transpose2,
                   group_size, out);
 }
 
+DOCUMENTED(
+    "ops-nn: quant/trans_quant_param_v2/docs/aclnnTransQuantParamV2.md"
+    "; ops-nn: quant/trans_quant_param_v2/docs/aclnnTransQuantParamV3.md");
 void check_param(In scale, In offset, int64_t round_mode, Out out) {
     if (scale.dtype() != at::kFloat || (offset && offset.dtype() != at::kFloat))
         throw Refused("scale and offset must be float32");

@@ -21,7 +21,7 @@ void store_quantised(const Out& output, const at::Tensor& values) {
         case at::kInt:
             break;
         default:
-            throw Refused(std::string("quantisation to ") + c10::toString(output.dtype()) + " is not emulated");
+            throw NotEmulated(std::string("quantisation to ") + c10::toString(output.dtype()) + " is not emulated");
     }
     if (!takes_int4(output, values.size(-1)))
         return output.set(rounded.to(at::kDouble).clamp(-2147483648.0, 2147483647.0));

@@ -5,6 +5,8 @@
 #include "numeric.h"
 #include "philox.h"
 
+DOCUMENTED("ops-math: random (the page of each operation)");
+
 namespace emulator {
 
 double Philox::normal(uint64_t index) const {  // Box and Muller

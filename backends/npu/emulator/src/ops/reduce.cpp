@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation)");
+
 static std::vector<int64_t> reduced(const In& self, std::vector<int64_t> dims, bool keepdim) {
     std::vector<bool> gone(self.dim(), dims.empty());
     for (auto dim : dims)

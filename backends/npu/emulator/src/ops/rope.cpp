@@ -1,6 +1,9 @@
 // Rotary position embeddings.
 #include "rope.h"
 
+#include <algorithm>
+#include <array>
+
 namespace emulator {
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool interleaved) {
@@ -23,6 +26,10 @@ using namespace emulator;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
+DOCUMENTED(
+    "ops-transformer: posembedding/rotary_position_embedding/docs/aclnnRotaryPositionEmbeddingV2.md"
+    "; ops-transformer: posembedding/apply_rotary_pos_emb/docs/aclnnApplyRotaryPosEmbV2.md"
+    "; ops-transformer: posembedding/interleave_rope/docs/aclnnInterleaveRope.md");
 void check_factors(const In& x, const In& cos, const In& sin) {
     if (cos.sizes() != sin.sizes() || cos.dtype() != sin.dtype())
         throw Refused("cos and sin must have one shape and one dtype");
@@ -31,10 +38,13 @@ void check_factors(const In& x, const In& cos, const In& sin) {
         throw Refused("cos and sin must have as many dimensions as the input, " + number(x.dim()));
 }
 
+DOCUMENTED(
+    "ops-transformer: posembedding/rotary_position_embedding/docs/aclnnRotaryPositionEmbedding.md"
+    "; ops-transformer: posembedding/rotary_position_embedding/docs/aclnnRotaryPositionEmbeddingV2.md");
 void check_rotary(In x, In cos, In sin, int64_t mode, In matrix, Out) {
     check_factors(x, cos, sin);
     if (x.dim() != 3 && x.dim() != 4) throw Refused("the input must have 3 or 4 dimensions, not " + number(x.dim()));
-    if (matrix) throw Refused("a rotation matrix is not emulated");
+    if (matrix) throw NotEmulated("a rotation matrix is not emulated");
     if (mode != 0 && mode != 1)
         throw Refused("the rotary mode must be 0 (half) or 1 (interleave), not " + number(mode));
     int64_t dim = x.size(-1);
@@ -54,6 +64,7 @@ enum : int64_t { kBsnd = 1, kTnd = 4 };
 
 constexpr int64_t kUnifiedBuffer = 192 * 1024;
 
+DOCUMENTED("ops-transformer: posembedding/apply_rotary_pos_emb/docs/aclnnApplyRotaryPosEmbV2.md");
 void check_apply(InOut query, InOut key, In cos, In sin, int64_t layout, Text mode) {
     check_factors(query, cos, sin);
     if (layout != kBsnd && layout != kTnd) throw Refused("the layout must be BSND or TND on this device");
@@ -82,13 +93,13 @@ void ApplyRotaryPosEmbV2(InOut query, InOut key, In cos, In sin, int64_t layout,
     key.set(rotate(key, cos, sin, false));
 }
 
+DOCUMENTED("ops-transformer: posembedding/interleave_rope/docs/aclnnInterleaveRope.md");
 void check_interleave(In x, In cos, In sin, Out) {
     check_factors(x, cos, sin);
     if (x.dim() != 4 || x.size(-1) != 64 || cos.size(-1) != 64) throw Refused("x, cos and sin must be [B, N, S, 64]");
     if (cos.size(1) != 1) throw Refused("cos and sin must have N = 1");
     if (cos.size(0) != x.size(0) || (cos.size(2) != 1 && cos.size(2) != x.size(2)))
         throw Refused("cos and sin must have x's B, and x's S or 1");
-    if (!x.raw().is_contiguous()) throw Refused("x must be contiguous");
 }
 
 // Even and odd elements become halves first, and stay so.
@@ -119,6 +130,14 @@ std::pair<at::Tensor, at::Tensor> position_factors(const In& positions, const In
     return {piece(parts[0]), piece(parts[1])};
 }
 
+// The sections that the operation takes.
+constexpr std::array<std::array<int64_t, 4>, 5> kSections = {
+    {{16, 24, 24, 0}, {24, 20, 20, 0}, {8, 12, 12, 0}, {11, 11, 10, 0}, {16, 16, 16, 16}}};
+
+// Source: aclnnRopeWithSinCosCacheV2.md of ops-transformer (CANN 9.1), and for what it leaves open that operation's
+// op_host: a first section above 0 asks for several rows of positions, and without one cache_mode has no effect. The
+// document of npu_mrope allows cache_mode default alone there; op-plugin's test_npu_mrope.py runs both on Ascend910B.
+DOCUMENTED("ops-transformer: posembedding/rope_with_sin_cos_cache/docs/aclnnRopeWithSinCosCacheV2.md");
 void check_mrope(In positions, In query, In key, In cache, Ints section, int64_t head, bool, int64_t cache_mode, Out,
                  Out) {
     if (positions.dtype() != at::kInt && positions.dtype() != at::kLong)
@@ -135,19 +154,24 @@ void check_mrope(In positions, In query, In key, In cache, Ints section, int64_t
         throw Refused("head_size must divide the last dimensions of query and key");
     if (positions.size(-1) != query.size(0) || key.size(0) != query.size(0))
         throw Refused("positions, query and key must have as many tokens");
-    if (positions.dim() == 1) {
-        if (cache_mode) throw Refused("cache_mode interleave goes with positions of 2 dimensions");
-        return;
-    }
+    if (cache_mode != 0 && cache_mode != 1) throw Refused("cache_mode must be 0 or 1, but is " + number(cache_mode));
+    if (section.size() != 0 && section.size() != 3 && section.size() != 4)
+        throw Refused("mrope_section must have 3 or 4 entries, not " + number(section.size()));
+    if (cache_mode && section.size() == 4) throw Refused("cache_mode interleave takes three sections");
+    bool sections = section.size() != 0 && section[0] > 0;
+    if (positions.dim() == 1 && !sections) return;
     int64_t sum = 0;
     for (auto part : section.values) sum += part;
-    if (positions.dim() != 2 || positions.size(0) != static_cast<int64_t>(section.size()) ||
-        (section.size() != 3 && section.size() != 4))
+    if (positions.dim() != 2 || positions.size(0) != static_cast<int64_t>(section.size()))
         throw Refused("positions must be [3 or 4, tokens], with an entry of mrope_section for each row");
     if (sum != rotary / 2)
         throw Refused("mrope_section must add up to rotary_dim / 2, " + number(rotary / 2) + ", but does to " +
                       number(sum));
-    if (cache_mode && section.size() == 4) throw Refused("cache_mode interleave takes three sections");
+    std::array<int64_t, 4> asked{};
+    std::copy(section.values.begin(), section.values.end(), asked.begin());
+    if (std::find(kSections.begin(), kSections.end(), asked) == kSections.end())
+        throw Refused(
+            "mrope_section must be [16, 24, 24], [24, 20, 20], [8, 12, 12], [11, 11, 10] or [16, 16, 16, 16]");
 }
 
 void RopeWithSinCosCacheV2(In positions, In query, In key, In cache, Ints section, int64_t head, bool neox,

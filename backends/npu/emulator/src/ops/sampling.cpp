@@ -7,6 +7,7 @@ namespace {
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: index/apply_top_k_top_p_with_sorted/docs/aclnnApplyTopKTopP.md");
 void check(In logits, In p, In k, Out) {
     if (logits.dim() != 2) throw Refused("logits must be [batch, vocabulary]");
     if (logits.dtype() != at::kFloat && logits.dtype() != at::kHalf && logits.dtype() != at::kBFloat16)

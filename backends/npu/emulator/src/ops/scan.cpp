@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation)");
+
 static at::Tensor accumulated(const In& self, const In& out) {
     return self.tensor().to(at::isReducedFloatingType(out.dtype()) ? at::kFloat : out.dtype());
 }

@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: conversion (the page of each operation); ops-nn: index (the page of each operation)");
+
 static void check_cat(Ins tensors, int64_t dim, Out out) {
     require(tensors.size() > 0, "there is nothing to join");
     int64_t joined = 0;

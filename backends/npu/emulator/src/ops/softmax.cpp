@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-nn: activation (the page of each operation)");
+
 static void check_softmax(In self, int64_t dim, Out out) {
     require_dtype(self, {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble}, "self");
     wrap(dim, self.dim());

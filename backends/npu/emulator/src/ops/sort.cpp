@@ -3,6 +3,8 @@
 
 using namespace emulator;
 
+DOCUMENTED("ops-math: math (the page of each operation); ops-nn: index (the page of each operation)");
+
 static void check_sort(In self, bool, int64_t dim, bool, Out values, Out indices) {
     wrap(dim, self.dim());
     require_shape(values, self.sizes(), "values");

@@ -23,16 +23,21 @@ at::Tensor spread(const In& factors, int64_t rows, int64_t group_size) {
     return values.repeat_interleave(group_size, 0).narrow(0, 0, rows);
 }
 
+DOCUMENTED(
+    "ops-nn: matmul/weight_quant_batch_matmul_v2/docs/aclnnWeightQuantBatchMatmulV2.md"
+    "; ops-nn: matmul/weight_quant_batch_matmul_v2/docs/aclnnWeightQuantBatchMatmulV3.md");
 void check_weight_product(In x, In weight, In scale, In offset, In quant_scale, In quant_offset, In bias,
                           int32_t group_size, Out) {
     if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16) throw Refused("x must be float16 or bfloat16");
     if (weight.dtype() != at::kChar && weight.dtype() != at::kInt)
         throw Refused("weight must be int8, or int4 in int32");
     if (x.dim() != 2 || weight.dim() != 2) throw Refused("x and weight must have 2 dimensions");
-    if (scale.dtype() != x.dtype()) throw Refused("antiquant_scale must be of x's dtype: int64 is not emulated");
+    if (scale.dtype() == at::kLong || scale.dtype() == at::kUInt64)
+        throw NotEmulated("antiquant_scale of int64, which goes with an int8 weight, is not emulated");
+    if (scale.dtype() != x.dtype()) throw Refused("antiquant_scale must be of x's dtype");
     if (offset && (offset.dtype() != scale.dtype() || offset.sizes() != scale.sizes()))
         throw Refused("antiquant_offset must have the shape and dtype of antiquant_scale");
-    if (quant_scale || quant_offset) throw Refused("a quantised output is not emulated");
+    if (quant_scale || quant_offset) throw NotEmulated("a quantised output is not emulated");
     bool int4 = weight.dtype() == at::kInt;
     int64_t inner = weight.size(0) * (int4 && is_transposed(weight) ? 8 : 1),
             columns = weight.size(1) * (int4 && !is_transposed(weight) ? 8 : 1);
@@ -78,11 +83,12 @@ bool is_order(const Ints& order, std::initializer_list<int64_t> expected) {
     return order.values == std::vector<int64_t>(expected);
 }
 
+DOCUMENTED("ops-nn: matmul/transpose_batch_mat_mul/docs/aclnnTransposeBatchMatMul.md");
 void check_batches(In x1, In x2, In bias, In scale, Ints order1, Ints order2, Ints order_y, int8_t, int32_t split,
                    Out) {
     if (x1.dim() != 3 || x2.dim() != 3) throw Refused("x1 and x2 must have 3 dimensions");
-    if (bias) throw Refused("bias is not emulated");
-    if (scale) throw Refused("a quantised output (scale) is not emulated");
+    if (bias) throw Refused("bias is reserved: there must be none");
+    if (scale) throw NotEmulated("a quantised output (scale) is not emulated");
     if (!is_order(order1, {0, 1, 2}) && !is_order(order1, {1, 0, 2}))
         throw Refused("perm_x1 must be [0, 1, 2] or [1, 0, 2]");
     if (!is_order(order2, {0, 1, 2}) && !is_order(order2, {0, 2, 1}))

@@ -3,6 +3,11 @@
 
 #include <algorithm>
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/15_model_running_instance__management.md"
+    "; runtime: docs/zh/dev_guide/04-01_single_stream_capture.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -36,6 +41,7 @@ int begin(aclrtStream handle, aclmdlRICaptureMode mode, std::shared_ptr<Graph> g
         return fail(ACL_ERROR_RT_STREAM_CAPTURED, format("stream %d is being captured already", stream->id));
     }
     if (stream->updated_group) {
+        UNDEFINED("the documents do not say what becomes of the update");
         return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, format("stream %d is updating a task group", stream->id));
     }
     bool is_new = !graph;
@@ -57,16 +63,15 @@ int begin(aclrtStream handle, aclmdlRICaptureMode mode, std::shared_ptr<Graph> g
 
 }  // namespace
 
-int refuse_while_capturing(const char* function) {
+int refuse_while_capturing(const char* function, int code) {
     if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return ACL_SUCCESS;
     Lock lock(machine().mutex);
     for (Capture* capture : captures()) {
         bool mine = capture->thread == std::this_thread::get_id();
         bool everywhere = capture->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL && thread_mode == capture->mode;
         if (everywhere || (mine && capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED)) {
-            return invalidate(
-                *capture, ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
-                format("%s cannot be captured and waits: stream %d is captured", function, capture->origin->id));
+            return fail(
+                code, format("%s cannot be captured and waits: stream %d is captured", function, capture->origin->id));
         }
     }
     return ACL_SUCCESS;
@@ -74,8 +79,8 @@ int refuse_while_capturing(const char* function) {
 
 int refuse_if_captured(Stream& stream, const char* action) {
     if (!stream.capture) return ACL_SUCCESS;
-    return invalidate(*stream.capture, ACL_ERROR_RT_STREAM_CAPTURED,
-                      format("%s: stream %d is captured and runs nothing that could be waited for", action, stream.id));
+    return fail(ACL_ERROR_RT_STREAM_CAPTURED,
+                format("%s: stream %d is captured and runs nothing that could be waited for", action, stream.id));
 }
 
 }  // namespace emulator
@@ -118,20 +123,20 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* result) {
     auto capture = stream->capture;
     if (!capture) return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, format("stream %d is not being captured", stream->id));
     if (capture->origin != stream.get()) {
-        return invalidate(
-            *capture, ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED,
+        return fail(
+            ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED,
             format("the capture began on stream %d and cannot end on stream %d", capture->origin->id, stream->id));
     }
-    if (capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
-        return invalidate(*capture, ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD,
-                          "the capture must end on the thread where it began, unless its mode is relaxed");
-    }
+    // From here on the capture is over, whatever its end returns.
     int code = ACL_SUCCESS;
-    if (capture->invalid) {
+    if (capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
+        code = fail(ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD,
+                    "the capture must end on the thread where it began, unless its mode is relaxed");
+    } else if (capture->invalid) {
         code = refuse_invalid(*capture);
     } else if (std::any_of(capture->streams.begin(), capture->streams.end(),
                            [](Stream* each) { return bool(each->group); })) {
-        code = fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "the capture ends with a task group open");
+        code = fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "the capture ends with a task group open");
     } else if (Stream* left = unjoined(*capture)) {
         code = fail(
             ACL_ERROR_RT_STREAM_UNJOINED,

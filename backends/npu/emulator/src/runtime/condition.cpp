@@ -2,6 +2,10 @@
 #include "runtime/capture.h"
 #include "runtime/memory.h"
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/15_model_running_instance__management.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -58,6 +62,7 @@ struct ConditionTask : Task {
     std::string name() const override {
         return type == ACL_MODEL_RI_COND_TYPE_IF ? "If" : type == ACL_MODEL_RI_COND_TYPE_WHILE ? "While" : "Switch";
     }
+    std::vector<Dumped> dumped() const override { return {{"CONDITION_OP", "CONDITION_OP"}}; }
 };
 
 }  // namespace

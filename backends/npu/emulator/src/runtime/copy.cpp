@@ -8,6 +8,8 @@
 #include "runtime/scheduler.h"
 #include "runtime/trace.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/11-03_memory_copy_and_set.md; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -19,6 +21,7 @@ void* reach(const void* address, size_t bytes, const char* verb) {
     int device = owner(address);
     if (device < 0) return const_cast<void*>(address);
     auto reason = objection(address, bytes, device);
+    UNDEFINED("hardware may fault, or read or write what lies there");
     if (!reason.empty()) throw DeviceError(ACL_ERROR_RT_SYS_DMA, format("a copy %s %zu bytes: ", verb, bytes) + reason);
     return backing(address);
 }
@@ -34,6 +37,7 @@ struct CopyTask : Task {
     const void* from;
     size_t bytes;
     void run(const Context& context) override {
+        OURS("the program asked for it, by emulator.faults");
         Injection injection;
         if (fault_at(Fault::copy, name(), &injection))
             throw DeviceError(injection.code, name() + ": a fault was asked for");
@@ -41,6 +45,7 @@ struct CopyTask : Task {
         trace_event(TraceKind::copy, name(), context, bytes);
     }
     std::string name() const override { return direction(to, from); }
+    std::vector<Dumped> dumped() const override { return {{"MEMCPY_ASYNC", "MEMCPY_ASYNC"}}; }
 };
 
 struct FillTask : Task {
@@ -92,14 +97,20 @@ int submit_copy(void* to, size_t room, const void* from, size_t bytes, aclrtMemc
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     if (waits && stream->capture) {
-        return invalidate(
-            *stream->capture, ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC,
+        return fail(
+            ACL_ERROR_RT_PARAM_INVALID,
             format("%s of %zu bytes: the host memory at %p is not pinned, so the copy would have to wait, but "
                    "stream %d is captured: pin the memory",
                    task->name().c_str(), bytes, on_device(to) ? from : to, stream->id));
     }
+    if (waits) {
+        lock.unlock();
+        if (int code = refuse_while_capturing(task->name().c_str(), ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC)) return code;
+        lock.lock();
+    }
     if (int code = submit(*stream, task)) return code;
     if (!waits) return ACL_SUCCESS;
+    UNDEFINED("on hardware the host would wait for ever");
     uint64_t target = stream->submitted;
     if (wait_until(lock, [&] { return stream->completed >= target; })) return ACL_SUCCESS;
     return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "the device stands still: " + what_holds(*stream));

@@ -4,6 +4,11 @@
 #include "runtime/machine.h"
 #include "runtime/stream.h"
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/04_device_management.md"
+    "; runtime: docs/zh/api_ref/05_context_management.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {

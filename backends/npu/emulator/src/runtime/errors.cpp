@@ -55,10 +55,15 @@ int fail(int code, const std::string& reason) {
     return code;
 }
 
-int report(Failure& failure) {
-    Failure taken = std::exchange(failure, {});
-    if (!taken || std::exchange(*taken.reported, true)) return ACL_SUCCESS;
-    return fail(taken.code, taken.reason);
+uint64_t host_thread() {
+    static std::atomic<uint64_t> threads{0};
+    thread_local uint64_t mine = on_task_queue() ? 0 : ++threads;
+    return mine;
+}
+
+int report(const Failure& failure, bool lost) {
+    if (!failure || (failure.reported() && !lost) || !failure.told->insert(host_thread()).second) return ACL_SUCCESS;
+    return fail(failure.code, failure.reason);
 }
 
 std::string format(const char* text, ...) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -17,15 +18,20 @@ struct DeviceError : std::runtime_error {
     int code;
 };
 
-// What went wrong on the device. Copies know of each other: it is reported once, wherever the host waits first.
+// The calling thread, as it is known to failures: never 0 but for torch_npu's task queue, which launches for others.
+uint64_t host_thread();
+
+// What went wrong on the device. Copies know of each other: it is reported wherever a host thread waits first, and once
+// to every other thread that lost work by it, as else that would read memory that nobody wrote.
 struct Failure {
     int code = 0;
     std::string reason;
-    std::shared_ptr<bool> reported;
+    std::shared_ptr<std::set<uint64_t>> told;  // threads; with the machine's lock held
     explicit operator bool() const { return code != 0; }
+    bool reported() const { return told && !told->empty(); }
 };
-// Clears the failure and fails with it, if there is one that was not reported yet.
-int report(Failure& failure);
+// Fails with the failure, if there is one and this thread does not know of it: if nobody does, or it lost work by it.
+int report(const Failure& failure, bool lost);
 
 // How often something failed so far, on any thread.
 uint64_t failures();

@@ -6,7 +6,10 @@
 #include <utility>
 
 #include "runtime/capture.h"
+#include "runtime/ipc_event.h"
 #include "runtime/scheduler.h"
+
+DOCUMENTED("runtime: docs/zh/api_ref/07_event_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
 
 namespace emulator {
 
@@ -15,7 +18,12 @@ namespace {
 // Who waits for a stream that failed has failed itself: what it would go on with was not made. Not for a failure that
 // the host knows of already.
 void pass_on(const Failure& failure, const Context& context) {
-    if (failure && !*failure.reported && !context.stream.failure) context.stream.failure = failure;
+    if (failure && !failure.reported() && !context.stream.failure) context.stream.failure = failure;
+}
+
+// External events have no number: their address is one.
+std::string numbered(const char* type, const Event* event) {
+    return format("%s_%ju", type, reinterpret_cast<uintmax_t>(event));
 }
 
 struct RecordTask : Task {
@@ -31,6 +39,7 @@ struct RecordTask : Task {
         mark->reached = true;
     }
     std::string name() const override { return "EventRecord"; }
+    std::vector<Dumped> dumped() const override { return {{numbered("EVENT_RECORD", event.get()), "EVENT_RECORD"}}; }
 };
 
 struct WaitTask : Task {
@@ -41,32 +50,39 @@ struct WaitTask : Task {
         if (mark) pass_on(mark->failure, context);
     }
     std::string name() const override { return "EventWait"; }
+    std::vector<Dumped> dumped() const override { return {{numbered("EVENT_WAIT", event.get()), "EVENT_WAIT"}}; }
 };
 
 struct ResetTask : Task {
     std::shared_ptr<Event> event;
     void finish(const Context&) override { event->is_set = false; }
     std::string name() const override { return "EventReset"; }
+    std::vector<Dumped> dumped() const override { return {{numbered("EVENT_RESET", event.get()), "EVENT_RESET"}}; }
 };
 
 int create(aclrtEvent* handle, uint32_t flags) {
+    if (flags & ACL_EVENT_IPC && flags != ACL_EVENT_IPC) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID, "the flag ACL_EVENT_IPC goes with no other");
+    }
     Lock lock(machine().mutex);
     auto event = std::make_shared<Event>();
+    if (flags & ACL_EVENT_IPC && !(event->shared = new_shared_event())) return ACL_ERROR_RT_MEMORY_ALLOCATION;
     event->flags = flags;
     event->device = current_device();
     *handle = machine().events.add(event);
     return ACL_SUCCESS;
 }
 
-int no_such_event(aclrtEvent handle) {
-    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no event, or one that was destroyed", handle));
+// What CANN has only for events of one process.
+int refuse_if_shared(const Event& event, const char* function) {
+    if (!event.shared) return ACL_SUCCESS;
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, format("%s: not for an event between processes", function));
 }
 
 int refuse_if_captured(Event& event, const char* action) {
     if (!event.captured) return ACL_SUCCESS;
-    auto reason = format("%s: the event was last recorded in a captured stream, and so has no state", action);
-    if (auto capture = event.capture.lock()) return invalidate(*capture, ACL_ERROR_RT_EVENT_CAPTURED, reason);
-    return fail(ACL_ERROR_RT_EVENT_CAPTURED, reason);
+    return fail(ACL_ERROR_RT_EVENT_CAPTURED,
+                format("%s: the event was last recorded in a captured stream, and so has no state", action));
 }
 
 using Act = std::function<int(const std::shared_ptr<Event>&, Stream&)>;
@@ -90,6 +106,10 @@ int not_reached(const Event& event) {
 
 }  // namespace
 
+int no_such_event(aclrtEvent handle) {
+    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no event, or one that was destroyed", handle));
+}
+
 }  // namespace emulator
 
 using namespace emulator;
@@ -106,11 +126,14 @@ aclError aclrtDestroyEvent(aclrtEvent handle) {
 
 aclError aclrtRecordEvent(aclrtEvent event_handle, aclrtStream stream_handle) {
     return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
+        if (event->shared && stream.capture) return refuse_if_shared(*event, "aclrtRecordEvent in a capture");
+        if (event->shared) return record_shared(event->shared, stream);
         auto task = std::make_shared<RecordTask>();
         task->event = event;
         if (event->external()) return submit(stream, task);
         if (stream.capture) return record_edge(stream, event);
         task->mark = std::make_shared<Mark>();
+        task->mark->thread = host_thread();
         int code = submit(stream, task);
         if (code) return code;
         event->mark = task->mark;
@@ -122,6 +145,8 @@ aclError aclrtRecordEvent(aclrtEvent event_handle, aclrtStream stream_handle) {
 
 aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle) {
     return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
+        if (event->shared && stream.capture) return refuse_if_shared(*event, "aclrtStreamWaitEvent in a capture");
+        if (event->shared) return wait_for_shared(event->shared, stream);
         auto task = std::make_shared<WaitTask>();
         task->event = event;
         if (event->external()) return submit(stream, task);
@@ -131,8 +156,8 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle
             return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event was last recorded in a capture that has ended");
         }
         if (stream.capture && event->mark) {
-            return invalidate(
-                *stream.capture, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
+            return fail(
+                ACL_ERROR_RT_CAPTURE_DEPENDENCY,
                 format("stream %d is captured and waits for an event that was recorded outside the capture: "
                        "record it in a captured stream, or create it with ACL_EVENT_EXTERNAL",
                        stream.id));
@@ -145,6 +170,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle
 
 aclError aclrtResetEvent(aclrtEvent event_handle, aclrtStream stream_handle) {
     return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
+        if (int code = refuse_if_shared(*event, "aclrtResetEvent")) return code;
         // Other events are recorded anew by every record: there is nothing to reset.
         if (!event->external()) return int{ACL_SUCCESS};
         auto task = std::make_shared<ResetTask>();
@@ -159,16 +185,23 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
     if (!event) return no_such_event(handle);
     if (int code = refuse_if_captured(*event, "querying an event")) return code;
     if (int code = refuse_after_task_queue()) return code;
-    bool reached = !event->mark || event->mark->reached;
+    auto is_over = [&] { return event->shared ? is_reached(*event->shared) : !event->mark || event->mark->reached; };
+    bool reached = is_over();
     if (!reached) {
         poll(lock);
-        reached = !event->mark || event->mark->reached;
+        reached = is_over();
     }
     *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
     return ACL_SUCCESS;
 }
 
 aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* status) {
+    {
+        Lock lock(machine().mutex);
+        auto event = machine().events.find(handle);
+        if (!event) return no_such_event(handle);
+        if (int code = refuse_if_shared(*event, "aclrtQueryEventWaitStatus")) return code;
+    }
     aclrtEventRecordedStatus recorded;
     int code = aclrtQueryEventStatus(handle, &recorded);
     if (code == ACL_SUCCESS) {
@@ -184,18 +217,23 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     if (!event) return no_such_event(handle);
     if (int code = refuse_if_captured(*event, "synchronising an event")) return code;
     if (int code = refuse_after_task_queue()) return code;
+    if (event->shared) return synchronize_shared(lock, event->shared);
     auto mark = event->mark;
     if (!mark) return ACL_SUCCESS;
     if (!wait_until(lock, [&] { return mark->reached; })) {
+        UNDEFINED("on hardware the host would wait for ever");
         return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the device stands still, and the event has not been reached");
     }
-    return report(mark->failure);
+    return report(mark->failure, mark->thread == host_thread());
 }
 
 aclError aclrtEventElapsedTime(float* elapsed, aclrtEvent start_handle, aclrtEvent end_handle) {
     Lock lock(machine().mutex);
     auto start = machine().events.find(start_handle), end = machine().events.find(end_handle);
     if (!start || !end) return no_such_event(start ? end_handle : start_handle);
+    for (auto& each : {start, end}) {
+        if (int code = refuse_if_shared(*each, "aclrtEventElapsedTime")) return code;
+    }
     if (!start->mark || !start->mark->reached) return not_reached(*start);
     if (!end->mark || !end->mark->reached) return not_reached(*end);
     *elapsed = static_cast<float>(milliseconds(*end->mark) - milliseconds(*start->mark));
@@ -206,6 +244,7 @@ aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* timestamp) {
     Lock lock(machine().mutex);
     auto event = machine().events.find(handle);
     if (!event) return no_such_event(handle);
+    if (int code = refuse_if_shared(*event, "aclrtEventGetTimestamp")) return code;
     if (!event->mark || !event->mark->reached) return not_reached(*event);
     *timestamp = static_cast<uint64_t>(milliseconds(*event->mark) * 1000);
     return ACL_SUCCESS;

@@ -11,8 +11,11 @@ namespace emulator {
 struct Mark {
     bool reached = false;
     std::chrono::steady_clock::time_point time;
-    Failure failure;  // of the stream, when it was reached
+    Failure failure;      // of the stream, when it was reached
+    uint64_t thread = 0;  // that recorded it
 };
+
+struct SharedEvent;
 
 struct Event {
     uint32_t flags = 0;
@@ -23,8 +26,11 @@ struct Event {
     bool captured = false;
     std::weak_ptr<Capture> capture;
     size_t edge = 0;
+    std::shared_ptr<SharedEvent> shared;  // of an event between processes, which has nothing of the above
 
     bool external() const { return flags & ACL_EVENT_EXTERNAL; }
 };
+
+int no_such_event(aclrtEvent handle);
 
 }  // namespace emulator

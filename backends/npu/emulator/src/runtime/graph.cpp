@@ -1,10 +1,13 @@
 // Graphs as the caller sees them, and their replays.
-#include <fstream>
 #include <utility>
 
 #include "runtime/capture.h"
 #include "runtime/memory.h"
 #include "runtime/trace.h"
+
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/15_model_running_instance__management.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
 
 namespace emulator {
 
@@ -89,8 +92,8 @@ aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
     if (!stream) return no_such_stream(stream_handle);
     if (graph->capturing) return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u is being captured", graph->id));
     if (stream->capture) {
-        return invalidate(*stream->capture, ACL_ERROR_RT_STREAM_CAPTURED,
-                          format("graph %u cannot be replayed on stream %d, which is captured", graph->id, stream->id));
+        return fail(ACL_ERROR_RT_STREAM_CAPTURED,
+                    format("graph %u cannot be replayed on stream %d, which is captured", graph->id, stream->id));
     }
     if (graph->device != stream->device) {
         return fail(ACL_ERROR_RT_MODEL_CONTEXT, format("graph %u belongs to device %d, stream %d to device %d",
@@ -117,23 +120,6 @@ aclError aclmdlRIGetId(aclmdlRI handle, uint32_t* id) {
     if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
     *id = graph->id;
     return ACL_SUCCESS;
-}
-
-aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char* path, uint32_t) {
-    Lock lock(machine().mutex);
-    auto graph = find_graph(handle);
-    if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
-    std::ofstream file(path);
-    file << "{\"graph\": " << graph->id << ", \"device\": " << graph->device << ", \"streams\": [";
-    for (size_t i = 0; i < graph->lanes.size(); ++i) {
-        file << (i ? ", [" : "[");
-        auto& tasks = graph->lanes[i].tasks;
-        for (size_t j = 0; j < tasks.size(); ++j) file << (j ? ", \"" : "\"") << tasks[j]->name() << '"';
-        file << ']';
-    }
-    file << "]}\n";
-    file.close();
-    return file ? ACL_SUCCESS : fail(ACL_ERROR_RT_FILE_WRITE, format("cannot write %s", path));
 }
 
 }  // extern "C"

@@ -5,6 +5,8 @@
 #include "runtime/scheduler.h"
 #include "runtime/trace.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/12_execution_control.md; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -19,6 +21,7 @@ struct HostTask : Task {
         trace_event(TraceKind::host, name(), context, 0);
     }
     std::string name() const override { return "HostFunction"; }
+    std::vector<Dumped> dumped() const override { return {{"HOSTFUNC_CALLBACK", "HOSTFUNC_CALLBACK"}}; }
 };
 
 // aclrtLaunchCallback: the thread that subscribed to the stream makes it, in aclrtProcessReport.

@@ -5,6 +5,8 @@
 
 #include "runtime/memory.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/11-02_host_memory_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -23,8 +25,10 @@ uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(addre
 int malloc_host(void** result, size_t size) {
     size = (std::max<size_t>(size, 1) + 4095) / 4096 * 4096;
     void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED)
+    if (address == MAP_FAILED) {
+        OURS("the machine that emulates has no more");
         return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, format("the host has no %zu bytes left", size));
+    }
     std::lock_guard lock(all().mutex);
     all().pieces.emplace(number(address), size);
     *result = address;
@@ -72,6 +76,7 @@ aclError aclrtFreeHost(void* address) {
 // The host's pages serve the copies that need pinned memory; kernels cannot reach them.
 aclError aclrtHostRegisterV2(void* address, uint64_t size, uint32_t flags) {
     if (flags & ACL_HOST_REG_MAPPED) {
+        OURS("not emulated");
         return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
                     "aclrtHostRegisterV2: mapping host memory to the device is not emulated");
     }

@@ -8,6 +8,10 @@
 #include "runtime/stream.h"
 #include "runtime/trace.h"
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/12_execution_control.md"
+    "; runtime: docs/zh/api_ref/11-06_CMO_memory_operation.md");
+
 namespace emulator {
 
 namespace {
@@ -27,6 +31,7 @@ struct KernelTask : Task {
             throw DeviceError(ACL_ERROR_RT_AICORE_TIMEOUT, launch.kernel + " ran into its time limit");
         }
         if (fault_at(Fault::execution, launch.kernel, &injection)) {
+            OURS("the program asked for it, by emulator.faults");
             throw DeviceError(injection.code, launch.kernel + ": a fault was asked for");
         }
         auto begin = std::chrono::steady_clock::now();
@@ -38,6 +43,7 @@ struct KernelTask : Task {
     }
 
     void check_operands(int device) const {
+        UNDEFINED("hardware may fault, or read or write what lies there");
         for (auto& operand : launch.operands) {
             auto reason = objection(operand.address, operand.bytes, device);
             if (reason.empty()) continue;
@@ -57,6 +63,7 @@ struct KernelTask : Task {
 int launch_as(TraceKind kind, aclrtStream handle, Launch launch) {
     Injection injection;
     if (fault_at(Fault::launch, launch.kernel, &injection)) {
+        OURS("the program asked for it, by emulator.faults");
         return fail(injection.code, "launching " + launch.kernel + ": a fault was asked for");
     }
     auto task = std::make_shared<KernelTask>(std::move(launch), kind);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "acl/acl_rt.h"
+#include "runtime/source.h"
 
 namespace emulator {
 
@@ -40,6 +41,10 @@ int fail(int code, const std::string& reason);
 // Where kernels find what lies at a device address. The host cannot read or write the device address itself.
 // Null for null. Throws std::out_of_range for an address that no device owns.
 void* backing(const void* device_address);
+
+// What the documents' limits depend on: the name of the SoC, such as Ascend910B3, and the release of CANN, 901 for 9.1.0.
+const std::string& soc_name();
+int cann_release();
 
 // Has `function` called once in every thread that runs launches, before its first one. Call it while the library loads.
 void on_worker_start(void (*function)());

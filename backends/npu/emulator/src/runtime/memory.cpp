@@ -10,6 +10,10 @@
 
 #include "runtime/faults.h"
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/11-01_device_memory_malloc_and_free.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -36,6 +40,7 @@ Spans& spans() {
         auto map = [&](int protection) {
             void* address = mmap(nullptr, span * count, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (address == MAP_FAILED) {
+                OURS("the machine that emulates has no more");
                 throw std::runtime_error(format(
                     "emulated CANN: cannot reserve %zu GiB of addresses: is `ulimit -v` set?", (span * count) >> 30));
             }

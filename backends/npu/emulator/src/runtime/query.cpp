@@ -1,7 +1,13 @@
 // What the machine says of itself: names, versions, sizes.
+#include <cstdlib>
 #include <cstring>
 
 #include "runtime/memory.h"
+
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/04_device_management.md"
+    "; runtime: docs/zh/api_ref/11-01_device_memory_malloc_and_free.md"
+    "; runtime: docs/zh/api_ref/13_exception_handling.md");
 
 using namespace emulator;
 
@@ -10,10 +16,24 @@ namespace {
 constexpr int64_t cube_cores = 24, vector_cores = 48, l2_bytes = int64_t{192} << 20;  // of an Ascend910B3
 
 int unknown(const char* function, int what) {
+    OURS("not emulated");
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, format("%s: attribute %d is not emulated", function, what));
 }
 
 }  // namespace
+
+namespace emulator {
+
+const std::string& soc_name() { return machine().options.soc; }
+
+int cann_release() {
+    const char* version = machine().options.version.c_str();
+    char* rest = nullptr;
+    int major = static_cast<int>(std::strtol(version, &rest, 10));
+    return 100 * major + (*rest == '.' ? static_cast<int>(std::strtol(rest + 1, nullptr, 10)) : 0);
+}
+
+}  // namespace emulator
 
 extern "C" {
 

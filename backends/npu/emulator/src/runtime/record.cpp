@@ -3,6 +3,11 @@
 #include "runtime/event.h"
 #include "runtime/faults.h"
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/15_model_running_instance__management.md"
+    "; runtime: docs/zh/dev_guide/04-02_cross_stream_capture.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -12,11 +17,13 @@ struct EdgeRecord : Task {
     size_t edge;
     void finish(const Context& context) override { context.replay->signalled[edge] = true; }
     std::string name() const override { return "EventRecord"; }
+    std::vector<Dumped> dumped() const override { return {{format("EVENT_RECORD_%zu", edge), "EVENT_RECORD"}}; }
 };
 struct EdgeWait : Task {
     size_t edge;
     bool ready(const Context& context) override { return context.replay->signalled[edge]; }
     std::string name() const override { return "EventWait"; }
+    std::vector<Dumped> dumped() const override { return {{format("EVENT_WAIT_%zu", edge), "EVENT_WAIT"}}; }
 };
 
 }  // namespace
@@ -83,7 +90,7 @@ int invalidate(Capture& capture, int code, const std::string& reason) {
 
 int record(Stream& stream, TaskPointer task) {
     Capture& capture = *stream.capture;
-    if (capture.invalid) return refuse_invalid(capture);
+    if (capture.invalid) return ACL_SUCCESS;  // the end says why the graph cannot be had
     Graph& graph = *capture.graph;
     Device& device = device_of(graph.device);
     if (device.tasks >= machine().options.tasks) {
@@ -91,10 +98,19 @@ int record(Stream& stream, TaskPointer task) {
                           format("captured graphs of device %d hold %ld tasks, as many as they may (option `tasks`)",
                                  device.index, static_cast<long>(device.tasks.load())));
     }
+    Stream* grouping = nullptr;
+    for (Stream* each : capture.streams) {
+        if (each->group) grouping = each;
+    }
+    if (grouping && !stream.group) {
+        return invalidate(capture, ACL_ERROR_STREAM_TASK_GROUP_INTR,
+                          format("%s on stream %d interrupts the task group that stream %d has open",
+                                 task->name().c_str(), stream.id, grouping->id));
+    }
     if (stream.group) {
         if (!task->is_kernel()) {
-            return invalidate(capture, ACL_ERROR_STREAM_TASK_GROUP_INTR,
-                              format("%s on stream %d interrupts its task group, which may hold kernels only",
+            return invalidate(capture, ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT,
+                              format("%s on stream %d cannot go into its task group, which may hold kernels only",
                                      task->name().c_str(), stream.id));
         }
         stream.group->tasks.push_back(std::move(task));

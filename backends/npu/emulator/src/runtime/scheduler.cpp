@@ -19,6 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto idle_limit = std::chrono::milliseconds(1000);
+constexpr auto look_time = std::chrono::milliseconds(200);  // between looks at whether anything runs
 // Who sleeps has to be woken by a system call, and takes tens of microseconds to come back.
 constexpr auto spin_time = std::chrono::microseconds(100);
 
@@ -104,18 +105,23 @@ void take(Lock& lock, Step& step) {
     lock.lock();
     if (failure) {
         failure.reason = format("on stream %d of device %d: ", stream.id, stream.device) + failure.reason;
-        failure.reported = std::make_shared<bool>(false);
+        failure.told = std::make_shared<std::set<uint64_t>>();
         Failure& kept = step.replay ? step.replay->root().failure : stream.failure;
         if (!kept) kept = failure;
     }
+    bool failed_before = bool(stream.failure) && !failure;
     step.task->finish(context);
     if (step.replay) {
         auto& lane = step.replay->lanes[step.lane];
         lane.child.reset();
         ++lane.next;
     } else {
+        uint64_t thread = stream.submitters.front();
+        if (thread && stream.failure && (skip || !failed_before)) stream.losses.insert_or_assign(thread, stream.failure);
         stream.queue.pop_front();
+        stream.submitters.pop_front();
         ++stream.completed;
+        end_failure(stream);
     }
     stream.busy = false;
     ++schedule().steps;
@@ -182,6 +188,13 @@ void work(std::shared_ptr<Stream> stream) {
 
 void runnable_everywhere(std::vector<Step>& steps) {
     for (auto& [handle, stream] : machine().streams.live) collect(*stream, steps);
+}
+
+// A task could start now, and waits for a core only.
+bool runnable() {
+    std::vector<Step> steps;
+    runnable_everywhere(steps);
+    return !steps.empty();
 }
 
 void run_schedule() {
@@ -259,12 +272,12 @@ bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds)
     bool reached = true;
     if (milliseconds < 0) {
         uint64_t steps = self.steps;
-        auto since = Clock::now();
-        while (!machine().progress.wait_for(lock, std::chrono::milliseconds(200), over)) {
-            if (self.steps != steps || busy()) {
+        auto idle = look_time.zero();  // in looks, not by the clock: that goes on while this process gets no core
+        while (!machine().progress.wait_for(lock, look_time, over)) {
+            if (self.steps != steps || busy() || runnable()) {
                 steps = self.steps;
-                since = Clock::now();
-            } else if (Clock::now() - since > std::chrono::seconds(machine().options.stall)) {
+                idle = look_time.zero();
+            } else if ((idle += look_time) > std::chrono::seconds(machine().options.stall)) {
                 reached = false;
                 break;
             }
@@ -283,9 +296,7 @@ void poll(Lock& lock) {
     uint64_t target = self.steps + draw() % 4;
     wait_until(lock, [&] {
         if (self.steps >= target) return true;
-        std::vector<Step> steps;
-        runnable_everywhere(steps);
-        return steps.empty() && !busy();
+        return !runnable() && !busy();
     });
 }
 

@@ -7,6 +7,8 @@
 #include "runtime/faults.h"
 #include "runtime/stream.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/03_runtime_configuration.md");
+
 namespace emulator {
 
 namespace {
@@ -43,6 +45,7 @@ aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t* actual) {
 // Arithmetic is IEEE's.
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
     if (mode == ACL_RT_OVERFLOW_MODE_INFNAN) return ACL_SUCCESS;
+    OURS("not emulated");
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
                 format("overflow mode %d is not emulated: only infinities and NaN are, without saturation",
                        static_cast<int>(mode)));

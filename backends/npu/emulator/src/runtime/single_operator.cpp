@@ -26,6 +26,8 @@ struct aclDataBuffer {
 };
 struct aclopAttr {};  // no function reads an attribute back
 
+DOCUMENTED("runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace {
 
 constexpr int64_t kUnknownDim = -1;
@@ -63,6 +65,7 @@ int refuse(const char* operation, int inputs, const aclTensorDesc* const* descri
             break;
         }
     }
+    OURS("not emulated");
     return fail(ACL_ERROR_OP_NOT_FOUND, std::string("torch_npu runs ") + (operation ? operation : "an operation") +
                                             " through the single-operator interface (aclop), of which the emulated "
                                             "CANN has no operation: " +

@@ -8,6 +8,8 @@
 #include "runtime/faults.h"
 #include "runtime/scheduler.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/06_stream_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -42,12 +44,12 @@ int destroy(aclrtStream handle, bool force) {
     auto stream = machine().streams.find(handle);
     if (!stream) return no_such_stream(handle);
     if (stream->capture) {
-        return invalidate(*stream->capture, ACL_ERROR_RT_STREAM_CAPTURED,
-                          format("stream %d is captured and cannot be destroyed", stream->id));
+        return fail(ACL_ERROR_RT_STREAM_CAPTURED,
+                    format("stream %d is captured and cannot be destroyed", stream->id));
     }
     if (force) {
         // What runs goes on to its end; the rest is dropped, but for the marks that others may wait for.
-        stream->failure = {ACL_ERROR_RT_STREAM_ABORT, "the stream was destroyed", std::make_shared<bool>(false)};
+        stream->failure = {ACL_ERROR_RT_STREAM_ABORT, "the stream was destroyed", std::make_shared<std::set<uint64_t>>()};
         stream->stop_on_failure = true;
         wake(*stream);
     }
@@ -102,29 +104,55 @@ int submit(Stream& stream, TaskPointer task) {
     }
     if (stream.capture) return record(stream, std::move(task));
     // The host was told, maybe by another stream that waited for this one: what it submits now is to run.
-    if (stream.failure && *stream.failure.reported) stream.failure = {};
+    end_failure(stream);
     stream.queue.push_back(std::move(task));
+    stream.submitters.push_back(host_thread());
     ++stream.submitted;
     wake(stream);
     return ACL_SUCCESS;
 }
 
+void end_failure(Stream& stream) {
+    if (!stream.failure.reported()) return;
+    if (!stream.failed_until) stream.failed_until = stream.submitted;
+    if (stream.completed < stream.failed_until) return;
+    stream.failure = {};
+    stream.failed_until = 0;
+}
+
+int report(Stream& stream) {
+    int code = ACL_SUCCESS;
+    if (auto lost = stream.losses.find(host_thread()); lost != stream.losses.end()) {
+        code = report(lost->second, true);
+        stream.losses.erase(lost);
+    }
+    if (!code) code = report(stream.failure, false);
+    end_failure(stream);
+    return code;
+}
+
 std::string what_holds(const Stream& stream) {
+    std::string next = stream.queue.empty() ? "none" : stream.queue.front()->name(), behind;
+    for (size_t i = 1; i < stream.queue.size() && i < 4; ++i) behind += (i > 1 ? ", " : "") + stream.queue[i]->name();
+    if (stream.queue.size() > 4) behind += ", ...";
     return format("stream %d of device %d has %zu tasks left, the next of which is ", stream.id, stream.device,
                   stream.queue.size()) +
-           (stream.queue.empty() ? "none" : stream.queue.front()->name()) +
-           (stream.busy ? ", which runs" : ", which waits: was an event or a value recorded that it waits for?");
+           next +
+           (stream.busy ? ", which runs"
+                        : ", which waits: was an event or a value recorded that it waits for, on another stream?") +
+           (behind.empty() ? "" : " Behind it are " + behind);
 }
 
 int synchronize(Lock& lock, Stream& stream, int milliseconds) {
     if (int code = refuse_if_captured(stream, "synchronising the stream")) return code;
     uint64_t target = stream.submitted;
     if (!wait_until(lock, [&] { return stream.completed >= target || stream.destroyed; }, milliseconds)) {
+        DOCUMENTED("runtime: docs/zh/api_ref/06_stream_management.md (of a wait with a time limit)");
         return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
                     (milliseconds < 0 ? "the device stands still: " : format("after %d ms ", milliseconds)) +
                         what_holds(stream));
     }
-    return report(stream.failure);
+    return report(stream);
 }
 
 int synchronize_device(int device, int milliseconds) {
@@ -136,8 +164,8 @@ int synchronize_device(int device, int milliseconds) {
     int first = ACL_SUCCESS;
     for (auto& stream : streams) {
         if (stream->capture) {
-            return invalidate(
-                *stream->capture, ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
+            return fail(
+                ACL_ERROR_RT_STREAM_CAPTURED,
                 format("device %d cannot be synchronised while its stream %d is captured", device, stream->id));
         }
     }
@@ -178,7 +206,7 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
     if (int code = refuse_after_task_queue()) return code;
     poll(lock);
     *status = stream->queue.empty() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
-    return stream->queue.empty() ? report(stream->failure) : ACL_SUCCESS;
+    return stream->queue.empty() ? report(*stream) : ACL_SUCCESS;
 }
 
 aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {

@@ -19,7 +19,10 @@ struct Stream {
 
     std::deque<TaskPointer> queue;
     uint64_t submitted = 0, completed = 0;  // tasks so far
-    Failure failure;                        // kept until the host waits
+    std::deque<uint64_t> submitters;        // the host thread of each task in the queue
+    Failure failure;                        // kept until the host waits, for what was submitted by then
+    uint64_t failed_until = 0;              // tasks that the failure is for, once a host thread knows of it
+    std::map<uint64_t, Failure> losses;     // by host thread, what its tasks failed with or were left out for
     bool busy = false;                      // a thread runs one of its tasks
     bool destroyed = false;
 
@@ -51,6 +54,12 @@ bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds 
 
 // Why a stream does not get on, for the error of a wait that was given up.
 std::string what_holds(const Stream& stream);
+
+// Ends the stream's failure if the host knows of it and all that had been submitted by then was left out. With the lock
+// held, as for the next.
+void end_failure(Stream& stream);
+// Fails if something went wrong on the stream that the calling thread has to know of.
+int report(Stream& stream);
 
 // Waits for everything submitted so far, and reports the failure that it met.
 int synchronize(Lock& lock, Stream& stream, int milliseconds);

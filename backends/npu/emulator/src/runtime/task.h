@@ -17,6 +17,12 @@ struct Context {
     Replay* replay = nullptr;
 };
 
+// A task in the dump of a graph: its name and CANN's word for what it is. Events and values that go together have names
+// that end with one number, by which torch_npu pairs them.
+struct Dumped {
+    std::string name, type;
+};
+
 class Task {
   public:
     virtual ~Task() = default;
@@ -28,6 +34,7 @@ class Task {
     virtual void finish(const Context&) {}
     virtual std::string name() const = 0;
     virtual bool is_kernel() const { return false; }
+    virtual std::vector<Dumped> dumped() const { return {{name(), is_kernel() ? "KERNEL_AICORE" : name()}}; }
     // A graph to replay in this task's place. With the lock held; null once it is over.
     virtual Replay* replay(const Context&) { return nullptr; }
 };

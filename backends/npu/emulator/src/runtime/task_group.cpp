@@ -4,6 +4,10 @@
 #include "runtime/capture.h"
 #include "runtime/trace.h"
 
+DOCUMENTED(
+    "runtime: docs/zh/api_ref/15_model_running_instance__management.md"
+    "; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -20,6 +24,12 @@ struct GroupTask : Task {
         for (auto& task : tasks) task->run(context);
     }
     std::string name() const override { return "TaskGroup"; }
+    std::vector<Dumped> dumped() const override {
+        std::vector<Dumped> all;
+        for (auto& task : group->tasks)
+            for (auto& each : task->dumped()) all.push_back(each);
+        return all;
+    }
 };
 
 // The update itself is work of the update stream: a replay that does not wait for it may run the old tasks.
@@ -63,10 +73,9 @@ aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
         return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED,
                     format("a task group needs a capture; stream %d has none", stream->id));
     }
-    if (stream->capture->invalid) return refuse_invalid(*stream->capture);
     if (stream->group) {
-        return invalidate(*stream->capture, ACL_ERROR_STREAM_TASK_GROUP_STATUS,
-                          format("stream %d has a task group open: groups do not nest", stream->id));
+        return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                    format("stream %d has a task group open: groups do not nest", stream->id));
     }
     stream->group = std::make_shared<TaskGroup>();
     return ACL_SUCCESS;
@@ -80,10 +89,13 @@ aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* result) {
         return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED,
                     format("a task group needs a capture; stream %d has none", stream->id));
     }
-    if (stream->capture->invalid) return refuse_invalid(*stream->capture);
     if (!stream->group) {
-        return invalidate(*stream->capture, ACL_ERROR_STREAM_TASK_GROUP_STATUS,
-                          format("stream %d has no task group open that could end", stream->id));
+        return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                    format("stream %d has no task group open that could end", stream->id));
+    }
+    if (stream->capture->invalid) {
+        stream->group.reset();
+        return refuse_invalid(*stream->capture);
     }
     *result = close_group(*stream);
     return ACL_SUCCESS;

@@ -5,6 +5,8 @@
 #include "runtime/memory.h"
 #include "runtime/stream.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/11-09_stream_memory_operation.md");
+
 namespace emulator {
 
 namespace {
@@ -18,6 +20,10 @@ void check_word(void* address, int device, const char* name) {
     if (!reason.empty()) throw DeviceError(ACL_ERROR_RT_SYS_DMA, format("%s: ", name) + reason);
 }
 
+std::string numbered(const char* type, const void* address) {
+    return format("%s_%ju", type, reinterpret_cast<uintmax_t>(address));
+}
+
 struct WriteTask : Task {
     WriteTask(void* address, uint64_t value) : address(address), value(value) {}
     void* address;
@@ -27,6 +33,7 @@ struct WriteTask : Task {
         word(address) = value;
     }
     std::string name() const override { return "ValueWrite"; }
+    std::vector<Dumped> dumped() const override { return {{numbered("MEM_WRITE_VALUE", address), "MEM_WRITE_VALUE"}}; }
 };
 
 struct WaitTask : Task {
@@ -52,6 +59,7 @@ struct WaitTask : Task {
     }
     void run(const Context& context) override { check_word(address, context.stream.device, "ValueWait"); }
     std::string name() const override { return "ValueWait"; }
+    std::vector<Dumped> dumped() const override { return {{numbered("MEM_WAIT_VALUE", address), "MEM_WAIT_VALUE"}}; }
 };
 
 int submit_to(aclrtStream handle, void* address, TaskPointer task) {

@@ -9,6 +9,8 @@
 #include "runtime/faults.h"
 #include "runtime/memory.h"
 
+DOCUMENTED("runtime: docs/zh/api_ref/11-04_virtual_memory_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
+
 namespace emulator {
 
 namespace {
@@ -37,6 +39,7 @@ int descriptor(int device) {
     auto [entry, is_new] = files().descriptors.try_emplace(device, -1);
     if (is_new) {
         entry->second = memfd_create("npu", MFD_CLOEXEC);
+        OURS("the machine that emulates has no more");
         if (entry->second < 0 || ftruncate(entry->second, span))
             throw std::runtime_error("emulated CANN: memfd_create failed");
     }
@@ -83,6 +86,7 @@ aclError aclrtReleaseMemAddress(void* address) {
 aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t size, const aclrtPhysicalMemProp* properties, uint64_t) {
     int device = static_cast<int>(properties->location.id);
     if (properties->location.type != ACL_MEM_LOCATION_TYPE_DEVICE || device >= machine().options.devices) {
+        OURS("not emulated");
         return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMallocPhysical: only memory of a device is emulated");
     }
     if (!size || size % granularity) {
@@ -131,7 +135,10 @@ aclError aclrtMapMem(void* address, size_t size, size_t offset, aclrtDrvMemHandl
     }
     void* mapped = mmap(backing(address), size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
                         descriptor(physical->device), static_cast<off_t>(physical->offset + offset));
-    if (mapped == MAP_FAILED) return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "the host cannot map more memory");
+    if (mapped == MAP_FAILED) {
+        OURS("the machine that emulates has no more");
+        return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "the host cannot map more memory");
+    }
     mark_live(address, size);
     files().mapped[address] = physical;
     ++physical->mappings;

@@ -1,0 +1,194 @@
+// Events between processes. Each lies in a file without a name, which another process opens by what /proc has of it: so
+// its creator must live until then, and nothing is left of it once both have ended.
+#include "runtime/ipc_event.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "runtime/scheduler.h"
+
+DOCUMENTED("runtime: docs/zh/api_ref/07_event_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
+
+namespace emulator {
+
+namespace {
+
+struct Handle {
+    uint64_t identity;
+    int32_t process, descriptor;
+};
+static_assert(sizeof(Handle) <= sizeof(aclrtIpcEventHandle));
+
+constexpr auto interval = std::chrono::microseconds(100);
+
+struct Watched {
+    std::shared_ptr<SharedEvent> shared;
+    uint64_t recording;
+};
+struct Watch {  // guarded by the machine's lock
+    std::vector<Watched> pending;
+    std::condition_variable added;
+    bool has_thread = false;
+};
+Watch& watch() {
+    static auto* only = new Watch;
+    return *only;
+}
+
+// Another process wakes nobody here: while something waits for one, a thread looks again and again.
+void look() {
+    pthread_setname_np(pthread_self(), "npu-ipc-events");
+    auto& self = watch();
+    while (true) {
+        Lock lock(machine().mutex);
+        self.added.wait(lock, [&] { return !self.pending.empty(); });
+        if (std::erase_if(self.pending, [](auto& each) { return each.shared->mark->is_reached(each.recording); })) {
+            wake_blocked();
+            machine().progress.notify_all();
+        }
+        lock.unlock();
+        std::this_thread::sleep_for(interval);
+    }
+}
+
+void watch_for(const std::shared_ptr<SharedEvent>& shared, uint64_t recording) {
+    watch().pending.push_back({shared, recording});
+    if (!std::exchange(watch().has_thread, true)) std::thread(look).detach();
+    watch().added.notify_one();
+}
+
+struct RecordTask : Task {
+    std::shared_ptr<SharedEvent> shared;
+    uint64_t recording = 0;
+    void finish(const Context&) override {
+        auto& slot = shared->mark->reached[recording % SharedMark::slots];
+        uint64_t before = slot;
+        while (before < recording && !slot.compare_exchange_weak(before, recording)) {
+        }
+    }
+    std::string name() const override { return "EventRecord"; }
+};
+
+struct WaitTask : Task {
+    std::shared_ptr<SharedEvent> shared;
+    uint64_t recording = 0;
+    bool ready(const Context&) override { return shared->mark->is_reached(recording); }
+    std::string name() const override { return "EventWait of another process's event"; }
+};
+
+SharedMark* map(int descriptor) {
+    void* address = mmap(nullptr, sizeof(SharedMark), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    return address == MAP_FAILED ? nullptr : static_cast<SharedMark*>(address);
+}
+
+std::shared_ptr<SharedEvent> open_shared_event(const Handle& handle) {
+    auto path = format("/proc/%d/fd/%d", handle.process, handle.descriptor);
+    int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    struct stat status{};
+    if (descriptor < 0) return nullptr;
+    bool has_size = fstat(descriptor, &status) == 0 && status.st_size == sizeof(SharedMark);
+    SharedMark* mark = has_size ? map(descriptor) : nullptr;
+    if (!mark) {
+        close(descriptor);
+        return nullptr;
+    }
+    auto shared = std::make_shared<SharedEvent>(descriptor, mark);
+    return mark->identity == handle.identity ? shared : nullptr;
+}
+
+}  // namespace
+
+SharedEvent::~SharedEvent() {
+    munmap(mark, sizeof(SharedMark));
+    close(descriptor);
+}
+
+std::shared_ptr<SharedEvent> new_shared_event() {
+    int descriptor = memfd_create("npu-event", MFD_CLOEXEC);
+    SharedMark* mark = descriptor >= 0 && ftruncate(descriptor, sizeof(SharedMark)) == 0 ? map(descriptor) : nullptr;
+    if (!mark) {
+        if (descriptor >= 0) close(descriptor);
+        OURS("the machine that emulates has no more");
+        fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "the host has no memory or no file left for an event between processes");
+        return nullptr;
+    }
+    std::random_device random;
+    mark->identity = uint64_t{random()} << 32 | random();
+    return std::make_shared<SharedEvent>(descriptor, mark);
+}
+
+int record_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
+    auto task = std::make_shared<RecordTask>();
+    task->shared = shared;
+    task->recording = ++shared->mark->recorded;
+    return submit(stream, task);
+}
+
+int wait_for_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
+    if (is_reached(*shared)) return ACL_SUCCESS;
+    auto task = std::make_shared<WaitTask>();
+    task->shared = shared;
+    task->recording = shared->mark->recorded;
+    watch_for(shared, task->recording);
+    return submit(stream, task);
+}
+
+bool is_reached(const SharedEvent& shared) { return shared.mark->is_reached(shared.mark->recorded); }
+
+int synchronize_shared(Lock& lock, const std::shared_ptr<SharedEvent>& shared) {
+    uint64_t recording = shared->mark->recorded;
+    if (!shared->mark->is_reached(recording)) watch_for(shared, recording);
+    if (wait_until(lock, [&] { return shared->mark->is_reached(recording); })) return ACL_SUCCESS;
+    UNDEFINED("on hardware the host would wait for ever");
+    return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
+                "the device stands still, and the process that recorded the event has not reached it");
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+aclError aclrtIpcGetEventHandle(aclrtEvent event_handle, aclrtIpcEventHandle* result) {
+    Lock lock(machine().mutex);
+    auto event = machine().events.find(event_handle);
+    if (!event) return no_such_event(event_handle);
+    if (!event->shared) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    "only an event with the flag ACL_EVENT_IPC has a handle for other processes: "
+                    "torch.npu.Event(interprocess=True) makes one");
+    }
+    Handle handle{event->shared->mark->identity, getpid(), event->shared->descriptor};
+    *result = {};
+    std::memcpy(result, &handle, sizeof(handle));
+    return ACL_SUCCESS;
+}
+
+aclError aclrtIpcOpenEventHandle(aclrtIpcEventHandle given, aclrtEvent* result) {
+    Handle handle;
+    std::memcpy(&handle, &given, sizeof(handle));
+    auto shared = open_shared_event(handle);
+    if (!shared) {
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("process %d has no event for this handle: it must live, be of the same user, and keep the "
+                           "event until the handle is opened",
+                           handle.process));
+    }
+    Lock lock(machine().mutex);
+    auto event = std::make_shared<Event>();
+    event->flags = ACL_EVENT_IPC;
+    event->device = current_device();
+    event->shared = shared;
+    *result = machine().events.add(event);
+    return ACL_SUCCESS;
+}
+
+}  // extern "C"
