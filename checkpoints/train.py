@@ -21,11 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
-import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from hal.bench.extensions import only_imported_extensions  # hal imports torch without vendors' extensions
+
+import torch  # isort: skip
+from torch.nn import functional  # isort: skip
+
+with only_imported_extensions():
+    import transformers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096

@@ -14,13 +14,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
+import torch
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
@@ -31,6 +32,7 @@ from hal import ops, registry
 from hal.driver import ADDED
 from hal.errors import HalError
 from hal.ops import Operation
+from hal.version import API_VERSION
 
 INDENT = "   "
 
@@ -58,6 +60,10 @@ class Operations(SphinxDirective):
         yield ""
         facts = {
             "torch.library": f"``{operation.schema}``",
+            "axes": _declared(operation.axes),
+            "dtypes": _declared(operation.dtypes),
+            "row by row along": _code([operation.rowwise] if operation.rowwise else []),
+            "state": _code(operation.state),
             "writes in place": _code(operation.mutates),
             "reads on the host": _code(operation.host),
             "fused of": ", ".join(f":func:`{name}`" for name in _parts(operation)) if operation.fused else "",
@@ -107,7 +113,7 @@ class DriverApi(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Render :data:`hal.driver.ADDED`."""
-        rows = [["driver API", "added, with defaults"], ["1.0", "the beginning"]]
+        rows = [["driver API", "added, with defaults"], [f"{API_VERSION[0]}.0", "the beginning"]]
         rows += [[f"{major}.{minor}", _code(names)] for (major, minor), names in sorted(ADDED.items())]
         return self.parse_text_to_nodes("\n".join(_table(rows, widths=(15, 85), header=True)))
 
@@ -223,6 +229,17 @@ def _table(rows: list[list[str]], *, widths: tuple[int, ...] | None = None, head
 
 def _indented(lines: list[str]) -> Iterator[str]:
     return (f"{INDENT}{line}" if line else "" for line in lines)
+
+
+def _declared(entries: Mapping[str, Any]) -> str:
+    """Axes or dtypes, by argument."""
+
+    def written(entry: Any) -> str:
+        if isinstance(entry, tuple):
+            return ", ".join(map(written, entry))
+        return str(entry).removeprefix("torch.") if isinstance(entry, (str, torch.dtype)) else repr(entry)
+
+    return "; ".join(f"{name}: ``{written(entry)}``" for name, entry in entries.items())
 
 
 def _code(names: Any) -> str:

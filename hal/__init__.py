@@ -27,45 +27,50 @@ if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.envi
 if TYPE_CHECKING:
     from hal import nn, ops
     from hal.backend import Backend, active_backend
-    from hal.batch import Batch
     from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
     from hal.device import Device
     from hal.driver import Driver, Probe
+    from hal.drivers.compiler import Compiler, Form
     from hal.errors import HalError
+    from hal.execution.runner import Runner, StepOutput
     from hal.graph import Graph
     from hal.host import HostDevice
-    from hal.kv_cache import KVCache, KVCacheSpec
     from hal.limits import Limits
     from hal.memory import MemoryStats
     from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.runtime.checkpoint import Checkpoint
     from hal.runtime.generate import Token, generate
     from hal.runtime.loading import load_model
-    from hal.runtime.runner import Runner
     from hal.runtime.sampling import SamplingParams
+    from hal.step import Batch, State, StateMemory, StateSpec, StepShape
     from hal.stream import Event, Stream
 
 _HOME = {
     "Backend": "hal.backend",
-    "Batch": "hal.batch",
+    "Batch": "hal.step",
     "CacheConfig": "hal.config",
     "Checkpoint": "hal.runtime.checkpoint",
     "CompilationConfig": "hal.config",
+    "Compiler": "hal.drivers.compiler",
     "Config": "hal.config",
     "Device": "hal.device",
     "Driver": "hal.driver",
     "Event": "hal.stream",
+    "Form": "hal.drivers.compiler",
     "Graph": "hal.graph",
     "HostDevice": "hal.host",
     "HalError": "hal.errors",
-    "KVCache": "hal.kv_cache",
-    "KVCacheSpec": "hal.kv_cache",
     "Limits": "hal.limits",
     "MemoryStats": "hal.memory",
     "Probe": "hal.driver",
     "PhaseConfig": "hal.config",
-    "Runner": "hal.runtime.runner",
+    "Runner": "hal.execution.runner",
     "SamplingParams": "hal.runtime.sampling",
+    "State": "hal.step",
+    "StateMemory": "hal.step",
+    "StateSpec": "hal.step",
+    "StepOutput": "hal.execution.runner",
+    "StepShape": "hal.step",
     "Stream": "hal.stream",
     "Token": "hal.runtime.generate",
     "active_backend": "hal.backend",
@@ -82,21 +87,26 @@ __all__ = [
     "CacheConfig",
     "Checkpoint",
     "CompilationConfig",
+    "Compiler",
     "Config",
     "Device",
     "Driver",
     "Event",
+    "Form",
     "Graph",
     "HalError",
     "HostDevice",
-    "KVCache",
-    "KVCacheSpec",
     "Limits",
     "MemoryStats",
     "PhaseConfig",
     "Probe",
     "Runner",
     "SamplingParams",
+    "State",
+    "StateMemory",
+    "StateSpec",
+    "StepOutput",
+    "StepShape",
     "Stream",
     "Token",
     "__version__",

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hal import ops
-from hal.errors import MissingKernel
-from hal.ops.declaration import Kernel, Operation
+from hal.errors import ClosedError, MissingKernel
+from hal.ops.binding import Kernel, Resolver
+from hal.ops.declaration import Operation
 
 if TYPE_CHECKING:
     from hal.backend import Backend
@@ -42,6 +43,25 @@ class StandIns:
         return missing
 
 
+def refusing(name: str) -> Resolver:
+    """What ``hal.ops`` runs when the active backend, of that name, was closed: an error.
+
+    Not the references, which run before any backend is opened: they would compute much slower than the device that was
+    chosen, and nothing would say so.
+    """
+
+    def resolve(operation: Operation) -> Kernel:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise ClosedError(
+                f"{operation.name} was called, and the backend {name}, which hal.ops went to, is closed",
+                "open a backend with hal.open, or call activate() of one that is open",
+            )
+
+        return refuse
+
+    return resolve
+
+
 class BackendOps:
     """The operations on one backend, active or not: ``backend.ops.rms_norm(x, weight, eps)``."""
 
@@ -57,12 +77,13 @@ class BackendOps:
 
     def _kernel(self, operation: Operation) -> Kernel:
         backend = self._backend
-        own = backend.kernels.get(operation.name)
-        if own is None:
-            own = self._stand_in(operation, operation.rebound(lambda inner: getattr(self, inner.name)))
 
         def run(*args: Any) -> Any:
-            # While the backend is active, by the function that a graph's capture sees.
-            return (operation.function if backend.active else own)(*args)
+            backend.uses.check_open()
+            token = backend.enter()
+            try:
+                return operation.function(*args)  # which a graph's capture sees
+            finally:
+                backend.leave(token)
 
         return run

@@ -11,15 +11,8 @@ import attrs
 
 from hal.backend import Backend
 
-ADDED = MappingProxyType({
-    (1, 1): (
-        "Driver.probe_for", "Driver.requires", "Driver.variables", "Driver.devices", "Backend.explain",
-        "Backend.counting_launches", "Backend.decoder", "Backend.prepare_deq_scale", "Backend.sources",
-        "Backend.layers", "Backend.aliases", "Backend.plain_weight", "Device.reset_peak", "Limits.capture_sizes",
-        "Limits.max_streams", "Limits.streams_per_graph",
-    ),
-})  # fmt: skip
-"""By minor version of the driver API, what it added for drivers to define or to give."""
+ADDED: Mapping[tuple[int, int], tuple[str, ...]] = MappingProxyType({})
+"""By minor version of the driver API above the first of its major, what it added for drivers to define or to give."""
 
 
 @attrs.frozen
@@ -46,7 +39,7 @@ class Driver(ABC):
 
     Attributes:
         name: the entry point's name, and what a config says to choose it. A driver under another name does not load.
-        api_version: the driver API that it was written for, such as ``(1, 0)``.
+        api_version: the driver API that it was written for, such as ``(2, 0)``.
         priority: ``auto`` takes the available driver of highest priority.
         requires: the packages that it is known to work with, as requirements such as ``torch==2.13.*``. Nothing is
             refused for them; ``hal doctor`` compares what is installed, and warns.

@@ -99,6 +99,10 @@ class BackendNotActive(HalError):
     """A runner was used while another backend than its own is active."""
 
 
+class ClosedError(HalError):
+    """A backend, or a runner, cache or graph of it, was used after it had been closed."""
+
+
 class NumericsError(HalError):
     """A computation gave NaN where a number is needed."""
 

@@ -10,9 +10,12 @@ Contract of capture and replay, for every driver:
 - A kernel that reads values on the host takes them as *host values*: CPU tensors that the operation declares with
   ``host=``. Capture records each, by argument name; every replay takes new ones, by name, and checks all names and
   shapes before it launches anything. Values are copied before the call returns.
-- What cannot be captured raises :class:`CaptureError`, and leaves the graph as if never captured.
+- What the function raises comes out of ``capture`` as it was raised. What the capture itself causes comes out as
+  :class:`CaptureError`, with the cause chained. Either way the graph is empty, and can capture again.
 - Both run under ``torch.inference_mode``, as the caches that they write do.
 - Threading: a graph belongs to one thread at a time. One capture runs in a process at a time; another thread's waits.
+- Closing a graph, as its backend does when that is closed, waits for a replay or capture of another thread to return.
+  A closed graph holds nothing, and every use of it raises :class:`ClosedError`.
 """
 
 from __future__ import annotations
@@ -27,12 +30,34 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from hal.errors import CaptureError, GraphError, HostValueError, nearest
+from hal.errors import (
+    CaptureError,
+    ClosedError,
+    DeviceError,
+    DeviceOutOfMemory,
+    GraphError,
+    HalError,
+    HostValueError,
+    nearest,
+)
+from hal.memory import lacking_memory
 from hal.stream import Stream
 
 HostValue = Tensor | Sequence[int]
 CAPTURING = threading.RLock()
 """Held during a capture, and while a runner that captures or compiles is made. No replay takes it."""
+MEMORY_REMEDY = f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}"
+"""Of a capture that memory is lacking for."""
+
+
+def check_not_capturing() -> None:
+    """Raise GraphError if a capture is under way in this thread."""
+    if CAPTURING.acquire(blocking=False):  # else it is another thread's
+        try:
+            if Graph._capturing:
+                raise GraphError("something was to be closed inside a capture", "close it when the capture is done")
+        finally:
+            CAPTURING.release()
 
 
 class HostValues:
@@ -101,10 +126,13 @@ class HostValues:
 class Graph(ABC):
     """One captured graph. A driver implements ``_capture``, ``_launch``, ``_release`` and ``dump``.
 
-    One that shall capture in pieces, which ``hold`` is for, implements ``_let_go`` too.
+    One that shall capture in pieces, which ``hold`` is for, implements ``_let_go`` too; and ``_explain`` says which of
+    the vendor's exceptions are failures of a capture.
     """
 
     _capturing: ClassVar[bool] = False
+    may_refuse: bool = False
+    """Whether :meth:`refusal` need be asked before a replay."""
 
     def __init__(self) -> None:
         self.host_values = HostValues()
@@ -112,11 +140,21 @@ class Graph(ABC):
         self._captured = False
         self._pool: Any = None
         self._holds = False
+        self._closed = False
+        self._launching = threading.RLock()  # held by a replay, which nothing may be freed under
 
     def capture(
         self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None, hold: bool = False
     ) -> Any:
         """Call ``fn`` once, recording what it launches. Waits for a capture of another thread to end.
+
+        An exception of ``fn`` leaves this method unchanged: the same object, whatever its type, KeyboardInterrupt and
+        the HalErrors included. The exceptions to this rule are failures that the capture causes: a synchronising call,
+        an operation that cannot be captured, no stream or memory left. The driver recognises those by what the
+        vendor's package raises, and they become CaptureError. So does whatever fails at the beginning or the end of
+        the capture, unless ``fn`` raised before: then its exception comes out, with a note of what followed.
+
+        After any exception the graph is empty and can capture again, and the capture's stream and lock are released.
 
         Args:
             fn: takes nothing; returns tensors (or a tuple, list or dict of them), whose addresses then stay.
@@ -128,8 +166,11 @@ class Graph(ABC):
             What ``fn`` returned, made of the tensors that each replay fills.
 
         Raises:
-            CaptureError: something in ``fn`` cannot be captured, with the reason and a remedy.
+            CaptureError: something in ``fn`` cannot be captured, with the reason, a remedy and the cause chained.
+            GraphError: the graph is captured already, or a capture is under way in this thread.
+            ClosedError: the graph, or its backend, is closed.
         """
+        self._check_open("capture")
         if self._captured:
             raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
         if hold and type(self)._let_go is Graph._let_go:
@@ -140,15 +181,30 @@ class Graph(ABC):
         with CAPTURING:
             if Graph._capturing:
                 raise GraphError("a capture was begun inside another", "capture one graph after the other")
+            self._check_open("capture")  # it may have waited for the lock
             self.host_values = HostValues()
             self._holds = hold
             Graph._capturing = True
+            watched = _Watched(fn)
             try:
                 with torch.inference_mode():
-                    self._outputs, self._pool = self._capture(lambda: _checked(fn()), pool, stream)
-            except BaseException:
-                self.reset()
-                raise
+                    self._outputs, self._pool = self._capture(watched, pool, stream)
+                if watched.raised is not None:  # and the driver lost it
+                    raise watched.raised
+            except BaseException as error:
+                failure, cause = self._failure(error, watched.raised)
+                try:
+                    self.reset()
+                except Exception as after:
+                    failure.add_note(f"the graph could not be reset after that: {type(after).__name__}: {after}")
+                try:
+                    if failure is error:
+                        raise
+                    raise failure from (failure.__cause__ if failure is cause else cause)
+                finally:
+                    # An exception that its own traceback refers to would keep the capture's memory.
+                    watched.raised = None
+                    del failure, cause
             finally:
                 Graph._capturing = False
         self._captured = True
@@ -159,11 +215,21 @@ class Graph(ABC):
 
         Raises:
             HostValueError: a name is unknown or missing, or a shape or dtype differs. Nothing was launched.
+            GraphError: nothing was captured.
+            ClosedError: the graph, or its backend, is closed.
         """
-        self._require_capture("replay")
-        values = self.host_values.check(host_values)
-        with torch.inference_mode():
-            self._launch(values)
+        with self._launching:
+            self._require_capture("replay")
+            values = self.host_values.check(host_values)
+            with torch.inference_mode():
+                self._launch(values)
+
+    def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
+        """Return why no replay can take ``host_values``, beside their names and shapes; None if one can.
+
+        A driver whose launches were captured for some values only overrides it, and sets ``may_refuse``.
+        """
+        return None
 
     def let_go(self) -> None:
         """Let graphs that are captured from now on have the memory of the outputs that ``hold`` kept."""
@@ -172,10 +238,19 @@ class Graph(ABC):
 
     def reset(self) -> None:
         """Drop the capture and its memory; the graph can then capture again."""
-        self._release()
-        self._outputs = self._pool = None
-        self._captured = False
-        self.host_values = HostValues()
+        with self._launching:
+            try:
+                self._release()
+            finally:
+                self._outputs = self._pool = None
+                self._captured = False
+                self.host_values = HostValues()
+
+    def close(self) -> None:
+        """Drop the capture and its memory for good. Closing it again does nothing."""
+        with CAPTURING, self._launching:
+            self._closed = True
+            self.reset()
 
     @property
     def outputs(self) -> Any:
@@ -189,9 +264,54 @@ class Graph(ABC):
         self._require_capture("pool")
         return self._pool
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{what} was asked of a graph that is closed", "capture another, on an open backend")
+
     def _require_capture(self, what: str) -> None:
         if not self._captured:
+            self._check_open(what)
             raise GraphError(f"{what} was asked of a graph that holds no capture", "call capture() first")
+
+    def _failure(self, error: BaseException, raised: BaseException | None) -> tuple[BaseException, BaseException]:
+        """What a capture that broke raises, and its cause; the same twice for what comes out as it is.
+
+        Args:
+            error: what ``_capture`` raised.
+            raised: what the function raised, if it did.
+        """
+        first = raised if raised is not None and isinstance(error, Exception) else error
+        if first is not error:
+            first.add_note(f"the capture could not be ended after that: {type(error).__name__}: {error}")
+        cause = first
+        while isinstance(cause, DeviceError) and cause.__cause__ is not None:  # made of the vendor's exception
+            cause = cause.__cause__
+        if not isinstance(cause, Exception) or isinstance(cause, HalError):
+            return first, first
+        known = self._explain(cause)
+        if isinstance(known, CaptureError):
+            return known, first
+        if first is raised or isinstance(first, HalError):
+            return first, first
+        return known or CaptureError(
+            f"the capture failed: {type(first).__name__}: {first}",
+            "run the function eagerly to see whether the capture is at fault, and report it to the driver's authors",
+        ), first
+
+    def _explain(self, error: Exception) -> HalError | None:
+        """The typed error for an exception of PyTorch's or the vendor's in a capture, or None if it is not known.
+
+        Args:
+            error: raised by the captured function, or by ``_capture`` itself. Notes on it say how the capture ended.
+
+        Returns:
+            CaptureError if the capture is the reason, memory that it lacks included. Another HalError, such as
+            DeviceError, takes the place of an exception of ``_capture`` only. By default torch's exceptions for
+            memory are known.
+        """
+        if what := lacking_memory(error):
+            return CaptureError(f"a capture failed: {what}", MEMORY_REMEDY)
+        return None
 
     @abstractmethod
     def dump(self, path: Path) -> None:
@@ -199,7 +319,11 @@ class Graph(ABC):
 
     @abstractmethod
     def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
-        """Capture ``fn``; return its outputs and the pool."""
+        """Capture ``fn``, which is called once; return its outputs and the pool.
+
+        Exceptions of ``fn``, and the vendor's own, pass through: :meth:`capture` tells them apart. After one of ``fn``
+        the capture is ended all the same.
+        """
 
     @abstractmethod
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
@@ -211,6 +335,21 @@ class Graph(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Drop what a capture, whole or broken off, holds."""
+
+
+class _Watched:
+    """The function to capture, which remembers what it raised."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn = fn
+        self.raised: BaseException | None = None
+
+    def __call__(self) -> Any:
+        try:
+            return _checked(self._fn())
+        except BaseException as error:
+            self.raised = error
+            raise
 
 
 def _checked(outputs: Any) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import attrs
+import torch
+
+_HOST_ALLOCATOR = "DefaultCPUAllocator: "
 
 
 @attrs.frozen
@@ -22,3 +25,13 @@ class MemoryStats:
     reserved: int
     free: int
     total: int
+
+
+def lacking_memory(error: BaseException) -> str:
+    """What torch's allocators say they lack: of a device, or of the host; empty for any other exception."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"the device has no memory left: {str(error).strip().partition(chr(10))[0]}"
+    # The host's has no type of its own.
+    if type(error) is not RuntimeError or _HOST_ALLOCATOR not in str(error):
+        return ""
+    return f"the CPU has no memory left: {str(error).partition(_HOST_ALLOCATOR)[2].partition('. Error code')[0]}"

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import inspect
 import operator
+from types import MappingProxyType
 from typing import Any
 
 from hal.driver import Driver
 from hal.errors import DriverIncompatible
 from hal.version import API_VERSION
+
+CHANGED = MappingProxyType({
+    2: (
+        ": a backend takes graphs=True and compilers as objects, `allocate` and `state_layout` replace `kv_cache` and "
+        "`cache_layout`, and `decoder` is gone"
+    ),
+})  # fmt: skip
+"""By major version of the driver API, what it changed, in short; the page ``docs/moving-to-N.md`` tells more."""
 
 
 def check_driver(name: str, group: str, cls: Any) -> None:
@@ -44,12 +53,15 @@ def check_driver(name: str, group: str, cls: Any) -> None:
         major, minor = map(operator.index, cls.api_version)
     except (TypeError, ValueError):
         raise DriverIncompatible(
-            f"the driver {name} has the API version {cls.api_version!r}", "make it two integers, such as (1, 0)"
+            f"the driver {name} has the API version {cls.api_version!r}", "make it two integers, such as (2, 0)"
         ) from None
     if major != API_VERSION[0]:
+        changed = CHANGED.get(major + 1, "")
+        page = f"; docs/moving-to-{major + 1}.md says how to bring a driver over" if changed else ""
         raise DriverIncompatible(
-            f"the driver {name} was written for driver API {major}.x; this torch-hal has {_version(API_VERSION)}",
-            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x",
+            f"the driver {name} was written for driver API {major}.x; this torch-hal has "
+            f"{_version(API_VERSION)}{changed}",
+            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x{page}",
         )
     if minor > API_VERSION[1]:
         unknown = sorted(name for name in vars(cls) if not hasattr(Driver, name) and name not in Driver.__annotations__)

@@ -18,16 +18,15 @@ from hal.driver import Driver, Probe
 from hal.errors import (
     ConfigError,
     DriverError,
-    DriverIncompatible,
     DriverNotFound,
     DriverUnavailable,
     HalError,
     nearest,
 )
 from hal.negotiation import check_driver
+from hal.opening import REPORT, configure_backend, open_driver, probe_driver, said
 
 GROUP = "hal.drivers"
-REPORT = "report it to the driver's vendor"
 log = logging.getLogger("hal.backend")
 
 
@@ -67,7 +66,7 @@ def load_driver(name: str) -> Driver:
         raise
     except (Exception, SystemExit) as error:  # whatever a vendor's module does when it is imported
         raise DriverError(
-            f"the driver {name} cannot be imported: {_said(error)}",
+            f"the driver {name} cannot be imported: {said(error)}",
             "reinstall the package that brings it; its authors: see that the entry point names a module and its class",
         ) from error
     check_driver(name, GROUP, cls)
@@ -75,7 +74,7 @@ def load_driver(name: str) -> Driver:
         driver: Driver = cls()
     except (Exception, SystemExit) as error:
         raise DriverError(
-            f"making the driver {name} failed: {_said(error)}",
+            f"making the driver {name} failed: {said(error)}",
             f"{REPORT}; its authors: {cls.__name__}() takes no arguments and does no work, which is for probe and open",
         ) from error
     return driver
@@ -88,7 +87,7 @@ def candidates() -> list[Candidate]:
 
 
 def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
-    """Open the backend that ``config`` asks for.
+    """Open the backend that ``config`` asks for. As a context manager it is closed at the end of the block.
 
     Args:
         config: anything that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables. The chosen
@@ -108,13 +107,17 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
     name, driver = _choose() if settings.backend == "auto" else (settings.backend, load_driver(settings.backend))
     options = {**environment_options(name), **settings.options}
     with _naming_variables(name, settings.options):
-        probe = _probe(driver, options)
+        probe = probe_driver(driver, options)
         if not probe.available:
             raise DriverUnavailable(f"the driver {driver.name} cannot run here: {probe.reason}", probe.hint)
-        backend = _open(driver, options)
-    backend.configure(settings)
-    if activate:
-        backend.activate()
+        backend = open_driver(driver, options)
+    try:
+        configure_backend(backend, settings)
+        if activate:
+            backend.activate()
+    except BaseException:
+        backend.close()
+        raise
     return backend
 
 
@@ -146,47 +149,12 @@ def _naming_variables(name: str, given: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(f"{error.problem} (options set by {', '.join(variables)})", error.remedy) from None
 
 
-def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
-    try:
-        backend: Any = driver.open(options)
-    except HalError:
-        raise
-    except (ImportError, OSError) as error:  # a library that is missing
-        raise DriverUnavailable(
-            f"opening the driver {driver.name} failed: {error}", "install what it needs, or choose another backend"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise DriverError(
-            f"opening the driver {driver.name} raised {_said(error)}", f"{REPORT}, or choose another backend"
-        ) from error
-    if not isinstance(backend, Backend):
-        raise DriverIncompatible(f"opening the driver {driver.name} gave {backend!r}, not a hal.Backend", REPORT)
-    if backend.name != driver.name:  # configurations and variables go by the one, errors by the other
-        raise DriverIncompatible(
-            f"opening the driver {driver.name} gave a backend whose name is {backend.name!r}",
-            f"{REPORT}; its authors: give both the same name",
-        )
-    return backend
-
-
-def _probe(driver: Driver, options: Mapping[str, Any]) -> Probe:
-    try:
-        probe: Any = driver.probe_for(options)
-    except HalError:
-        raise  # an option is wrong
-    except (Exception, SystemExit) as error:
-        raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
-    if not isinstance(probe, Probe):
-        raise DriverIncompatible(f"the probe of the driver {driver.name} returned {probe!r}, not a hal.Probe", REPORT)
-    return probe
-
-
 def _candidate(name: str) -> Candidate:
     # Whatever is wrong: a vendor's broken package must not take the others down.
     try:
         driver, options = load_driver(name), environment_options(name)
         with _naming_variables(name, {}):
-            return Candidate(name, driver, _probe(driver, options))
+            return Candidate(name, driver, probe_driver(driver, options))
     except HalError as error:
         return Candidate(name, None, Probe(False, error.problem, error.remedy), error)
 
@@ -214,7 +182,3 @@ def _ambiguous(name: str) -> DriverError:
 
 def _raise(manager: Any, entry: Any, error: BaseException) -> None:
     raise error
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

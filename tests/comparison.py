@@ -49,7 +49,7 @@ class Case:
         num_tokens = sum(map(len, self.blocks)) * self.block_size
         runner = open_runner(path or self.path, compiler, num_tokens=num_tokens, block_size=self.block_size)
         with torch.inference_mode():
-            for cache in (cache for layer in runner.cache.layers for cache in layer):
+            for _, cache in runner.states.tensors():
                 cache[1:] = math.nan
         return runner
 
@@ -146,25 +146,25 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
     ends = [len(sequence) - STEPS for sequence in case.sequences]
     parts: list[list[Tensor]] = [[] for _ in range(count)]
 
-    def run(step: Callable[[hal.Batch], Tensor], starts: Sequence[int], stops: Sequence[int]) -> None:
+    def run(starts: Sequence[int], stops: Sequence[int]) -> None:
         rows = [row for row in range(count) if starts[row] < stops[row]]
         new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
         batch = runner.batch(
             new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], all_logits=True
         )
-        logits = step(batch).clone()  # a replay's are valid until the next
+        logits = runner.step(batch).logits.clone()  # a replay's are valid until the next
         for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
             parts[row].append(part)
 
     starts = [0] * count
     if cuts is not None:
-        run(runner.prefill, starts, cuts)
+        run(starts, cuts)
         starts = list(cuts)
-    run(runner.prefill, starts, ends)
+    run(starts, ends)
     for step in range(STEPS + count - 1):
         decoding = [0 <= step - row < STEPS for row in range(count)]
         starts = [end + step - row for row, end in enumerate(ends)]
-        run(runner.decode, starts, [start + new for start, new in zip(starts, decoding, strict=True)])
+        run(starts, [start + new for start, new in zip(starts, decoding, strict=True)])
     return [torch.cat(part) for part in parts]
 
 

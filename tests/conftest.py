@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from hal import ops
 # transformers imports torch_npu wherever that is installed, and without CANN the import fails: out of sight, then.
 # tests/emulator, which brings a CANN, has its own process and takes this back.
 sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
+
+# A job in the background of a script ignores interrupts, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tracing makes millions of objects that live on. If every 700 new ones are searched for cycles, as by default, that is
 # a tenth of the suites' time.

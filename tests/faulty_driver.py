@@ -135,7 +135,7 @@ class FaultyBackend(CpuBackend):
 
     def prepared(self) -> dict[str, Any]:
         """No fault: weights are in another form, and a cache in another layout."""
-        self.prepares, self.cache_layout = True, "backwards"
+        self.prepares, self.state_layout = True, "backwards"
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return REFERENCE["linear"](x, -weight, bias)

@@ -48,7 +48,7 @@ def perplexity(runner: hal.Runner, stream: list[int], window: int = 1024) -> flo
     """Per token of every token but the first, in windows that each begin anew; prefills compute it."""
 
     def logits(piece: list[int]) -> Tensor:
-        return runner.prefill(runner.batch([piece], [blocks], all_logits=True))
+        return runner.step(runner.batch([piece], [blocks], all_logits=True)).logits
 
     blocks = runner.blocks.take(runner.spec.blocks_for(window))
     assert blocks is not None
@@ -69,7 +69,7 @@ def decoded_perplexity(runner: hal.Runner, stream: list[int], sequences: int, wi
     try:
         for step in range(window):
             batch = runner.batch([[piece[step]] for piece in pieces], rows, cached=[step] * sequences)
-            total += _nats(runner.decode(batch), [piece[step + 1] for piece in pieces])
+            total += _nats(runner.step(batch).logits, [piece[step + 1] for piece in pieces])
     finally:
         runner.blocks.give_back(blocks)
     return math.exp(total / (sequences * window))

@@ -11,39 +11,58 @@ import torch
 from torch import Tensor
 
 import hal
+from hal.execution.captured_form import CapturedForm
+from hal.execution.context import Phase
+from hal.execution.piecewise import PiecewiseForm
 from hal.nn import Batch, CausalLM
-from hal.runtime.markers import MarkedStep
-from hal.runtime.pieces import PiecewiseStep
 
 
-def step_of(runner: hal.Runner, phase: str) -> PiecewiseStep:
+def form_of(runner: hal.Runner, phase: Phase) -> PiecewiseForm:
     """What runs a phase, which is in pieces."""
-    step = runner._decode if phase == "decode" else runner._prefill
-    assert isinstance(step, PiecewiseStep)
-    return step
+    form = runner.forms[phase]
+    assert isinstance(form, PiecewiseForm)
+    return form
+
+
+def tokens_of(runner: hal.Runner, phase: Phase) -> list[int]:
+    """The numbers of tokens that a phase was captured for, ascending."""
+    form = runner.forms[phase]
+    assert isinstance(form, CapturedForm)
+    return [shape.tokens for shape in form.shapes]
+
+
+def graphs_of(runner: hal.Runner, phase: Phase) -> int:
+    """The number of pieces that each step of a phase is captured in."""
+    form = runner.forms[phase]
+    assert isinstance(form, CapturedForm)
+    return form.num_graphs
 
 
 def uncaptured(model: CausalLM, backend: hal.Backend) -> hal.Runner:
     """A runner with nothing captured, on a backend whose config stays as it is."""
-    config = backend.config
-    backend.configure(attrs.evolve(config, compilation=hal.CompilationConfig()))
-    runner = hal.Runner(model, backend)
-    backend.configure(config)
-    return runner
+    return configured(model, backend, hal.CompilationConfig())
 
 
 def marked(model: CausalLM, backend: hal.Backend) -> hal.Runner:
     """A runner whose steps are split by markers, without a compiler."""
-    runner = uncaptured(model, backend)
-    runner._decode = MarkedStep(model, backend, runner.cache, "decode")
-    runner._prefill = MarkedStep(model, backend, runner.cache, "prefill")
-    return runner
+    config = backend.config.compilation
+    return configured(model, backend, attrs.evolve(config, compiler="piecewise_eager", passes={}))
+
+
+def configured(model: CausalLM, backend: hal.Backend, compilation: hal.CompilationConfig) -> hal.Runner:
+    """A runner of another configuration than the backend's, which stays as it is."""
+    config = backend.config
+    backend.configure(attrs.evolve(config, compilation=compilation))
+    try:
+        return hal.Runner(model, backend)
+    finally:
+        backend.configure(config)
 
 
 @torch.inference_mode()
 def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
     """The model's own Python, on the same cache."""
-    return runner.model(batch, runner.cache.layers)
+    return runner.model(batch, runner.states.layers)
 
 
 def drawn(runner: hal.Runner, seed: int, lengths: Sequence[int], cached: Sequence[int], **more: Any) -> Batch:

@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from hal import ops
 from hal.compile.passes import PassManager, Report
 from hal.compile.rewrite import Rewrite, of_operation
-from hal.ops.declaration import Kernel, Operation
+from hal.ops.binding import Kernel
+from hal.ops.declaration import Operation
 from hal.ops.samples import Draw
 
 

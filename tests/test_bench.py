@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from checkpoints import random_checkpoint
 from hal import ops
 from hal.bench import agreement, floor, launches, measure, memory, plan, report, theirs, timing, weights
 from hal.bench.errors import BenchmarkError
+from hal.bench.extensions import only_imported_extensions
 from hal.bench.ours import Ours
 from hal.bench.shapes import SHAPES
 from hal.bench.workload import Contender, Inputs
@@ -182,7 +185,7 @@ class TestPrefill:
         """Else the default sizes, up to 1,024 tokens, would leave a longer one to run eagerly under another name."""
         measure.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
         assert not [each for each in caplog.messages if "runs eagerly" in each]
-        assert any("[1200]" in each for each in caplog.messages), "the only size"
+        assert any(each.endswith("pieces: 1200 tokens") for each in caplog.messages), "the only size"
 
     def test_of_a_checkpoint_by_hal_alone(self, tmp_path: Path) -> None:
         folder = random_checkpoint(tmp_path / "qwen3")
@@ -623,3 +626,41 @@ class TestLaunches:
         layer = launches._difference(two, one)
         assert layer == {"add_rms_norm": 2}
         assert launches._difference(one, layer) == {"rms_norm": 1, "add_rms_norm": -1}
+
+
+class TestExtensions:
+    """transformers imports vendors' extensions of torch that are installed, and some cannot be imported."""
+
+    def test_only_those_that_are_imported_are_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        info = tmp_path / "acme-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[torch.backends]\nold = acme_old:load\nnew = acme_new.inner:load\n")
+        for name in ("acme_old", "acme_new"):
+            (tmp_path / f"{name}.py").write_text("")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.import_module("acme_old")
+        with only_imported_extensions():
+            assert importlib.util.find_spec("acme_old") is not None
+            assert importlib.util.find_spec("acme_new") is None
+            with pytest.raises(ModuleNotFoundError):
+                importlib.import_module("acme_new")
+        importlib.import_module("acme_new")
+        for name in ("acme_old", "acme_new"):
+            del sys.modules[name]
+
+    @pytest.mark.parametrize("command", ["bench", "train"])
+    def test_a_process_that_finds_all_that_are_installed(self, repository: Path, command: str) -> None:
+        """Where torch_npu is installed without CANN, importing it fails."""
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "TORCH_DEVICE"))}
+        options = ["--shapes", "tiny", "--tokens", "8", "--repeats", "3", "--against", "transformers", "--memory"]
+        arguments = {
+            "bench": ["-c", "from hal.cli import main; main()", "bench", "prefill", "--backend", "cpu", *options],
+            "train": ["checkpoints/train.py", "--help"],
+        }
+        result = subprocess.run(
+            [sys.executable, *arguments[command]], cwd=repository, env={**kept, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False, timeout=400,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr

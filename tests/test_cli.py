@@ -29,7 +29,7 @@ DRIVERS = """
 import hal, torch
 
 class Good(hal.Driver):
-    name, api_version, priority = "good", (1, 0), 5
+    name, api_version, priority = "good", (2, 0), 5
     def probe(self):
         return hal.Probe(True)
     def open(self, options):
@@ -70,7 +70,7 @@ EMULATING = """
 import hal
 
 class Emulating(hal.Driver):
-    name, api_version = "emulating", (1, 1)
+    name, api_version = "emulating", (2, 0)
     def probe(self):
         return hal.Probe(True)
     def open(self, options):
@@ -226,42 +226,42 @@ class TestGenerate:
         result = run(
             "-v", "generate", checkpoint, *(["--prompt", "a"] * several), "--max-new-tokens", "2", "--compiler", "graph"
         )
-        captured = {1: "[1]", 3: "[1, 2, 4]", 5: "[1, 2, 4, 8]"}
-        assert f"info: captured decode graphs for batch sizes {captured[several]}\n" in result.stderr
+        captured = ["1 sequence", "2 sequences", "4 sequences", "8 sequences"][: {1: 1, 3: 3, 5: 4}[several]]
+        assert f"info: captured decode for whole steps: {', '.join(captured)}\n" in result.stderr
 
     @pytest.mark.parametrize("decode", [{"capture_sizes": [4]}, {"max_capture_size": 4, "capture_sizes": [4, 8]}])
     def test_sizes_that_decode_names_are_captured(self, checkpoint: Path, decode: dict[str, object]) -> None:
         compilation = json.dumps({"compiler": "graph", "decode": decode})
         options = ("--prompt", "a", "--max-new-tokens", "2", "--compilation-config", compilation)
         result = run("-v", "generate", checkpoint, *options)
-        assert "info: captured decode graphs for batch sizes [4]\n" in result.stderr
+        assert "info: captured decode for whole steps: 4 sequences\n" in result.stderr
 
 
 class TestSettings:
     """``-v`` says which sizes were captured, and so whether and how the compiler was set."""
 
     @staticmethod
-    def captured(checkpoint: Path, *arguments: str | Path) -> str | None:
+    def captured(checkpoint: Path, *arguments: str | Path) -> list[int] | None:
         result = run("-v", "generate", checkpoint, "--prompt", "a", "--max-new-tokens", "2", *arguments)
         assert result.exit_code == 0, (result.stderr, result.exception)
-        _, said, rest = result.stderr.partition("captured decode graphs for batch sizes ")
-        return rest.splitlines()[0] if said else None
+        _, said, rest = result.stderr.partition("captured decode for whole steps: ")
+        return [int(size) for size in re.findall(r"(\d+) sequences?", rest.splitlines()[0])] if said else None
 
     def test_options_override_the_environment_key_by_key(
         self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HAL_COMPILATION__COMPILER", "graph")
         monkeypatch.setenv("HAL_COMPILATION__CAPTURE_SIZES", "[1, 3]")
-        assert self.captured(checkpoint) == "[1, 3]"
+        assert self.captured(checkpoint) == [1, 3]
         assert self.captured(checkpoint, "--compiler", "eager") is None
-        assert self.captured(checkpoint, "--compilation-config", '{"max_capture_size": 2}') == "[1]"
+        assert self.captured(checkpoint, "--compilation-config", '{"max_capture_size": 2}') == [1]
         assert self.captured(checkpoint, "--compilation-config", '{"compiler": "eager"}', "--backend", "cpu") is None
         monkeypatch.setenv("HAL_BACKEND", "no_such_driver")
-        assert self.captured(checkpoint, "--backend", "auto") == "[1, 3]"
+        assert self.captured(checkpoint, "--backend", "auto") == [1, 3]
 
     def test_a_table_in_one_variable(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HAL_COMPILATION", '{"compiler": "graph", "capture_sizes": [2]}')
-        assert self.captured(checkpoint) == "[2]"
+        assert self.captured(checkpoint) == [2]
 
     @pytest.mark.parametrize(
         ("name", "content"),
@@ -275,8 +275,8 @@ class TestSettings:
         if name is not None:
             (tmp_path / name).write_text(content)
         source = content if name is None else tmp_path / name
-        assert self.captured(checkpoint, "--compilation-config", source) == "[5]"
-        assert self.captured(checkpoint, "--compilation-config", source, "--compiler", "graph") == "[5]"
+        assert self.captured(checkpoint, "--compilation-config", source) == [5]
+        assert self.captured(checkpoint, "--compilation-config", source, "--compiler", "graph") == [5]
 
     def test_two_compilers_are_one_too_many(self, checkpoint: Path) -> None:
         arguments = ("--compiler", "eager", "--compilation-config", '{"compiler": "graph"}')
@@ -294,9 +294,9 @@ class TestLists:
         result = run("backends")
         assert result.exit_code == 0, result.exception
         lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
-        assert lines["good"].split() == ["good", "*", "yes", "5", "1.0"]
-        assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "1.0"]
-        assert lines["absent"].split()[:4] == ["absent", "no", "20", "1.0"]
+        assert lines["good"].split() == ["good", "*", "yes", "5", "2.0"]
+        assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "2.0"]
+        assert lines["absent"].split()[:4] == ["absent", "no", "20", "2.0"]
         assert "there is no [card]" in lines["absent"]
         assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is cut off or folded"
         assert "bus error" in lines["raisesinprobe"]
@@ -326,8 +326,11 @@ class TestLists:
         assert table["sample"]["good"] == "reference"
         assert table["add_rms_norm"]["good"] == "composed"
         assert "absent is unavailable: there is no [card]\n  remedy: buy one" in result.stdout
-        assert "raisesinopen is broken: opening it failed: RuntimeError('the firmware is on fire')" in result.stdout
-        assert "nobackend is broken: it gave None, not a hal.Backend" in result.stdout
+        told = (
+            "raisesinopen is broken: opening it failed: opening the driver raisesinopen raised RuntimeError: the firm"
+        )
+        assert told in result.stdout
+        assert "opening the driver nobackend gave None, not a hal.Backend" in result.stdout
 
     @pytest.mark.usefixtures("drivers")
     def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +343,9 @@ class TestLists:
     def test_the_drivers_that_come_with_hal(self) -> None:
         """In a process that torch_npu is hidden from, the NPU says that it is missing, and auto takes the CPU."""
         _, npu, cuda, cpu, *_ = (re.sub(" {2,}", "  ", line) for line in run("backends").stdout.splitlines())
-        assert npu.startswith("npu  no  20  1.1  torch_npu is not installed  pip install torch-npu")
-        assert cuda.startswith(("cuda  no  10  1.1  ", "cuda *  yes  10  1.1  "))
-        assert cpu.startswith("cpu" + ("  " if "yes" in cuda else " *  ") + "yes  0  1.0  ")
+        assert npu.startswith("npu  no  20  2.0  torch_npu is not installed  pip install torch-npu")
+        assert cuda.startswith(("cuda  no  10  2.0  ", "cuda *  yes  10  2.0  "))
+        assert cpu.startswith("cpu" + ("  " if "yes" in cuda else " *  ") + "yes  0  2.0  ")
 
 
 class TestEmulate:
@@ -417,7 +420,7 @@ class TestProcess:
         def faulty(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr("hal.registry._open", faulty)
+        monkeypatch.setattr("hal.registry.open_driver", faulty)
         result = run("generate", checkpoint, "--prompt", "a", "--backend", "cpu")
         assert isinstance(result.exception, RuntimeError)
 
@@ -458,5 +461,5 @@ class TestProcess:
         )
         expected = texts(checkpoint, [prompt.strip() for prompt in PROMPTS])
         assert result.stdout.decode() == "".join(f"{text}\n" for text in expected), result.stderr.decode()
-        assert "captured decode graphs" in result.stderr.decode()
+        assert "captured decode for whole steps" in result.stderr.decode()
         assert result.returncode == 0

@@ -300,7 +300,7 @@ class TestModes:
         comparisons = json.loads(result.stdout)
         assert [each["second"] for each in comparisons] == ["graph", "piecewise", "piecewise_eager"]
         for each in comparisons:
-            layers = [f"layer {layer} (keys and values)" for layer in range(4)]
+            layers = [f"layer {layer} (states)" for layer in range(4)]
             assert [row["layer"] for row in each["rows"]] == [*layers, LOGITS]
             assert all(row["rounding"] > 0 for row in each["rows"])
 
@@ -310,11 +310,11 @@ class TestModes:
         arguments = (small, "--backends", "faulty", "--compilers", compilers, "--prompt", "the cat")
         departure = found(*arguments, status=1)["departure"]
         # Attention is wrong in layer 0, and its result first shows in what layer 1 writes.
-        assert (departure["layer"], departure["step"]) == ("layer 1 (keys and values)", 1)
+        assert (departure["layer"], departure["step"]) == ("layer 1 (states)", 1)
         text = hal_compare(*arguments, status=1).stdout
         assert "NOT within tolerance" in text
-        assert "the runs left rounding first in layer 1 (keys and values), step 1 (decode)" in text
-        assert "from the attention over layer 0 (keys and values) on, up to layer 1 (keys and values)" in text
+        assert "the runs left rounding first in layer 1 (states), step 1 (decode)" in text
+        assert "from the attention over layer 0 (states) on, up to layer 1 (states)" in text
 
     def test_a_mode_that_has_nothing_stale(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="stale")

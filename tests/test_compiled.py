@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import attrs
 import pytest
 import torch
 from reference import prompts
+from stepping import states_of
 from torch import Tensor
 
 import hal
 from hal import ops
 from hal.compile.inductor import compile_step
-from hal.compile.trace import TracedStep, batch_tensors, trace_step
+from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.errors import BatchError, CompileError, ConfigError
-from hal.nn import Batch
-from hal.runtime.buckets import PaddedBatch
-from hal.runtime.compiled import CompiledDecoder
+from hal.execution.inductor import InductorForm
+from hal.nn import Batch, CausalLM
 
 KEPT = ("linear", "paged_attention", "store_kv_cache")
 
@@ -48,12 +49,12 @@ def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) 
     blocks = [runner.blocks.take(runner.spec.blocks_for(len(each))) for each in sequences]
     assert None not in blocks
     owned = [each for each in blocks if each is not None]
-    runner.prefill(runner.batch([each[:-steps] for each in sequences], owned))
+    runner.step(runner.batch([each[:-steps] for each in sequences], owned))
     made = []
     for step in range(-steps, 0):
         cached = [len(each) + step for each in sequences]
         batch = runner.batch([[each[step]] for each in sequences], owned, cached=cached)
-        made.append(runner.decode(batch).clone())
+        made.append(runner.step(batch).logits.clone())
     for each in owned:
         runner.blocks.give_back(each)
     return torch.stack(made)
@@ -90,11 +91,10 @@ def test_an_engines_own_tensors(form: str, which: str, runners: dict[str, hal.Ru
     runner.backend.activate()
     blocks = runner.blocks.take(4) or []
     with torch.inference_mode():
-        for pair in runner.cache.layers:
-            for cache in pair:
-                cache.normal_(generator=torch.Generator().manual_seed(3))
+        for _, cache in runner.states.tensors():
+            cache.normal_(generator=torch.Generator().manual_seed(3))
     batch = runner.batch([[7], [7], [7], [7]], [[block] for block in blocks], cached=[10] * 4)
-    expected = runner.decode(batch).clone()
+    expected = runner.step(batch).logits.clone()
     alike = ("token_ids", "positions", "kv_lens")
     if form == "int32":
         changed = {name: getattr(batch, name).int() for name in ("token_ids", "positions", "logits_indices")}
@@ -102,7 +102,7 @@ def test_an_engines_own_tensors(form: str, which: str, runners: dict[str, hal.Ru
         changed = {name: getattr(batch, name).repeat_interleave(2)[::2] for name in alike}
     else:
         changed = {name: getattr(batch, name)[:1].expand(4) for name in alike}
-    found = runner.decode(attrs.evolve(batch, **changed))
+    found = runner.step(attrs.evolve(batch, **changed)).logits
     runner.blocks.give_back(blocks)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -110,12 +110,12 @@ def test_an_engines_own_tensors(form: str, which: str, runners: dict[str, hal.Ru
 @pytest.mark.parametrize("compiler", ["eager", "graph", "inductor"])
 def test_tensors_that_do_not_fit_together(compiler: str, trained: Path) -> None:
     runner = open_runner(trained, compiler=compiler, capture_sizes=[2])
-    batch = runner.batch([[7], [8]], [[1], [2]], cached=[3, 4])
+    batches = [runner.batch([[7, *more], [8]], [[1], [2]], cached=[3, 4]) for more in ([], [9])]
     for name in ("block_table", "kv_lens_host", "query_start_loc", "query_start_loc_host", "positions", "slot_mapping"):
-        longer = attrs.evolve(batch, **{name: torch.cat([getattr(batch, name)] * 2)})
-        for step in (runner.decode, runner.prefill):
-            with pytest.raises(BatchError, match=f"the batch's {name} has"):
-                step(longer)
+        for batch in batches:
+            longer = attrs.evolve(batch, **{name: torch.cat([getattr(batch, name)] * 2)})
+            with pytest.raises(BatchError, match=f"the batch's {name} is "):
+                runner.step(longer)
 
 
 def test_nothing_kept_whole(trained: Path) -> None:
@@ -133,15 +133,14 @@ def test_nothing_kept_whole(trained: Path) -> None:
 
 
 def traced(runner: hal.Runner, size: int = 4) -> TracedStep:
-    example = PaddedBatch(size, 11, runner.spec.block_size, torch.device("cpu"))
-    return trace_step(runner.model, example.batch, runner.cache.layers, whole=KEPT, any_size=True)
+    return trace_step(runner.model, runner.states, StepSizes(size), whole=KEPT)
 
 
 def test_kept_operations_stay_and_the_others_go(runners: dict[str, hal.Runner]) -> None:
     runner = runners["eager"]
     step = traced(runner)
     called = Counter(node.target for node in step.graph.graph.nodes if node.op == "call_function")
-    layers = runner.model.num_layers
+    layers = len(runner.model.states)
     ours = {each.name: count for target, count in called.items() if (each := ops.operation_of_node(target))}
     assert ours == {"linear": 4 * layers + 1, "paged_attention": layers, "store_kv_cache": layers}
 
@@ -149,7 +148,7 @@ def test_kept_operations_stay_and_the_others_go(runners: dict[str, hal.Runner]) 
 def test_caches_are_written_where_they_are(runners: dict[str, hal.Runner]) -> None:
     """No node makes a tensor of a cache's size, and the caches themselves change."""
     runner = runners["many"]
-    nbytes = runner.cache.layers[0][0].nbytes
+    nbytes = runner.states.layers[0]["key"].nbytes
     made = [
         node
         for node in traced(runner).graph.graph.nodes
@@ -162,51 +161,64 @@ def test_caches_are_written_where_they_are(runners: dict[str, hal.Runner]) -> No
     runner.backend.activate()
     (block,) = runner.blocks.take(1) or []
     batch = runner.batch([[5], [6]], [[block], [block]], cached=[0, 1])
-    before = [tensor.clone() for pair in runner.cache.layers for tensor in pair]
-    runner.decode(batch)
+    before = [tensor.clone() for _, tensor in runner.states.tensors()]
+    runner.step(batch)
     runner.blocks.give_back([block])
-    for old, new in zip(before, (tensor for pair in runner.cache.layers for tensor in pair), strict=True):
+    for old, new in zip(before, (tensor for _, tensor in runner.states.tensors()), strict=True):
         changed = (old != new).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[block, 0], [block, 1]]
 
 
 def test_it_compiles_once_for_one_and_once_for_more(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hal.runtime"):
+    with caplog.at_level(logging.INFO, "hal.execution"):
         open_runner(trained, compiler="inductor", capture_sizes=[1, 2, 3, 4, 8])
-    compiled = [record.getMessage() for record in caplog.records if "compiling the decode step" in record.getMessage()]
-    assert [message.partition(" for ")[2] for message in compiled] == ["one sequence", "two or more sequences"]
+    compiled = [record.getMessage() for record in caplog.records if "compiling steps of" in record.getMessage()]
+    assert [message.partition(" of ")[2] for message in compiled] == ["one sequence", "two or more sequences"]
 
 
-class Reads(torch.nn.Module):
+class Stateless(CausalLM):
+    """A model that keeps nothing but a weight."""
+
+    vocab_size, max_length, states = 11, 64, ({},)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Stateless:
+        return cls()
+
+
+class Reads(Stateless):
     """Asks a tensor for its value, as no compiled model may."""
 
-    def forward(self, batch: Batch, caches: Any) -> Tensor:
+    def forward(self, batch: Batch, states: Any) -> Tensor:
         return torch.zeros(int(batch.kv_lens.max()), 4)
 
 
-class Fixes(torch.nn.Module):
+class Fixes(Stateless):
     """Makes a number of a size, which is then that of the example."""
 
-    def forward(self, batch: Batch, caches: Any) -> Tensor:
+    def forward(self, batch: Batch, states: Any) -> Tensor:
         return batch.kv_lens.float().view(int(batch.kv_lens.shape[0]), 1)
 
 
 def test_a_size_that_the_model_fixes_shows() -> None:
-    example = PaddedBatch(4, 11, 16, torch.device("cpu"))
-    step = trace_step(Fixes(), example.batch, (), whole=(), any_size=True)
-    assert "kv_lens.shape[0] = 4" in step.pinned
-    assert not [each for each in step.pinned if each.startswith("block_table.shape[1]")]
+    step = trace_step(Fixes(), states_of(Fixes()), StepSizes(4), whole=())
+    assert "sequences = 4" in step.pinned
+    assert not [each for each in step.pinned if each.startswith("blocks")]
 
 
 def test_a_step_for_one_size_alone_runs_no_others(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TracedStep, "pinned", ["block_table.shape[1] = 5"])
-    with pytest.raises(CompileError, match=r"for other sizes than the example's: it fixes block_table.shape\[1\] = 5"):
+    monkeypatch.setattr(TracedStep, "pinned", ["blocks = 5"])
+    with pytest.raises(CompileError, match="for other sizes than the example's: it fixes blocks = 5"):
         open_runner(trained, compiler="inductor", capture_sizes=[1])
 
 
 def test_sizes_of_decode_alone(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
-    monkeypatch.setattr(CompiledDecoder, "_compile", lambda self, size, backend: compiled.append(size))
+    monkeypatch.setattr(InductorForm, "_compile", lambda self, sequences, queries: compiled.append(sequences))
     open_runner(trained, compiler="inductor", capture_sizes=[1, 8], decode={"capture_sizes": [1]})
     assert compiled == [1]
     with pytest.raises(ConfigError, match=r"capture_sizes \[4\] and max_capture_size 2 leave nothing"):
@@ -214,16 +226,15 @@ def test_sizes_of_decode_alone(trained: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_that_reads_values_is_refused(cpu: hal.Backend) -> None:
-    example = PaddedBatch(2, 3, 16, torch.device("cpu"))
     with pytest.raises(CompileError, match="Reads cannot be traced") as caught:
-        trace_step(Reads(), example.batch, (), whole=(), any_size=True)
+        trace_step(Reads(), states_of(Reads()), StepSizes(2), whole=())
     assert "without Python that depends on a tensor's value" in str(caught.value)
 
 
 def test_a_failing_compiler_says_so_or_leaves_it_to_eager(
     trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import hal.runtime.compiled as module
+    import hal.execution.inductor as module
 
     def fails(step: TracedStep) -> Any:
         raise CompileError("Inductor failed: no compiler", "install one")
@@ -232,7 +243,7 @@ def test_a_failing_compiler_says_so_or_leaves_it_to_eager(
     with pytest.raises(CompileError, match="no compiler"):
         open_runner(trained, compiler="inductor")
     runner = open_runner(trained, compiler="inductor", on_capture_error="eager")
-    assert "decode steps run eagerly: Inductor failed" in caplog.text
+    assert "decode batches run eagerly: Inductor failed" in caplog.text
     logits = decode_some(runner, [[1, 2, 3, 4, 5]])
     torch.testing.assert_close(logits, decode_some(open_runner(trained), [[1, 2, 3, 4, 5]]), rtol=1e-4, atol=1e-3)
 
@@ -245,7 +256,7 @@ def test_a_step_by_itself(runners: dict[str, hal.Runner]) -> None:
     blocks = runner.blocks.take(3) or []
     batch = runner.batch([[7], [8], [9]], [[block] for block in blocks], cached=[0, 0, 0])
     with torch.inference_mode():
-        found = run(batch_tensors(attrs.evolve(batch))).clone()
-    expected = runner.decode(batch)
+        found = run(batch.tensors()).clone()
+    expected = runner.step(batch).logits
     runner.blocks.give_back(blocks)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()

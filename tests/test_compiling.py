@@ -11,29 +11,36 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from stepping import padding_of, states_of
 from torch import Tensor, nn
 
 import hal
 from checkpoints import random_checkpoint, random_weights, write_json, write_weights
 from hal import ops
-from hal.batch import Batch
 from hal.cli import explained, main
-from hal.compile.optimise import all_passes, optimise_model
+from hal.compile.optimise import OptimisedStep, all_passes, optimise_model
 from hal.compile.rewrite import Rewrite, of_operation
-from hal.compile.trace import batch_tensors, example_batch
+from hal.compile.trace import StepSizes
 from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncompatible
+from hal.execution.full_graph import FullGraphForm, OptimisedGraphs
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
+from hal.nn.model import LayerState
 from hal.ops.preparing import PreparingKernel
 from hal.quantization.description import Scheme
 from hal.runtime.quantize import quantize_checkpoint
+from hal.step import StepShape
+from hal.step.batch import Batch
+from hal.step.state import key_value_states
 
 SIZES = (1, 2, 3, 5, 17)
+ANY_ROWS: dict[str, Any] = {"axes": {"x": "rows width"}, "dtypes": {"x": ops.FLOATING}}
+"""Of a rewrite of one tensor."""
 
 
 class Toy(CausalLM):
     """Sums and norms, and a Python condition on the number of tokens."""
 
-    vocab_size, max_length, num_layers, num_kv_heads, head_dim = 32, 64, 1, 1, 16
+    vocab_size, max_length, states = 32, 64, (key_value_states(1, 16),)
     tied: Mapping[str, str] = {}
 
     def __init__(self, doubles_above: int | None = None) -> None:
@@ -49,7 +56,7 @@ class Toy(CausalLM):
     def from_config(cls, config: Mapping[str, Any]) -> Toy:
         return cls()
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
         for norm in self.norms:
             hidden = hidden + norm(hidden).relu()
@@ -63,11 +70,19 @@ def opened(**compilation: Any) -> hal.Backend:
     return hal.open({"backend": "cpu", "compilation": compilation})
 
 
+def optimised(runner: hal.Runner) -> dict[int, OptimisedStep]:
+    """By number of sequences, the step that serves it."""
+    form = runner.forms["decode"]
+    assert isinstance(form, FullGraphForm)
+    assert isinstance(form.maker, OptimisedGraphs)
+    return {shape.sequences: step for shape, step in form.maker.optimised.optimised.items()}
+
+
 def decoded(runner: hal.Runner, size: int) -> tuple[Tensor, Tensor]:
     """What a decode step gives, and the same by the model's own Python."""
     batch = runner.batch([[row % 32] for row in range(size)], [[row + 1] for row in range(size)])
     with torch.inference_mode():
-        return runner.decode(batch).clone(), runner.model(batch, runner.cache.layers)
+        return runner.step(batch).logits.clone(), runner.model(batch, runner.states.layers)
 
 
 class TestConfigurations:
@@ -166,7 +181,7 @@ class TestConfigurations:
         names = []
         for passes in ({}, {"add_rms_norm": True}, {"add_rms_norm": False}):
             runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=[2], passes=passes))
-            step = runner._decode.optimised.optimised[2]  # type: ignore[attr-defined]
+            step = optimised(runner)[2]
             names.append([each.name for each in step.report.passes])
         assert "add_rms_norm" in names[0]
         assert names[0] == names[1]
@@ -174,7 +189,7 @@ class TestConfigurations:
 
     def test_above_torch_compile_max_bs_the_models_python_is_captured(self) -> None:
         runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=[1, 2, 4], torch_compile_max_bs=2))
-        assert sorted(runner._decode.optimised.optimised) == [1, 2]  # type: ignore[attr-defined]
+        assert sorted(optimised(runner)) == [1, 2]
         for size in (1, 2, 3, 4):
             torch.testing.assert_close(*decoded(runner, size))
 
@@ -189,10 +204,10 @@ class TestTraces:
     def test_one_trace_serves_all_sizes_but_one(self) -> None:
         """A single row is a case of its own to torch, whose shapes it can tell apart."""
         runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=list(SIZES)))
-        steps = runner._decode.optimised.optimised  # type: ignore[attr-defined]
+        steps = optimised(runner)
         assert len({id(step) for size, step in steps.items() if size > 1}) == 1
         runner = hal.Runner(Toy(doubles_above=4), opened(compiler="graph", capture_sizes=list(SIZES)))
-        steps = runner._decode.optimised.optimised  # type: ignore[attr-defined]
+        steps = optimised(runner)
         assert steps[5] is steps[17]
         assert steps[2] is steps[3]
         assert steps[3] is not steps[5]
@@ -202,22 +217,22 @@ class TestTraces:
         """A trace that asked whether the size is one, and was answered yes, knows it as a number."""
 
         class Doubles(Toy):
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-                logits = super().forward(batch, caches)
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                logits = super().forward(batch, states)
                 return logits * 2 if batch.num_tokens == 5 else logits
 
         runner = hal.Runner(Doubles(), opened(compiler="graph", capture_sizes=list(SIZES)))
         for size in SIZES:
             torch.testing.assert_close(*decoded(runner, size))
-        steps = runner._decode.optimised.optimised  # type: ignore[attr-defined]
+        steps = optimised(runner)
         assert steps[3] is steps[17]
         assert steps[3] is not steps[5]
 
     def test_slices_of_what_is_as_long_as_the_batch(self) -> None:
         class Lengths(Toy):
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
                 new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-                return super().forward(batch, caches) * new[:, None] + batch.kv_lens[-1:]
+                return super().forward(batch, states) * new[:, None] + batch.kv_lens[-1:]
 
         runner = hal.Runner(Lengths(), opened(compiler="graph", capture_sizes=list(SIZES)))
         for size in SIZES:
@@ -242,7 +257,7 @@ class TestTraces:
                 assert self.out.weight is self.out2.weight
                 return self.out(hidden) + self.out2(hidden)
 
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
                 hidden = self.embedding(batch.token_ids)
                 for each in self.all_norms:
                     hidden = hidden + each["norm"][0](hidden)
@@ -255,7 +270,7 @@ class TestTraces:
         tensors = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
         runner = hal.Runner(model, opened(compiler="graph", capture_sizes=[2]))
         torch.testing.assert_close(*decoded(runner, 2))
-        graph = runner._decode.optimised.optimised[2].traced.graph  # type: ignore[attr-defined]
+        graph = optimised(runner)[2].traced.graph
         assert not [node for node in graph.graph.nodes if node.op == "get_attr" and "const" in str(node.target)]
         assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
 
@@ -271,13 +286,14 @@ class TestTraces:
 class Attending(Toy):
     """With an operation to split at."""
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
         heads = hidden.view(-1, 1, 16)
-        ops.store_kv_cache(heads, heads, *caches[0], batch.slot_mapping)
+        caches = states[0]["key"], states[0]["value"]
+        ops.store_kv_cache(heads, heads, *caches, batch.slot_mapping)
         lengths = batch.query_start_loc_host, batch.kv_lens_host
         attended = ops.paged_attention(
-            heads, *caches[0], batch.block_table, batch.query_start_loc, batch.kv_lens, *lengths, 0.25, True, None
+            heads, *caches, batch.block_table, batch.query_start_loc, batch.kv_lens, *lengths, 0.25, True, None
         )
         hidden = hidden + attended.flatten(1)
         if self.doubles_above is not None and batch.num_tokens > self.doubles_above:
@@ -295,7 +311,9 @@ class TestDriversOwn:
         def relu_twice(x: Tensor) -> Tensor:
             return x.relu().relu()
 
-        rewrite = Rewrite("relu_once", relu_twice, torch.ops.aten.relu.default, lambda draw: [(draw.normal(3, 4),)])
+        rewrite = Rewrite(
+            "relu_once", relu_twice, torch.ops.aten.relu.default, lambda draw: [(draw.normal(3, 4),)], **ANY_ROWS
+        )
 
         def count_nodes(graph: torch.fx.GraphModule) -> int:
             calls.append("pass")
@@ -306,18 +324,17 @@ class TestDriversOwn:
 
         prepared = PreparingKernel(linear, {"weight": lambda weight: weight.t()})
         kernels = {"linear": prepared}
-        backend = hal.Backend("own", cpu.device, kernels=kernels, compilers=("own",), rewrites=(rewrite, count_nodes))
+        backend = hal.Backend("own", cpu.device, kernels=kernels, rewrites=(rewrite, count_nodes))
         assert backend.pass_names == ("relu_once", "count_nodes")
 
         class Twice(Toy):
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
                 hidden = self.embedding(batch.token_ids).relu().relu()
                 return self.out(hidden) + self.out(hidden * 2)
 
         model = Twice()
         backend.activate()
-        example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
-        step = optimise_model(model, example, [], backend, {}, any_size=True)
+        step = optimise_model(model, states_of(Toy()), StepSizes(3), backend, {})
         assert len(step.report["relu_once"].matches) == 1
         assert calls == ["pass"]
         step.hoist(backend)
@@ -325,8 +342,8 @@ class TestDriversOwn:
         assert len(transposes) == 1, "prepared once for both calls"
         run = step.lowered()
         for size in (2, 3, 9):
-            batch = example_batch(size, size, size, columns=4, device=torch.device("cpu"))
-            (found,) = run(*batch_tensors(batch))
+            batch = padding_of(model, StepShape.uniform(size))
+            (found,) = run(*batch.tensors())
             torch.testing.assert_close(found, model(batch, []))
         cpu.activate()
 
@@ -337,18 +354,18 @@ class TestDriversOwn:
             return x * weight
 
         class Shifted(Toy):
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-                hidden = super().forward(batch, caches)[:, :16] * torch.full((16,), 3.0)
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                hidden = super().forward(batch, states)[:, :16] * torch.full((16,), 3.0)
                 return ops.rms_norm(self.norms[0](hidden), self.norms[0].weight, 1e-6) + torch.tensor([5.0])
 
         kernel = PreparingKernel(rms_norm, {"weight": lambda weight: weight + shift * torch.tensor([2.0])})
         backend, model = hal.Backend("own", cpu.device, kernels={"rms_norm": kernel}), Shifted()
         backend.activate()
-        example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
-        step = optimise_model(model, example, [], backend, {}, any_size=True)
+        step = optimise_model(model, states_of(Toy()), StepSizes(3), backend, {})
         step.hoist(backend)
-        (found,) = step.lowered()(*batch_tensors(example))
-        torch.testing.assert_close(found, model(example, []))
+        batch = padding_of(model, StepShape.uniform(3))
+        (found,) = step.lowered()(*batch.tensors())
+        torch.testing.assert_close(found, model(batch, []))
         cpu.activate()
 
     def test_a_rewrite_takes_the_place_of_the_operations_it_is_named_after(self, cpu: hal.Backend) -> None:
@@ -356,12 +373,11 @@ class TestDriversOwn:
         fused = ops.operation("add_rms_norm")
         guarded = attrs.evolve(of_operation(fused), when=lambda x, residual, weight, eps: "not on Tuesdays")
         kernels = {"add_rms_norm": fused.body, "silu_and_mul": ops.operation("silu_and_mul").body}
-        backend = hal.Backend("own", cpu.device, kernels=kernels, compilers=("own",), rewrites=(guarded,))
+        backend = hal.Backend("own", cpu.device, kernels=kernels, rewrites=(guarded,))
         assert backend.pass_names == ("add_rms_norm",)
         assert list(all_passes(backend)) == [guarded]
         backend.activate()
-        example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
-        report = optimise_model(Toy(), example, [], backend, {}, any_size=True).report["add_rms_norm"]
+        report = optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {}).report["add_rms_norm"]
         assert (len(report.matches), set(report.reasons)) == (0, {"not on Tuesdays"})
         cpu.activate()
 
@@ -389,17 +405,16 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
     def silent(graph: torch.fx.GraphModule) -> None:
         """A function, which need not say what it did."""
 
-    rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, samples(32), even, samples(16))
-    backend = hal.Backend("own", cpu.device, kernels={}, compilers=("own",), rewrites=(rewrite, silent))
+    rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, samples(32), even, samples(16), **ANY_ROWS)
+    backend = hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite, silent))
 
     class Halved(Toy):
-        def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
             return self.out(self.embedding(batch.token_ids).relu() * 0.5)
 
     backend.activate()
-    example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
     with caplog.at_level("WARNING", "hal.compile"):
-        step = optimise_model(Halved(), example, [], backend, {}, any_size=True)
+        step = optimise_model(Halved(), states_of(Toy()), StepSizes(3), backend, {})
         assert caplog.messages == [
             "Halved: the rewrite halved was applied nowhere: the width 16 is no multiple of 32 (1 times)"
         ]
@@ -407,11 +422,11 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
         assert shown["halved"] == ("0", "1", "1 x the width 16 is no multiple of 32")
         assert shown["silent"] == ("", "", "")
         caplog.clear()
-        optimise_model(Toy(), example, [], backend, {"halved": False}, any_size=True)
-        optimise_model(Toy(), example, [], backend, {"silent": True}, any_size=True)
-        optimise_model(Toy(), example, [], backend, {}, any_size=True)
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": False})
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"silent": True})
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {})
         assert not caplog.messages, "nothing there that it could be applied to"
-        optimise_model(Toy(), example, [], backend, {"halved": True}, any_size=True)
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": True})
         (warning,) = caplog.messages
         assert warning.startswith("Toy: the rewrite halved was asked for and applied nowhere: its structure is not in")
     cpu.activate()
@@ -420,9 +435,8 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
 def test_a_rewrite_that_only_some_layers_have_is_a_warning(
     cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    example = example_batch(3, 3, 3, columns=5, device=torch.device("cpu"))
     with caplog.at_level("WARNING", "hal.compile"):
-        step = optimise_model(Toy(), example, [], cpu, {}, any_size=True)
+        step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
         assert len(step.report["add_rms_norm"].matches) == 2
         assert not caplog.messages
         norms: list[Tensor] = []
@@ -434,7 +448,7 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
             return ops.rms_norm(x, norm.weight, norm.eps)
 
         monkeypatch.setattr(RMSNorm, "forward", forward)
-        step = optimise_model(Toy(), example, [], cpu, {}, any_size=True)
+        step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
     assert len(step.report["add_rms_norm"].matches) == 1
     (warning,) = caplog.messages
     assert warning.startswith(
@@ -462,17 +476,15 @@ def test_no_rewrite_misses_a_place_in_hals_models(
         text = "def read(path): return path" if scheme == "w8a8" else None
         folder = quantize_checkpoint(folder, tmp_path / "quantised", scheme, calibration=text).path
     kernels = {each.name: each.reference for each in ops.catalogue().values()}
-    backend = hal.Backend("whole", cpu.device, kernels=kernels, compilers=("own",))
+    backend = hal.Backend("whole", cpu.device, kernels=kernels)
     backend.configure(hal.Config(backend="whole", dtype="bfloat16"))
     model = hal.load_model(folder, backend)
     backend.activate()
-    shape = (2, 16, model.num_kv_heads, model.head_dim)
-    caches = [(torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16()) for _ in range(model.num_layers)]
-    for sizes in ((11, 3, 5), (2, 2, 2), (1, 1, 1)):
-        example = example_batch(*sizes, columns=7, device=torch.device("cpu"))
+    states = states_of(model, 2, dtype=torch.bfloat16)
+    for sizes in (StepSizes(None), StepSizes(2), StepSizes(1), StepSizes(2, queries=3)):
         with caplog.at_level("WARNING", "hal.compile"):
-            step = optimise_model(model, example, caches, backend, {}, any_size=sizes != (1, 1, 1))
-        assert sum(len(each.matches) for each in step.report.passes) >= 2 * model.num_layers
+            step = optimise_model(model, states, sizes, backend, {})
+        assert sum(len(each.matches) for each in step.report.passes) >= 2 * len(model.states)
         assert not caplog.messages
     cpu.activate()
 
@@ -495,11 +507,11 @@ class TestTorchCompile:
                 blocks = [[row + 1] for row in range(size)]
                 prompt = runner.batch([[5, 6, 7]] * size, blocks)
                 torch.testing.assert_close(
-                    compiled(prompt, runner.cache.layers), model(prompt, runner.cache.layers), rtol=1e-5, atol=1e-5
+                    compiled(prompt, runner.states.layers), model(prompt, runner.states.layers), rtol=1e-5, atol=1e-5
                 )
                 step = runner.batch([[8]] * size, blocks, cached=[3] * size)
                 torch.testing.assert_close(
-                    compiled(step, runner.cache.layers), model(step, runner.cache.layers), rtol=1e-5, atol=1e-5
+                    compiled(step, runner.states.layers), model(step, runner.states.layers), rtol=1e-5, atol=1e-5
                 )
 
     def test_rewrites_are_applied(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
@@ -551,7 +563,9 @@ class TestTorchCompile:
         def never(x: Tensor) -> str | None:
             return None if x.shape[-1] == 32 else "only for a width of 32"
 
-        rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, lambda draw: [(draw.normal(3, 32),)], never)
+        rewrite = Rewrite(
+            "halved", halved, lambda x: x.clamp(min=0) / 2, lambda draw: [(draw.normal(3, 32),)], never, **ANY_ROWS
+        )
         hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite,)).activate()
         with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
             torch.compile(lambda x: x.relu() * 0.5, backend="hal", fullgraph=True)(torch.ones(3, 4))
@@ -621,7 +635,7 @@ class TestExplain:
         before, after = (each.read_text(encoding="utf-8") for each in dumped)
         assert "add_rms_norm" not in before
         assert after.count("hal.add_rms_norm.default") == 8
-        assert "key_cache_0" in after
+        assert "state_0_key" in after
         compile(after, "dump", "exec")
 
     def test_pieces(self, trained: Path, tmp_path: Path) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 import pytest
 
 import hal
 from hal.cli import main
-from hal.doctor import checks, findings, host, report
+from hal.doctor import checks, findings, host, report, together
 from hal.doctor.findings import Findings
 
 ACME = """
@@ -30,7 +33,7 @@ class Options:
     emulator: bool = False
 
 class Acme(hal.Driver):
-    name, api_version, priority = "acme", (1, 1), 7
+    name, api_version, priority = "acme", (2, 0), 7
     requires = ("torch>=2", "a-package-that-is-not-there==1.0")
     variables = ("ACME_",)
 
@@ -81,7 +84,7 @@ class Stale(Acme):
     def backend(self, chosen, **given):
         class Backend(hal.Backend):
             def graph(self): return StaleGraph()
-        return Backend(self.name, hal.HostDevice(), kernels={}, compilers=("graph",))
+        return Backend(self.name, hal.HostDevice(), kernels={}, graphs=True)
 
 class RaisesInProbe(Acme):
     def probe(self):
@@ -118,7 +121,7 @@ class Talkative(Acme):
         return super().open(options)
 
 class NextMinor(Acme):
-    api_version = (1, 99)
+    api_version = (2, 99)
 """
 BROKEN = {
     "raises": "raise RuntimeError('no libacme.so')",
@@ -218,7 +221,7 @@ def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) ->
     assert cpu["status"] == acme["status"] == "works"
     assert (absent["status"], absent["reason"], absent["hint"]) == ("unavailable", "there is no Acme card", "buy one")
     assert "no_such_module" in of(everything, "missing")["reason"]
-    assert "needs driver API 1.99" in of(everything, "NextMinor")["reason"]
+    assert "needs driver API 2.99" in of(everything, "NextMinor")["reason"]
     assert of(everything, "NextMinor")["status"] == "broken"
 
 
@@ -228,6 +231,67 @@ def test_a_package_that_hangs_is_killed_and_shows_where(doctor: Doctor) -> None:
     assert (found["status"], found["reason"]) == ("broken", "importing the driver: it was killed after 12 s")
     assert "--timeout" in found["hint"]
     assert any("broken_hangs.py" in line and "line 2" in line for line in found["log"])
+
+
+class TestTogether:
+    """Drivers are examined side by side, for a limited time all in all."""
+
+    def test_many_that_hang_take_no_longer_than_one(self, doctor: Doctor) -> None:
+        many = [f"hangs{number}" for number in range(4)]
+        doctor.install(dict.fromkeys(many, "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
+        start = time.monotonic()
+        document = doctor.found("--timeout", "40", code=1)
+        took = time.monotonic() - start
+        for name in many:
+            assert of(document, name)["reason"].endswith("it was killed after 40 s")
+        assert took < 40 * len(many), "one after the other they would take longer"
+
+    def test_the_limit_for_all(self, doctor: Doctor) -> None:
+        """More than there are places for."""
+        many = [f"a_hangs{number}" for number in range(together.MOST)]
+        doctor.install(dict.fromkeys(many, "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
+        document = doctor.found("--total-timeout", "30", code=1)
+        assert document["ok"] is False
+        for name in many:
+            found = of(document, name)
+            assert found["status"] == "broken"
+            assert "it was killed after " in found["reason"]
+            assert "--total-timeout" in found["hint"]
+        cpu = of(document, "cpu")
+        assert (cpu["status"], cpu["reason"]) == ("unavailable", "not examined: the time for all drivers was over")
+        assert "--total-timeout" in cpu["hint"]
+
+    def test_one_that_only_waited_is_not_broken(self, doctor: Doctor) -> None:
+        doctor.install({"hangs": "broken_hangs:Driver"}, broken_hangs=BROKEN["hangs"])
+        cpu = of(doctor.found("--timeout", "400", "--total-timeout", "60", code=1), "cpu")
+        assert (cpu["status"], cpu["reason"]) == ("works", "not measured: the time for all drivers was over")
+        assert {each["outcome"] for each in cpu["devices"][0]["checks"]} == {"passed"}
+        assert cpu["devices"][0]["measures"] is None
+
+    def test_an_interrupt_leaves_no_process(self, doctor: Doctor) -> None:
+        named = f"hangs_{os.getpid()}"
+        doctor.install({named: "broken_hangs:Driver"}, broken_hangs=BROKEN["hangs"])
+        environ = {**os.environ, "PYTHONPATH": str(doctor.site), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from hal.cli import main; main()", "doctor", "--backend", named],
+            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stderr is not None
+        with process.stderr:
+            while f"examining the driver {named}" not in process.stderr.readline():
+                assert process.poll() is None
+            time.sleep(1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+            assert "Traceback" not in process.stderr.read()
+        assert [each.pid for each in psutil.process_iter() if named in _command_line(each)] == []
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return []
 
 
 def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
@@ -246,7 +310,7 @@ def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
 
 def test_versions(everything: dict[str, Any]) -> None:
     acme, cpu = of(everything, "acme"), of(everything, "cpu")
-    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "1.1", 7)
+    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "2.0", 7)
     assert (cpu["package"], cpu["version"]) == ("torch-hal", hal.__version__)
     assert everything["hal"] == hal.__version__
     assert everything["driver_api"] == ".".join(map(str, hal.API_VERSION))
@@ -316,7 +380,7 @@ def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, 
     [
         ("RaisesInProbe", "probing: it raised OSError('bus error')", "report it"),
         ("NoProbe", "probing: the probe returned None, not a hal.Probe", "report it"),
-        ("RaisesInOpen", "opening the driver: the firmware is old", "update it"),
+        ("RaisesInOpen", "opening the driver: the driver RaisesInOpen: the firmware is old", "update it"),
         ("NoDevices", "opening the driver: the driver could be opened, and its `devices` says", "report it"),
         ("DiesInOpen", "opening the driver: it died of SIGABRT", "see the log"),
         ("DiesAtTheEnd", "ending the process: it died of SIGABRT", "see the log"),

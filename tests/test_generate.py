@@ -17,9 +17,9 @@ from reference import open_runner, prompts
 
 import hal
 from hal.errors import BatchError, ConfigError, NumericsError
-from hal.kv_cache import DUMMY_BLOCK
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.checkpoint import Checkpoint
+from hal.step.state import DUMMY_BLOCK
 
 GREEDY = [hal.SamplingParams(max_new_tokens=8 + 3 * row) for row in range(8)]  # they end one after another
 SAMPLED = [
@@ -94,8 +94,14 @@ def test_prompts_join_a_step_while_it_holds_them(
     assert max(map(len, texts)) > 17
     runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=most))
     steps: list[hal.Batch] = []
-    prefill = runner.prefill
-    monkeypatch.setattr(runner, "prefill", lambda batch: steps.append(batch) or prefill(batch))
+    step = runner.step
+
+    def noted(batch: hal.Batch) -> hal.StepOutput:
+        if torch.equal(batch.kv_lens_host, batch.query_start_loc_host.diff()):  # of prompts, none of which is cached
+            steps.append(batch)
+        return step(batch)
+
+    monkeypatch.setattr(runner, "step", noted)
     assert together(runner, texts, GREEDY) == expected
     assert sum(each.num_tokens for each in steps) == sum(map(len, texts))
     assert all(each.num_tokens <= most or each.num_sequences == 1 for each in steps)

@@ -17,8 +17,7 @@ import hal
 from hal import ops
 from hal.errors import CaptureError, GraphError, HostValueError
 from hal.ops import Draw, Operation
-from hal.runtime.buckets import PaddedBatch
-from hal.runtime.decode import GraphDecoder
+from hal.step import StaticBatch, StepShape
 
 ATTENTION = ops.operation("paged_attention")
 
@@ -353,7 +352,6 @@ def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
     backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [2]}})
     model = hal.load_model(trained, backend)
     runner = hal.Runner(model, backend)
-    decoder = GraphDecoder(model, backend, runner.cache)
     batch = runner.batch([[5], [6]], [[1], [2]])
 
     def python_files(function: Callable[[], Any]) -> set[str]:
@@ -367,15 +365,16 @@ def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
     def of_the_model(files: set[str]) -> list[str]:
         return sorted(file for file in files if "/models/" in file or "/hal/nn/" in file)
 
-    assert of_the_model(python_files(lambda: model(batch, runner.cache.layers))), (
+    assert of_the_model(python_files(lambda: model(batch, runner.states.layers))), (
         "the profile sees the model when it runs"
     )
-    assert not of_the_model(python_files(lambda: decoder(batch)))
+    assert not of_the_model(python_files(lambda: runner.step(batch)))
 
 
 def test_padding_rows_write_to_the_dummy_block_only() -> None:
-    padded = PaddedBatch(8, 4, 4, torch.device("cpu"))
-    assert padded.batch.kv_lens.tolist() == padded.first(3).batch.kv_lens_host.tolist() + [0] * 5 == [1] + [0] * 7
+    padded = StaticBatch(hal.Batch, StepShape.uniform(8), max_blocks=4, block_size=4, device=torch.device("cpu"))
+    first = padded.first(StepShape.uniform(3))
+    assert padded.batch.kv_lens.tolist() == first.batch.kv_lens_host.tolist() + [0] * 5 == [1] + [0] * 7
     build = hal.Batch.build([[7]] * 5, [[i + 1] for i in range(5)], block_size=4, cached=[1, 2, 3, 0, 1])
     padded.fill(build)
     padded.fill(hal.Batch.build([[9], [9]], [[1], [2]], block_size=4, cached=[3, 0]))

@@ -68,7 +68,7 @@ class Own(hal.Backend):
 
     def __init__(self, layers: Any) -> None:
         self.cpu = hal.open("cpu", activate=False)
-        super().__init__("own", hal.HostDevice(), kernels=self.cpu.kernels, compilers=("graph",), layers=layers)
+        super().__init__("own", hal.HostDevice(), kernels=self.cpu.kernels, graphs=True, layers=layers)
         self.prepared = 0
 
     def graph(self) -> hal.Graph:
@@ -96,8 +96,8 @@ def logits(folder: Path, backend: hal.Backend, compiler: str = "eager") -> Tenso
     backend.configure(hal.Config(backend=backend.name, dtype="float32", compilation=compilation))
     backend.activate()
     runner = hal.Runner(hal.load_model(folder, backend), backend)
-    runner.prefill(runner.batch([[5, 6, 7]], [[1]]))
-    return runner.decode(runner.batch([[8]], [[1]], cached=[3])).clone()
+    runner.step(runner.batch([[5, 6, 7]], [[1]]))
+    return runner.step(runner.batch([[8]], [[1]], cached=[3])).logits.clone()
 
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
@@ -175,7 +175,7 @@ from test_layers import Own, OwnNorm
 from hal.nn import RMSNorm
 
 class Driver(hal.Driver):
-    name, api_version = "own", (1, 1)
+    name, api_version = "own", (2, 0)
 
     def probe(self):
         return hal.Probe(True)

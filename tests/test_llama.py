@@ -223,7 +223,7 @@ def test_windows_of_mistral() -> None:
 def test_sizes_that_follow_from_others() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM.from_config(SMALL)
-    assert (model.num_kv_heads, model.head_dim) == (2, 4)
+    assert [layer["key"].shape for layer in model.states] == [(2, 4)] * SMALL["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

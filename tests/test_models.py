@@ -33,8 +33,8 @@ def windows(**changes: Any) -> list[int | None]:
 def test_attention_scales_the_scores(given: dict[str, Any], scale: float) -> None:
     batch = hal.Batch.build([[1, 2, 3]], [[1]], block_size=4)
     query, key, value = torch.randn(3, 3, 2, 16, generator=torch.Generator().manual_seed(1)).unbind()
-    cache = torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
-    found = Attention(16, **given)(query, key, value, batch, cache)
+    cache = {name: torch.zeros(2, 4, 2, 16) for name in ("key", "value")}
+    found = Attention(2, 16, **given)(query, key, value, batch, cache)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     weights = scores.masked_fill(~torch.ones(3, 3).tril().bool(), -torch.inf).softmax(-1)
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
@@ -43,7 +43,7 @@ def test_attention_scales_the_scores(given: dict[str, Any], scale: float) -> Non
 @pytest.mark.parametrize("window", [0, -1])
 def test_attention_refuses_a_window_without_the_token_itself(window: int) -> None:
     with pytest.raises(OperationError, match=f"sliding_window of {window}, .*\n.* 1 or more tokens, or None"):
-        Attention(16, sliding_window=window)
+        Attention(2, 16, sliding_window=window)
 
 
 def test_windows_of_layers() -> None:

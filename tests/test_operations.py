@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import hal
 from hal import ops
 from hal.errors import MissingKernel, OperationError
-from hal.ops import Draw, Operation, Sample
+from hal.ops import FLOATING, Draw, Operation, Sample
 from hal.ops.agreement import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,7 +148,7 @@ def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> No
 
 
 def test_a_backends_own_functions_stay_its_own(cpu: hal.Backend) -> None:
-    """Taken while it is active, or while it is not; and a capture on it sees their calls."""
+    """Taken while it is active, or while it is not; and a capture sees their calls."""
     other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
     arguments = torch.ones(1, 4), torch.ones(4), 1e-6
     mine, theirs, fused = cpu.ops.rms_norm, other.ops.rms_norm, other.ops.add_rms_norm
@@ -164,7 +164,7 @@ def test_a_backends_own_functions_stay_its_own(cpu: hal.Backend) -> None:
 
         with ops.intercepted(noted):
             mine(*arguments), theirs(*arguments)
-        assert seen == ["rms_norm"]
+        assert seen == ["rms_norm", "rms_norm"]
     cpu.activate()
 
 
@@ -296,6 +296,10 @@ def test_a_kernel_under_an_unknown_name_is_refused() -> None:
 
 @pytest.mark.usefixtures("forget_operations")
 class TestDeclaration:
+    declared: ClassVar[dict[str, Any]] = {
+        "axes": {"x": "...", "return": "..."}, "dtypes": {"x": FLOATING, "return": "x"}, "rowwise": None,
+    }  # fmt: skip
+
     @staticmethod
     def no_samples(draw: Draw) -> Iterator[Sample]:
         yield (draw.normal(2),)
@@ -307,7 +311,7 @@ class TestDeclaration:
         def helper(x: Tensor) -> Tensor:
             return ops.rms_norm(x, torch.ones(4), 1e-6)
 
-        @ops.fused_op(samples=self.no_samples, namespace="haltest")
+        @ops.fused_op(samples=self.no_samples, namespace="haltest", **self.declared)
         def thrice_normed(x: Tensor) -> Tensor:
             parts = [hal.ops.rms_norm(part, torch.ones(4), 1e-6) for part in (x,)]
             return norm(helper(parts[0]), torch.ones(4), 1e-6)
@@ -327,7 +331,7 @@ class TestDeclaration:
         def helper(x: Tensor, *, norm: Any = ops.rms_norm) -> Tensor:
             return norm(x, torch.ones(4), 1e-6)
 
-        @ops.fused_op(samples=self.no_samples, namespace="haltest")
+        @ops.fused_op(samples=self.no_samples, namespace="haltest", **self.declared)
         def normed_from_tables(x: Tensor) -> Tensor:
             return table["norm"][0](helper(bound(x, torch.ones(4))), torch.ones(4), 1e-6)
 
@@ -340,13 +344,13 @@ class TestDeclaration:
 
     def test_names_are_unique_and_arguments_exist(self) -> None:
         with pytest.raises(OperationError, match="declared already"):
-            ops.op(samples=self.no_samples)(ops.operation("rms_norm").body)
+            ops.op(samples=self.no_samples, **self.declared)(ops.operation("rms_norm").body)
 
         def body(x: Tensor) -> Tensor:
             return x + 1
 
         with pytest.raises(OperationError, match="'y'"):
-            ops.op(samples=self.no_samples, mutates=("y",), namespace="haltest")(body)
+            ops.op(samples=self.no_samples, mutates=("y",), namespace="haltest", **self.declared)(body)
 
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -354,6 +358,9 @@ class TestDeclaration:
             ({"mutates": "x"}, r"mutates='x'\n.*mutates=\('x',\)"),
             ({"host": "x"}, r"host='x'\n.*host=\('x',\)"),
             ({"host": ("y",)}, "'y' but does not take it"),
+            ({"state": "x"}, r"state='x'\n.*state=\('x',\)"),
+            ({"state": ("y",)}, "'y' but does not take it"),
+            ({"buffers": ("y",)}, "'y' but does not take it"),
             (
                 {"tolerance": {"float32": (0.5, 0.5)}},
                 r"the tolerance 'float32': \(0\.5, 0\.5\)\n.*torch\.float32: \(1e-5",
@@ -371,7 +378,7 @@ class TestDeclaration:
             return x
 
         with pytest.raises(OperationError, match=f"unread declares (the argument )?{message}"):
-            ops.op(samples=self.no_samples, namespace="haltest", **given)(unread)
+            ops.op(samples=self.no_samples, namespace="haltest", **self.declared | given)(unread)
 
     def test_arguments_that_a_node_cannot_take(self) -> None:
         def keyword(x: Tensor, *, eps: float = 1.0) -> Tensor:
@@ -425,7 +432,7 @@ class TestDeclaration:
             (unknown, "an annotation of unknown cannot be read: name 'Tensors' is not defined"),
         ):
             with pytest.raises(OperationError, match=message):
-                ops.op(samples=self.no_samples, namespace="haltest")(body)
+                ops.op(samples=self.no_samples, namespace="haltest", **self.declared)(body)
             assert body.__name__ not in ops.catalogue()
 
     def test_outputs_of_a_node_alias_nothing(self, cpu: hal.Backend) -> None:
@@ -436,7 +443,7 @@ class TestDeclaration:
         assert torch.equal(by_call, by_node)
 
     def test_declared_after_a_backend_was_opened(self, cpu: hal.Backend) -> None:
-        @ops.fused_op(samples=self.no_samples, namespace="haltest")
+        @ops.fused_op(samples=self.no_samples, namespace="haltest", **self.declared)
         def late(x: Tensor) -> Tensor:
             return ops.rms_norm(x, torch.ones(4), 1e-6)
 

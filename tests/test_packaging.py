@@ -53,7 +53,11 @@ def test_every_module_is_in_it(wheel: Path, repository: Path) -> None:
         if file.suffix in (".cpp", ".h"):  # compiled where they are used
             assert f"hal/backends/{file.relative_to(repository / 'backends').as_posix()}" in names
     assert "hal/py.typed" in names
-    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hal", "pytest_hal.py"}
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
+        "hal",
+        "hal_command.py",
+        "pytest_hal.py",
+    }
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -15,14 +15,14 @@ from hal.compile.passes import PassManager, PassReport, Report
 from hal.compile.proof import check_rewrite
 from hal.compile.rewrite import Rewrite
 from hal.errors import CompileError
-from hal.ops.samples import Draw, Sample
+from hal.ops import FLOATING, Draw, Sample
 
 aten = torch.ops.aten
 
 
 def scaled_samples(draw: Draw) -> Iterator[Sample]:
-    for rows in (1, 6):
-        yield draw.normal(rows, 64), draw.normal(64), 1.5
+    for rows, width in ((1, 64), (6, 128)):
+        yield draw.normal(rows, width), draw.normal(width), 1.5
 
 
 def narrow_samples(draw: Draw) -> Iterator[Sample]:
@@ -41,7 +41,10 @@ def only_wide(x: Tensor, weight: Tensor, factor: float) -> str | None:
     return f"the width {x.shape[-1]} is no multiple of 64" if x.shape[-1] % 64 else None
 
 
-VENDORS = Rewrite("scaled", scaled, scaled_otherwise, scaled_samples, only_wide, narrow_samples)
+DECLARED: dict[str, Any] = {
+    "axes": {"x": "rows width", "weight": "width"}, "dtypes": {"x": FLOATING, "weight": "x"},
+}  # fmt: skip
+VENDORS = Rewrite("scaled", scaled, scaled_otherwise, scaled_samples, only_wide, narrow_samples, **DECLARED)
 
 
 def layers(width: int) -> Traced:
@@ -82,7 +85,7 @@ def test_when_may_not_decide_by_an_open_size() -> None:
         return None if x.shape[0] == 4 else "not four rows"
 
     traced = layers(64)
-    report = traced.apply(Rewrite("few", scaled, scaled_otherwise, scaled_samples, few))
+    report = traced.apply(Rewrite("few", scaled, scaled_otherwise, scaled_samples, few, **DECLARED))
     assert not report["few"].matches
     assert all("`when` asks for a size that is open here" in miss for miss in report["few"].near_misses)
     assert traced.mode.shape_env is not None
@@ -94,11 +97,12 @@ def test_a_when_that_raises() -> None:
         raise KeyError("head_dim")
 
     with pytest.raises(CompileError, match=r"the rewrite odd failed at .*%mul.*KeyError: 'head_dim'"):
-        layers(64).apply(Rewrite("odd", scaled, scaled_otherwise, scaled_samples, raises))
+        layers(64).apply(Rewrite("odd", scaled, scaled_otherwise, scaled_samples, raises, **DECLARED))
 
 
 def refused(match: str, **changes: Any) -> None:
-    given = {"name": "odd", "pattern": scaled, "replacement": scaled_otherwise, "samples": scaled_samples} | changes
+    given = {"name": "odd", "pattern": scaled, "replacement": scaled_otherwise, "samples": scaled_samples}
+    given |= DECLARED | changes
     manager = PassManager(layers(64).graph, layers(64).mode)
     with pytest.raises(CompileError, match=match) as caught:
         manager.add(Rewrite(**given))
@@ -160,7 +164,7 @@ def test_a_pattern_of_views() -> None:
 
 
 def test_a_pattern_with_a_tensor_of_its_own() -> None:
-    table = torch.ones(64)
+    table = torch.ones(1)
     refused(
         "holds a tensor of its own",
         pattern=lambda x, weight, factor: x * weight * table,

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from pieces import drawn, eagerly, marked, step_of, uncaptured
+from pieces import drawn, eagerly, form_of, graphs_of, marked, tokens_of
 from reference import prompts
 from torch import Tensor, nn
 
@@ -21,8 +21,7 @@ from checkpoints import random_checkpoint
 from hal import ops
 from hal.errors import CaptureError, CompileError, ConfigError, GraphError
 from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
-from hal.runtime.markers import MarkedStep
-from hal.runtime.pieces import PiecewiseStep
+from hal.nn.model import LayerState
 
 DECODE, PREFILL = [2, 4, 8], [8, 16, 40]
 EVERYTHING = ("paged_attention", "store_kv_cache", "linear")
@@ -45,12 +44,13 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 class Toy(CausalLM):
     """One layer of what a test wants between attention and logits."""
 
-    vocab_size, max_length, num_layers, num_kv_heads, head_dim = 13, 256, 1, 2, 8
+    vocab_size, max_length = 13, 256
 
     def __init__(self, between: Callable[[Toy, Tensor, Batch], Tensor] | None = None, *, seed: int = 0) -> None:
         super().__init__()
         self.embedding, self.qkv = Embedding(13, 32), Linear(32, 6 * 8)
-        self.attention, self.out, self.norm = Attention(8), Linear(16, 32), RMSNorm(32, 1e-6)
+        self.attention, self.out, self.norm = Attention(2, 8), Linear(16, 32), RMSNorm(32, 1e-6)
+        self.states = [self.attention.states]
         self.between = between
         for parameter in self.parameters():
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(seed))
@@ -59,10 +59,10 @@ class Toy(CausalLM):
     def from_config(cls, config: Mapping[str, Any]) -> Toy:
         return cls()
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
         query, key, value = self.qkv(hidden).view(-1, 6, 8).split([2, 2, 2], dim=1)
-        hidden = hidden + self.out(self.attention(query, key, value, batch, caches[0]))
+        hidden = hidden + self.out(self.attention(query, key, value, batch, states[0]))
         if self.between is not None:
             hidden = self.between(self, hidden, batch)
         return self.embedding.as_linear(self.norm(hidden)[batch.logits_indices])
@@ -73,10 +73,10 @@ def check(runner: hal.Runner, sizes: Sequence[int] = (1, 2, 3, 4, 5, 7, 8, 9, 15
     for turn in range(2):
         for size in sizes:
             batch = drawn(runner, 100 * turn + size, [size], [0])
-            assert_same(runner.prefill(batch).clone(), eagerly(runner, batch))
+            assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
         for size in (1, 2, 3, 4, 5, 7, 8, 9):
             batch = drawn(runner, 100 * turn + size, [1] * size, [size * row % 7 for row in range(size)])
-            assert_same(runner.decode(batch).clone(), eagerly(runner, batch))
+            assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
 
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -101,9 +101,9 @@ class TestSameAsEager:
         return made
 
     def test_around_every_bucket(self, runner: hal.Runner) -> None:
-        assert step_of(runner, "decode").sizes == DECODE
-        assert step_of(runner, "prefill").sizes == PREFILL
-        assert step_of(runner, "prefill").num_pieces == runner.model.num_layers + 1
+        assert tokens_of(runner, "decode") == DECODE
+        assert tokens_of(runner, "prefill") == PREFILL
+        assert form_of(runner, "prefill").num_graphs == len(runner.model.states) + 1
         check(runner)
 
     @pytest.mark.parametrize("all_logits", [False, True])
@@ -113,21 +113,21 @@ class TestSameAsEager:
         count = draw.randint(2, 6)
         lengths, cached = ([draw.randint(low, 12) for _ in range(count)] for low in (1, 0))
         batch = drawn(runner, seed, lengths, cached, all_logits=all_logits)
-        assert_same(runner.prefill(batch).clone(), eagerly(runner, batch))
+        assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
 
     @pytest.mark.parametrize("most", [3, 16, 23])
     def test_a_prefill_in_steps(self, runner: hal.Runner, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
         batch = drawn(runner, most, [40, 1, 17], [0, 9, 4], all_logits=True)
         expected = eagerly(runner, batch)
         monkeypatch.setattr(runner.backend, "config", attrs.evolve(runner.backend.config, max_prefill_tokens=most))
-        assert_same(runner.prefill(batch), expected)
+        assert_same(runner.step(batch).logits, expected)
 
     def test_padding_writes_to_nobody(self, runner: hal.Runner) -> None:
-        for run, lengths, cached in ((runner.prefill, [5, 4], [3, 0]), (runner.decode, [1, 1, 1], [3, 0, 20])):
+        for lengths, cached in (([5, 4], [3, 0]), ([1, 1, 1], [3, 0, 20]), ([1, 6, 1], [9, 2, 20])):
             batch = drawn(runner, 5, lengths, cached)
-            before = [tensor.clone() for layer in runner.cache.layers for tensor in layer]
-            run(batch)
-            now = [tensor for layer in runner.cache.layers for tensor in layer]
+            before = [tensor.clone() for _, tensor in runner.states.tensors()]
+            runner.step(batch)
+            now = [tensor for _, tensor in runner.states.tensors()]
             for old, new in zip(before, now, strict=True):
                 changed = (old.flatten(0, 1) != new.flatten(0, 1)).flatten(1).any(1).nonzero().flatten()
                 changed = changed[changed >= runner.spec.block_size]  # but to the dummy block
@@ -148,9 +148,11 @@ def test_above_the_largest_bucket_is_said_once(caplog: pytest.LogCaptureFixture)
     runner = hal.Runner(Toy(), opened())
     for _ in range(2):
         batch = drawn(runner, 1, [41], [0])
-        assert_same(runner.prefill(batch), eagerly(runner, batch))
+        assert_same(runner.step(batch).logits, eagerly(runner, batch))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["a prefill of 41 tokens is above the largest captured size (40) and runs eagerly"]
+    assert warnings == [
+        "a step of 1 sequence of 41 tokens each runs eagerly: it is above the largest captured size (40 tokens)"
+    ]
 
 
 class TestSplitting:
@@ -160,7 +162,7 @@ class TestSplitting:
     )
     def test_at_several_operations(self, at: Sequence[str], pieces: int) -> None:
         runner = hal.Runner(Toy(), opened(splitting_ops=list(at)))
-        assert step_of(runner, "prefill").num_pieces == step_of(runner, "decode").num_pieces == pieces
+        assert form_of(runner, "prefill").num_graphs == form_of(runner, "decode").num_graphs == pieces
         check(runner)
 
     def test_by_a_vendors_names(self) -> None:
@@ -176,7 +178,7 @@ class TestSplitting:
 
     def test_an_operation_that_a_pass_took_in(self) -> None:
         class Added(Toy):
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
                 hidden = self.embedding(batch.token_ids)
                 hidden = hidden + ops.silu_and_mul(torch.cat([hidden, hidden], -1))
                 normed = self.norm(hidden)
@@ -190,7 +192,7 @@ class TestSplitting:
 
     def test_nothing_is_left(self) -> None:
         class Late(Toy):
-            def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
                 hidden = self.embedding(batch.token_ids[batch.logits_indices])
                 return self.embedding.as_linear(hidden)
 
@@ -254,18 +256,18 @@ class Deep(Toy):
 
     def __init__(self, layers: int = 6, width: int = 64) -> None:
         super().__init__()
-        self.num_layers = layers
+        self.states = [self.attention.states] * layers
         generator = torch.Generator().manual_seed(1)
         self.wide = nn.Parameter(torch.randn(width, 32, generator=generator) / 6, requires_grad=False)
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
         angles = batch.positions.float()[:, None] * torch.arange(1, 9)
         cos, sin = angles.cos(), angles.sin()
-        for cache in caches:
+        for state in states:
             query, key, value = self.qkv(self.norm(hidden)).view(-1, 6, 8).split([2, 2, 2], dim=1)
             query, key = ops.rotary_embedding(query, key, cos, sin)
-            hidden = hidden + self.out(self.attention(query, key, value, batch, cache))
+            hidden = hidden + self.out(self.attention(query, key, value, batch, state))
             hidden = hidden + (hidden @ self.wide.t()).sin() @ self.wide
         return self.embedding.as_linear(self.norm(hidden)[batch.logits_indices])
 
@@ -274,8 +276,8 @@ class TestMemory:
     def pool(self, sizes: Sequence[int], layers: int = 3) -> int:
         """Bytes of the pool that all graphs of prefill share."""
         runner = hal.Runner(Deep(layers, 512), opened(sizes, most=4096, decode={"compiler": "eager"}))
-        buckets = step_of(runner, "prefill")._buckets
-        (pool,) = {graph.pool for bucket in buckets.values() for graph in bucket.graphs}
+        buckets = form_of(runner, "prefill")._buckets
+        (pool,) = {graph.pool for found in buckets.values() for bucket in found for graph in bucket.graphs}
         return pool.nbytes
 
     def test_eight_buckets_take_little_more_than_the_largest(self) -> None:
@@ -292,7 +294,7 @@ class TestMemory:
 
     def test_rows_between_pieces_are_shared(self) -> None:
         runner = hal.Runner(Deep(4), opened(decode={"compiler": "eager"}))
-        rows = step_of(runner, "prefill")._rows
+        rows = form_of(runner, "prefill")._rows
         assert len(rows) == 4
         assert len({row.data_ptr() for row in rows.values()}) == 1
 
@@ -302,9 +304,9 @@ class TestErrors:
         runner = hal.Runner(Toy(), opened(debug=True))
         check(runner)
         runner.model.out.weight.data = runner.model.out.weight.data.clone()
-        for run in (runner.prefill, runner.decode):
+        for lengths in ([1], [2, 1]):
             with pytest.raises(GraphError, match=r"out\.weight no longer lies"):
-                run(drawn(runner, 1, [1], [0]))
+                runner.step(drawn(runner, 1, lengths, [0] * len(lengths)))
 
     def test_what_cannot_be_captured(self, caplog: pytest.LogCaptureFixture) -> None:
         def reads(token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -320,9 +322,9 @@ class TestErrors:
             hal.Runner(Toy(), with_it())
         caplog.clear()
         runner = hal.Runner(Toy(), with_it(on_capture_error="eager"))
-        assert step_of(runner, "decode").sizes == []
+        assert tokens_of(runner, "decode") == []
         for size in PREFILL:
-            assert f"prefill batches of {size} tokens run eagerly or in a larger bucket" in caplog.text
+            assert f"prefill batches of {size} tokens run in a larger bucket or eagerly" in caplog.text
         check(runner)
 
     def test_what_cannot_be_traced(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -344,7 +346,7 @@ class TestErrors:
         backend = opened()
         backend.kernels = {**backend.kernels, "paged_attention": full}
         backend.activate()
-        with pytest.raises(CaptureError, match=r"a step of 8 tokens is too much: .*no memory left"):
+        with pytest.raises(CaptureError, match=r"a step of 8 sequences is too much: .*no memory left"):
             hal.Runner(Toy(), backend)
 
     def test_streams_are_counted(self) -> None:
@@ -380,12 +382,12 @@ def test_two_threads_make_runners_at_once(compiler: str, call: int) -> None:
     batch = drawn(first, 1, [1, 1], [0, 0])
     expected = eagerly(first, batch)
     for runner in runners:
-        assert_same(runner.decode(batch), expected)
+        assert_same(runner.step(batch).logits, expected)
 
 
 def test_phases_are_chosen_apart() -> None:
     runner = hal.Runner(Toy(), opened(decode={"compiler": "eager"}))
-    assert not isinstance(runner._decode, PiecewiseStep)
+    assert list(runner.forms) == ["prefill"]
     check(runner, (7, 8, 9))
 
 
@@ -396,16 +398,16 @@ class TestMarkers:
     def test_around_every_bucket(self, at: Sequence[str]) -> None:
         runner = marked(Deep(2), opened(splitting_ops=list(at)))
         calls = {"paged_attention": 2, "store_kv_cache": 2, "linear": 5}
-        assert runner._prefill.num_pieces == 1 + sum(calls[name] for name in at)  # type: ignore[attr-defined]
+        assert graphs_of(runner, "prefill") == 1 + sum(calls[name] for name in at)
         check(runner)
         for seed in range(4):
             batch = drawn(runner, seed, [10, 1, 20], [0, 30, 5], all_logits=seed > 1)
-            assert_same(runner.prefill(batch).clone(), eagerly(runner, batch))
+            assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
 
     def test_more_logits_than_a_step_gives(self) -> None:
         runner = marked(Toy(), opened([100]))
         batch = drawn(runner, 1, [60, 37], [5, 0], all_logits=True)
-        assert_same(runner.prefill(batch), eagerly(runner, batch))
+        assert_same(runner.step(batch).logits, eagerly(runner, batch))
 
     def test_of_a_checkpoint(self, tmp_path: Path) -> None:
         backend = opened(debug=True)
@@ -437,27 +439,24 @@ class TestMarkers:
         ids=["lengths", "attention", "heads"],
     )
     def test_what_cannot_be_captured(self, between: Any, at: list[str], message: str) -> None:
-        runner = uncaptured(Toy(between), opened(splitting_ops=at))
         with pytest.raises((CaptureError, CompileError), match=message):
-            MarkedStep(runner.model, runner.backend, runner.cache, "decode")
-        runner = uncaptured(Toy(between), opened(splitting_ops=at, on_capture_error="eager"))
-        step = runner._decode = MarkedStep(runner.model, runner.backend, runner.cache, "decode")
-        assert step.sizes == []
+            marked(Toy(between), opened(splitting_ops=at))
+        runner = marked(Toy(between), opened(splitting_ops=at, on_capture_error="eager"))
+        assert tokens_of(runner, "decode") == []
         check(runner, (3,))
 
     def test_operations_that_are_not_called(self) -> None:
-        runner = uncaptured(Toy(), opened(splitting_ops=["silu_and_mul"]))
         with pytest.raises(ConfigError, match="splitting_ops has silu_and_mul, which the model does not call"):
-            MarkedStep(runner.model, runner.backend, runner.cache, "decode")
-        runner = uncaptured(Toy(), opened(splitting_ops=["quantize", "paged_attention", "embedding"]))
+            marked(Toy(), opened(splitting_ops=["silu_and_mul"]))
         with pytest.raises(ConfigError, match=r"has quantize, which the model .* it calls embedding, paged_attention"):
-            MarkedStep(runner.model, runner.backend, runner.cache, "decode")
+            marked(Toy(), opened(splitting_ops=["quantize", "paged_attention", "embedding"]))
 
     def test_buckets_share_memory(self) -> None:
         def taken(sizes: Sequence[int]) -> int:
-            runner = uncaptured(Deep(3, 512), opened(sizes, most=4096))
-            step = MarkedStep(runner.model, runner.backend, runner.cache, "prefill")
-            (pool,) = {graph.pool for bucket in step._buckets.values() for graph in bucket.graphs}
+            backend = opened(sizes, most=4096, decode={"compiler": "eager"})
+            runner = marked(Deep(3, 512), backend)
+            (pool,) = {graph.pool for graph in backend.captured_graphs}
+            assert tokens_of(runner, "prefill") == sizes
             return pool.nbytes
 
         assert taken([4, 8, 16, 32, 64, 128, 256, 512]) <= 1.15 * taken([512])

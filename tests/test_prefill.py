@@ -65,9 +65,9 @@ def test_logits_do_not_depend_on_the_steps(most: int, all_logits: bool, trained:
     tokens = [torch.randint(0, 4096, (length,), generator=generator).tolist() for length in (1, 17, 40, 2)]
     blocks = [runner.blocks.take(runner.spec.blocks_for(len(each))) or [] for each in tokens]
     batch = runner.batch(tokens, blocks, all_logits=all_logits)
-    expected = runner.prefill(batch)
+    expected = runner.step(batch).logits
     runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=most))
-    found = runner.prefill(batch)
+    found = runner.step(batch).logits
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -76,11 +76,11 @@ def test_unsorted_logits_are_refused_where_they_cannot_be_given(trained: Path) -
     runner = open_runner(trained)
     batch = runner.batch([[1, 2, 3]], [runner.blocks.take(1) or []], all_logits=True)
     turned = attrs.evolve(batch, logits_indices=batch.logits_indices.flip(0))
-    assert torch.equal(runner.prefill(turned), runner.prefill(batch).flip(0))
+    assert torch.equal(runner.step(turned).logits, runner.step(batch).logits.flip(0))
     runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=2))
     for wrong in (turned, attrs.evolve(batch, logits_indices=torch.tensor([-1]))):
         with pytest.raises(BatchError, match="logits_indices"):
-            runner.prefill(wrong)
+            runner.step(wrong)
     wrong_steps: tuple[Any, ...] = (0, -1, 1.5, "2", None)
     for steps in wrong_steps:
         with pytest.raises(BatchError, match="ask for at least 1"):
@@ -93,14 +93,13 @@ backend = hal.open({"backend": "cpu", "cache": {"num_tokens": 32768 + 64}})
 model = hal.load_model(sys.argv[1], backend)
 runner = hal.Runner(model, backend)
 with torch.inference_mode():
-    for pair in runner.cache.layers:
-        for cache in pair:
-            cache.zero_()
+    for _, cache in runner.states.tensors():
+        cache.zero_()
 length = 32768
 blocks = runner.blocks.take(runner.spec.blocks_for(length))
 batch = runner.batch([[token % 1000 for token in range(length)]], [blocks])
 before = backend.device.memory_stats().allocated
-logits = runner.prefill(batch)
+logits = runner.step(batch).logits
 assert logits.isfinite().all()
 print(backend.device.memory_stats().peak - before)
 """

@@ -35,15 +35,16 @@ def texts(runner: hal.Runner, prompts: list[list[int]], new: int = 12) -> list[l
 
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of every prefill."""
+    """The number of tokens of every step with several of a sequence."""
     counts: list[int] = []
-    prefill = hal.Runner.prefill
+    step = hal.Runner.step
 
-    def counted(runner: hal.Runner, batch: hal.Batch) -> object:
-        counts.append(batch.num_tokens)
-        return prefill(runner, batch)
+    def counted(runner: hal.Runner, batch: hal.Batch) -> hal.StepOutput:
+        if batch.num_tokens > batch.num_sequences:
+            counts.append(batch.num_tokens)
+        return step(runner, batch)
 
-    monkeypatch.setattr(hal.Runner, "prefill", counted)
+    monkeypatch.setattr(hal.Runner, "step", counted)
     return counts
 
 

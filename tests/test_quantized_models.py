@@ -184,10 +184,10 @@ def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
     runner = hal.Runner(model, backend)
     blocks = runner.blocks.take(1)
     assert blocks is not None
-    found = [runner.prefill(runner.batch([TOKENS], [blocks])).clone()]
+    found = [runner.step(runner.batch([TOKENS], [blocks])).logits.clone()]
     for index in range(3):
         batch = runner.batch([[TOKENS[index]]], [blocks], cached=[len(TOKENS) + index])
-        found.append(runner.decode(batch).clone())
+        found.append(runner.step(batch).logits.clone())
     return torch.cat(found)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.compile.rewrite import Rewrite, example
-from hal.ops.samples import Draw
+from hal.ops import FLOATING, Draw
 
 EPS = 1e-6
 TOKENS = 4
@@ -107,13 +107,14 @@ def test_a_weight_written_behind_the_norm_is_no_obstacle() -> None:
     fires("add_rms_norm", function, *norm_inputs())
 
 
-def test_fewer_dimensions_than_any_sample_has() -> None:
+def test_fewer_dimensions_than_are_declared() -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         hidden = x + residual
         return ops.rms_norm(hidden, weight, EPS), hidden
 
     x, residual, weight = norm_inputs()
-    keeps_off("add_rms_norm", "x has 1 dimensions, and 2 or more in all samples", function, x[0], residual[0], weight)
+    reason = "x is [32], and declared `... width`: its rank is 1"
+    keeps_off("add_rms_norm", reason, function, x[0], residual[0], weight)
 
 
 def test_another_buffer_written_in_between_is_no_obstacle() -> None:
@@ -160,7 +161,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (4, 1), ()])
 def test_a_residual_that_broadcasts(shape: tuple[int, ...]) -> None:
     x, _, weight = norm_inputs()
-    keeps_off("add_rms_norm", "and alike in all samples", add_norm, x, torch.ones(shape), weight)
+    keeps_off("add_rms_norm", ", and declared `... width`", add_norm, x, torch.ones(shape), weight)
 
 
 def test_a_cast_in_between() -> None:
@@ -360,6 +361,11 @@ def test_caches_in_one_memory(overlapping: bool) -> None:
         fires("split_qkv_rmsnorm_rope_cache", function, *given)
 
 
+SQUARES: dict[str, Any] = {
+    "axes": {"x": "rows width", "y": "rows width"}, "dtypes": {"x": FLOATING, "y": "x"},
+}  # fmt: skip
+
+
 def one_sample(*shapes: tuple[int, ...]) -> Callable[[Draw], Iterator[tuple[Any, ...]]]:
     def samples(draw: Draw) -> Iterator[tuple[Any, ...]]:
         yield tuple(draw.normal(*shape) for shape in shapes)
@@ -378,7 +384,12 @@ def test_reads_and_writes_in_another_order() -> None:
         ops.store_kv_cache(key, value, keys, values, slots)
         return keys * 2
 
-    rewrite = Rewrite("before", before, before, ops.operation("store_kv_cache").samples)
+    rows, cache = "tokens num_kv_heads head_dim", "num_blocks block_size num_kv_heads head_dim"
+    rewrite = Rewrite(
+        "before", before, before, ops.operation("store_kv_cache").samples,
+        axes={"key": rows, "value": rows, "keys": cache, "values": cache, "slots": "tokens"},
+        dtypes={"key": FLOATING, "value": "key", "keys": "key", "values": "key", "slots": torch.int32},
+    )  # fmt: skip
     inputs = example(rewrite_of("store_kv_cache"))
     keeps_off(rewrite, "come in another order", behind, *inputs)
     fires(rewrite, before, *inputs)
@@ -393,7 +404,7 @@ def test_what_is_read_made_behind_a_reader() -> None:
         sine = x.sin()
         return sine, sine * (sine + y)
 
-    rewrite = Rewrite("both", both, both, one_sample((3, 4), (3, 4)))
+    rewrite = Rewrite("both", both, both, one_sample((3, 4), (3, 4)), **SQUARES)
     keeps_off(rewrite, "before add, which it reads, is there", function, torch.ones(3, 4), torch.ones(3, 4))
 
 
@@ -405,7 +416,7 @@ def test_an_input_that_lies_inside() -> None:
         sine = x.sin()
         return sine + sine
 
-    rewrite = Rewrite("summed", summed, summed, one_sample((3, 4), (3, 4)))
+    rewrite = Rewrite("summed", summed, summed, one_sample((3, 4), (3, 4)), **SQUARES)
     keeps_off(rewrite, "it reads what lies inside of it", function, torch.ones(3, 4))
 
 

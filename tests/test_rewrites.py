@@ -10,13 +10,14 @@ import pytest
 import torch
 from hal.models.qwen3 import Qwen3ForCausalLM
 from rewriting import Spelling, Traced, copied, mixture, rewrite_of, trace
+from stepping import states_of
 from torch import Tensor
 
 import hal
 from hal import ops
 from hal.compile.proof import check_rewrite
 from hal.compile.rewrite import fusions
-from hal.compile.trace import batch_tensors, example_batch, trace_step
+from hal.compile.trace import StepSizes, trace_step
 from hal.nn import Batch
 from hal.ops.samples import Draw
 
@@ -128,11 +129,6 @@ def model_of(head_dim: int, ratio: int, eps: float, layers: int = 2, bias: bool 
     return model
 
 
-def caches_of(model: Any, blocks: int) -> list[tuple[Tensor, Tensor]]:
-    shape = (blocks, 16, model.num_kv_heads, model.head_dim)
-    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(model.num_layers)]
-
-
 def batch_of(lengths: list[int], cached: list[int], seed: int) -> Batch:
     """Sequences of as many new tokens, behind as many old ones, in blocks of their own."""
     draw = Draw(seed=seed)
@@ -149,19 +145,19 @@ def batch_of(lengths: list[int], cached: list[int], seed: int) -> Batch:
 )
 def test_a_model_in_decode_and_prefill(head_dim: int, ratio: int, eps: float, bias: bool) -> None:
     model = model_of(head_dim, ratio, eps, bias=bias)
-    shown = example_batch(11, 3, 2, columns=5, device=torch.device("cpu"))
-    step = trace_step(model, shown, caches_of(model, 7), whole=ops.catalogue(), any_size=True, decompose=False)
+    step = trace_step(model, states_of(model), StepSizes(None), whole=ops.catalogue(), decompose=False)
     traced = Traced(step.graph, step.mode, (), copied(step.graph))
     report = traced.apply(*fusions_in_order())
-    assert len(report["add_rms_norm"].matches) == 2 * model.num_layers
-    assert len(report["split_qkv_rmsnorm_rope_cache"].matches) == model.num_layers
+    assert len(report["add_rms_norm"].matches) == 2 * len(model.states)
+    assert len(report["split_qkv_rmsnorm_rope_cache"].matches) == len(model.states)
     for seed, (lengths, cached) in enumerate(
         [([1], [5]), ([1] * 3, [0, 20, 31]), ([1] * 257, [7] * 257), ([1, 33, 5], [0] * 3), ([2, 40], [30, 0])]
     ):
         batch = batch_of(lengths, cached, seed)
-        caches = caches_of(model, 2 * len(lengths) + 8)
-        fixed = [*step.fixed[: -2 * len(caches)], *(each.normal_() for pair in caches for each in pair)]
-        traced.check([*batch_tensors(batch), *fixed])
+        states = states_of(model, 2 * len(lengths) + 8)
+        with torch.inference_mode():
+            caches = [each.normal_() for _, each in states.tensors()]
+        traced.check([*batch.tensors(), *step.fixed[: -len(caches)], *caches])
 
 
 def fusions_in_order() -> list[str]:

@@ -18,14 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 import hal
 from hal import ops
 from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible, ModelError
+from hal.execution.capture_sizes import bucket_for, capture_sizes
+from hal.execution.captured_form import CapturedForm
 from hal.nn import Batch, CausalLM, Embedding
-from hal.runtime.buckets import bucket_for, capture_sizes
+from hal.nn.model import LayerState
+from hal.step.state import key_value_states
 
 
 class Toy(CausalLM):
     """A model without attention, which may do what no graph can capture."""
 
-    vocab_size, max_length, num_layers, num_kv_heads, head_dim = 11, 64, 1, 1, 8
+    vocab_size, max_length, states = 11, 64, (key_value_states(1, 8),)
 
     def __init__(self, *, reads_above: int = 1000) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class Toy(CausalLM):
     def from_config(cls, config: Mapping[str, Any]) -> Toy:
         return cls()
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids[batch.logits_indices])
         if batch.num_sequences > self.reads_above:
             hidden = hidden * float(hidden.abs().max())
@@ -47,12 +50,18 @@ class Toy(CausalLM):
 class ToyOfRows(Toy):
     """One that looks at tokens only."""
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         return self.embedding.as_linear(self.embedding(batch.token_ids)[batch.logits_indices])
 
 
 def opened(**compilation: Any) -> hal.Backend:
     return hal.open({"backend": "cpu", "compilation": {"compiler": "graph", **compilation}})
+
+
+@torch.inference_mode()
+def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
+    """The model's own Python."""
+    return runner.model(batch, runner.states.layers)
 
 
 def decode_batch(runner: hal.Runner, size: int) -> Batch:
@@ -77,21 +86,21 @@ def test_every_batch_size_gives_what_eager_gives(size: int) -> None:
     """Below, at and above the buckets."""
     runner = hal.Runner(Toy(), opened(capture_sizes=[2, 4]))
     batch = decode_batch(runner, size)
-    found = runner.decode(batch).clone()
-    torch.testing.assert_close(found, runner.prefill(batch))
+    found = runner.step(batch).logits.clone()
+    torch.testing.assert_close(found, eagerly(runner, batch))
 
 
 def test_outputs_of_a_bucket_keep_their_address() -> None:
     runner = hal.Runner(Toy(), opened(capture_sizes=[4]))
-    assert len({runner.decode(decode_batch(runner, size)).data_ptr() for size in (1, 4, 2, 3)}) == 1
+    assert len({runner.step(decode_batch(runner, size)).logits.data_ptr() for size in (1, 4, 2, 3)}) == 1
 
 
 def test_above_the_largest_bucket_is_eager_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     runner = hal.Runner(Toy(), opened(capture_sizes=[2]))
     for _ in range(3):
-        runner.decode(decode_batch(runner, 3))
+        runner.step(decode_batch(runner, 3))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["a decode batch of 3 is above the largest captured size (2) and runs eagerly"]
+    assert warnings == ["a step of 3 sequences runs eagerly: it is above the largest captured size (2 sequences)"]
 
 
 def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
@@ -101,10 +110,10 @@ def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
 
 def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixture) -> None:
     runner = hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4], on_capture_error="eager"))
-    assert "decode batches of 4 run eagerly" in caplog.text
+    assert "decode batches of 4 sequences run in a larger bucket or eagerly" in caplog.text
     for size in (1, 2, 3, 4):
         batch = decode_batch(runner, size)
-        torch.testing.assert_close(runner.decode(batch).clone(), runner.prefill(batch))
+        torch.testing.assert_close(runner.step(batch).logits, eagerly(runner, batch))
 
 
 @pytest.mark.parametrize(
@@ -214,10 +223,10 @@ class Meeting(Toy):
 
     meet: Callable[[], Any]
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         if isinstance(batch.token_ids, FakeTensor):
             self.meet()
-        return super().forward(batch, caches)
+        return super().forward(batch, states)
 
 
 def test_another_thread_runs_the_model_while_it_is_traced() -> None:
@@ -225,11 +234,11 @@ def test_another_thread_runs_the_model_while_it_is_traced() -> None:
     eager.activate()
     serving = hal.Runner(model, eager)
     batch = decode_batch(serving, 3)
-    expected, found = serving.decode(batch).clone(), []
+    expected, found = serving.step(batch).logits.clone(), []
 
     def step() -> Tensor:
         with torch.inference_mode():
-            return model(batch, serving.cache.layers)
+            return model(batch, serving.states.layers)
 
     with ThreadPoolExecutor(1) as threads:
         model.meet = lambda: found.append(threads.submit(step).result())
@@ -238,26 +247,22 @@ def test_another_thread_runs_the_model_while_it_is_traced() -> None:
     assert found
     for logits in found:
         torch.testing.assert_close(logits, expected, rtol=0, atol=0)
-    torch.testing.assert_close(made.decode(batch), expected)
-
-
-def test_decode_takes_one_token_a_sequence(cpu: hal.Backend) -> None:
-    runner = hal.Runner(Toy(), cpu)
-    with pytest.raises(BatchError, match="2 tokens for 1 sequences"):
-        runner.decode(runner.batch([[1, 2]], [[1]]))
+    torch.testing.assert_close(made.step(batch).logits, expected)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
-def test_both_modes_take_and_refuse_the_same_batches(compiler: str) -> None:
+def test_any_rows_of_logits_in_any_order(compiler: str) -> None:
     runner = hal.Runner(Toy(), hal.open({"backend": "cpu", "compilation": {"compiler": compiler}}))
     batch = decode_batch(runner, 3)
-    expected = runner.decode(batch).clone()
+    expected = runner.step(batch).logits.clone()
     order = torch.tensor([2, 0, 1])
-    torch.testing.assert_close(runner.decode(attrs.evolve(batch, logits_indices=order)), expected[order])
-    with pytest.raises(BatchError, match="2 rows of logits for 3"):
-        runner.decode(attrs.evolve(batch, logits_indices=order[:2]))
-    with pytest.raises(BatchError, match="not one for each"):
-        runner.decode(attrs.evolve(batch, query_start_loc_host=torch.tensor([0, 2, 2, 3], dtype=torch.int32)))
+    torch.testing.assert_close(runner.step(attrs.evolve(batch, logits_indices=order)).logits, expected[order])
+    two = attrs.evolve(batch, logits_indices=order[:2])
+    torch.testing.assert_close(runner.step(two).logits, expected[order[:2]])
+    more = attrs.evolve(batch, logits_indices=torch.tensor([0, 0, 1, 2, 1]))
+    torch.testing.assert_close(runner.step(more).logits, expected[[0, 0, 1, 2, 1]])
+    with pytest.raises(BatchError, match=r"kv_lens_host is \[2\], not \[3\], for 3 sequences of 3 tokens"):
+        runner.step(attrs.evolve(batch, kv_lens_host=batch.kv_lens_host[:2]))
 
 
 @pytest.mark.parametrize(
@@ -274,16 +279,15 @@ def test_rows_of_logits_outside_the_step_are_refused(config: dict[str, Any], wro
     """In every mode: where a step is padded, they would be those of padding."""
     runner = hal.Runner(ToyOfRows(), hal.open({"backend": "cpu", "compilation": config}))
     batch = attrs.evolve(decode_batch(runner, 1), logits_indices=torch.tensor([wrong]))
-    for step in (runner.decode, runner.prefill):
-        with pytest.raises(BatchError, match=f"logits_indices has {wrong}, and the step's tokens are 0 to 0"):
-            step(batch)
+    with pytest.raises(BatchError, match=f"logits_indices has {wrong}, and the step's tokens are 0 to 0"):
+        runner.step(batch)
 
 
 class TestModelsThatForget:
     """What every model must do is checked where that costs nothing per step."""
 
     class EveryRow(Toy):
-        def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
             return self.embedding.as_linear(self.embedding(batch.token_ids))
 
     class Nothing(Toy):
@@ -292,7 +296,7 @@ class TestModelsThatForget:
     def test_the_wanted_rows(self, cpu: hal.Backend) -> None:
         runner = hal.Runner(self.EveryRow(), cpu)
         with pytest.raises(ModelError, match=r"EveryRow gave logits of \[3, 11\], not \[1, 11\]\n.*logits_indices"):
-            runner.prefill(runner.batch([[1, 2, 3]], [[1]]))
+            runner.step(runner.batch([[1, 2, 3]], [[1]]))
 
     def test_the_wanted_rows_at_markers(self) -> None:
         config = {"compiler": "piecewise_eager", "splitting_ops": ["embedding"]}
@@ -304,21 +308,21 @@ class TestModelsThatForget:
         model.vocab_size = 12
         runner = hal.Runner(model, cpu)
         with pytest.raises(ModelError, match=r"gave logits of \[2, 11\], not \[2, 12\]"):
-            runner.decode(decode_batch(runner, 2))
+            runner.step(decode_batch(runner, 2))
 
     def test_to_compute_anything(self, cpu: hal.Backend) -> None:
         runner = hal.Runner(self.Nothing(), cpu)
-        batch = decode_batch(runner, 2)
-        for step in (runner.decode, runner.prefill):
-            with pytest.raises(ModelError, match="Nothing gave a NoneType, not logits"):
-                step(batch)
+        with pytest.raises(ModelError, match="Nothing gave a NoneType, not logits"):
+            runner.step(decode_batch(runner, 2))
 
 
 def test_buckets_share_the_memory_of_the_largest() -> None:
     def pool(*sizes: int) -> Any:
-        decoder = hal.Runner(Toy(), opened(capture_sizes=sizes))._decode
-        pools = {id(bucket.graph.pool): bucket.graph.pool for bucket in decoder._buckets.values()}  # type: ignore[attr-defined]
-        (shared,) = pools.values()
+        backend = opened(capture_sizes=sizes)
+        runner = hal.Runner(Toy(), backend)
+        assert len(backend.captured_graphs) == len(sizes)
+        (shared,) = {id(graph.pool): graph.pool for graph in backend.captured_graphs}.values()
+        assert runner.forms
         return shared
 
     assert pool(1, 2, 4, 8, 16, 32).nbytes == pool(32).nbytes > 0
@@ -332,7 +336,7 @@ def test_a_model_on_another_device_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [(1 << 16) + 1, 2**40, 2**70])
 def test_a_size_that_nothing_could_hold_is_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=f"capture_sizes has {size}"):
+    with pytest.raises(ConfigError, match=rf"capture_sizes has {size}|at most 64 bits, found int {size}"):
         hal.Runner(Toy(), opened(capture_sizes=[2, size]))
 
 
@@ -358,10 +362,21 @@ def test_progress_reaches_the_whole(cpu: hal.Backend, trained: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_a_block_table_wider_than_captured_is_refused() -> None:
+def test_a_block_table_wider_than_captured_runs_eagerly_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     runner = hal.Runner(Toy(), opened(capture_sizes=[1]))
-    with pytest.raises(BatchError, match="2 columns; the graphs were captured for 1"):
-        runner.decode(runner.batch([[1]], [[1, 2]]))
+    for blocks in ([1, 2], [1, 2], [1, 2, 3]):
+        wide = runner.batch([[1]], [blocks])
+        torch.testing.assert_close(runner.step(wide).logits, eagerly(runner, wide))
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert said == "a step of 1 sequence runs eagerly: its block table has more columns than the 1 captured"
+
+
+def test_capture_sizes_and_tables_of_an_engines_largest_batch() -> None:
+    runner = hal.Runner(Toy(), opened(), max_sequences=3, max_length=64)
+    form = runner.forms["decode"]
+    assert isinstance(form, CapturedForm)
+    assert [shape.sequences for shape in form.shapes] == [1, 2, 4]
+    assert form.context.max_blocks == runner.spec.blocks_for(64)
 
 
 def test_slots_and_positions_of_a_batch() -> None:
@@ -401,12 +416,15 @@ class TestCacheLayout:
         turned = self.turned
 
         class Turned(hal.Backend):
-            def kv_cache(self, spec: hal.KVCacheSpec) -> hal.KVCache:
-                layers = super().kv_cache(spec).layers
+            def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
+                layers = super().allocate(spec).layers
                 with torch.inference_mode():
-                    return hal.KVCache(spec, tuple((turned(k).contiguous(), turned(v).contiguous()) for k, v in layers))
+                    return hal.StateMemory(
+                        spec,
+                        tuple({name: turned(each).contiguous() for name, each in state.items()} for state in layers),
+                    )
 
-        return Turned("turned", cpu.device, kernels=kernels, cache_layout="heads first")
+        return Turned("turned", cpu.device, kernels=kernels, state_layout="heads first")
 
     def test_a_model_runs_on_it_unchanged(self, cpu: hal.Backend, trained: Path) -> None:
         cpu = hal.open({"backend": "cpu", "dtype": "float32"})
@@ -417,7 +435,8 @@ class TestCacheLayout:
             each.activate()
             model = hal.load_model(trained, each)
             runner = hal.Runner(model, each)
-            assert (runner.cache.layers[0][0].shape[1] == model.num_kv_heads) == (each is backend)
+            heads = model.states[0]["key"].shape[0]
+            assert (runner.states.layers[0]["key"].shape[1] == heads) == (each is backend)
             params = hal.SamplingParams(max_new_tokens=16)
             tokens.append([token.token_id for token in hal.generate(runner, [[5, 6, 7], [8] * 70], params)])
         assert tokens[0] == tokens[1]

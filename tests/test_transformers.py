@@ -187,7 +187,7 @@ def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path:
     model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     runner, tokens = open_runner(tmp_path), list(range(40))
     batch = runner.batch([tokens], [[1, 2, 3]], all_logits=True)
-    assert difference([runner.prefill(batch)], [their_logits(model, tokens)]) <= TOLERANCE
+    assert difference([runner.step(batch).logits], [their_logits(model, tokens)]) <= TOLERANCE
 
 
 NEW_TOKENS = 64
@@ -245,11 +245,11 @@ def forced_logits(runner: hal.Runner, continuations: Sequence[Continuation]) -> 
         count = runner.spec.blocks_for(len(each.prompt) + NEW_TOKENS)
         blocks.append(list(range(taken, taken + count)))
         taken += count
-    steps = [runner.prefill(runner.batch([each.prompt for each in continuations], blocks)).float()]
+    steps = [runner.step(runner.batch([each.prompt for each in continuations], blocks)).logits.float()]
     for step in range(NEW_TOKENS - 1):
         cached = [len(each.prompt) + step for each in continuations]
         batch = runner.batch([[each.tokens[step]] for each in continuations], blocks, cached=cached)
-        steps.append(runner.decode(batch).float())
+        steps.append(runner.step(batch).logits.float())
     return list(torch.stack(steps, dim=1))
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from hal.backend import Backend
 from hal.config import read
 from hal.driver import Driver, Probe
-from hal.errors import DeviceOutOfMemory, DriverUnavailable, HalError
+from hal.errors import DriverUnavailable
 from hal.graph import Graph
 from hal.host import HostDevice
 from hal.ops import torch_kernels
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 from . import kernels
 from .packing import ROWS, Packing, linear
@@ -57,7 +57,7 @@ class CpuBackend(Backend):
     def __init__(self, options: CpuOptions) -> None:
         native = _native_kernels(options.native)
         int8 = INT8_KERNELS if kernels.multiplies_int8() else {}
-        super().__init__("cpu", HostDevice(), kernels=KERNELS | int8 | native, compilers=("graph",), inductor=INDUCTOR)
+        super().__init__("cpu", HostDevice(), kernels=KERNELS | int8 | native, graphs=True, inductor=INDUCTOR)
         self._native = frozenset(native)
         self._packing = Packing() if options.pack_weights else None
 
@@ -78,13 +78,6 @@ class CpuBackend(Backend):
         """A packed one, unpacked."""
         return weight.to_dense() if weight.is_mkldnn else weight
 
-    def explain(self, error: BaseException) -> HalError | None:
-        """Also torch's allocator of main memory, whose exception has no type of its own."""
-        if isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error):
-            what = str(error).partition("DefaultCPUAllocator: ")[2].partition(". Error code")[0]
-            return DeviceOutOfMemory(f"the CPU has no memory left: {what}", DeviceOutOfMemory.REMEDY)
-        return super().explain(error)
-
 
 def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:
     if wanted is False:
@@ -104,7 +97,7 @@ class CpuDriver(Driver):
     """Always available, and last in ``auto``'s order."""
 
     name = "cpu"
-    api_version = (1, 0)
+    api_version = (2, 0)
     priority = 0
 
     def probe(self) -> Probe:

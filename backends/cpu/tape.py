@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hal import ops
 from hal.errors import CaptureError, GraphError
 from hal.graph import Graph
-from hal.ops.declaration import Kernel, Operation
+from hal.ops.binding import Kernel
+from hal.ops.declaration import Operation
 from hal.ops.library import without_aliases
 from hal.stream import Stream
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.batch import one_query_each
 from hal.errors import CaptureError
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
+from hal.step.batch import one_query_each
 
 PAGE = 256
 """Flash attention (its second version, torch's) reads a cache in place in blocks of a multiple of so many tokens."""

@@ -79,7 +79,7 @@ class CudaBackend(Backend):
             "cuda",
             Device(device, name),
             kernels={each: found.kernel for each, found in chosen.items()},
-            compilers=("graph",),
+            graphs=True,
             limits=limits(capability, pages=attention is not None and getattr(attention.kernel, "pages", False)),
             inductor=[each for each in INDUCTOR if each in chosen],
             sources={each: found.library for each, found in chosen.items()},
@@ -94,6 +94,24 @@ class CudaBackend(Backend):
         super().activate()
         torch.cuda.set_device(self.device.torch)
 
+    def enter(self) -> Any:
+        """As any backend; and make its device the current one of this thread, where kernels are launched."""
+        import torch
+
+        before = torch.cuda.current_device()
+        if before != self.device.torch.index:
+            torch.cuda.set_device(self.device.torch)
+        return super().enter(), before
+
+    def leave(self, token: Any) -> None:
+        """Make the device current that was."""
+        import torch
+
+        table, before = token
+        super().leave(table)
+        if before != self.device.torch.index:
+            torch.cuda.set_device(before)
+
     def graph(self) -> Graph:
         """A new, empty CUDA graph."""
         from .graph import CudaGraph
@@ -105,6 +123,12 @@ class CudaBackend(Backend):
         from .failures import explain
 
         return explain(error)
+
+    def _release(self) -> None:
+        """The workspaces and plans of kernels."""
+        for kernel in self.kernels.values():
+            if (release := getattr(kernel, "release", None)) is not None:
+                release()
 
     @contextmanager
     def counting_launches(self) -> Iterator[Counter[str]]:
@@ -127,7 +151,7 @@ class CudaDriver(Driver):
     """NVIDIA's GPUs; in ``auto``'s order before the CPU."""
 
     name = "cuda"
-    api_version = (1, 1)
+    api_version = (2, 0)
     priority = 10
     requires = ("torch>=2.11", "triton>=3.4")
     variables = ("CUDA_", "NVIDIA_", "FLASHINFER_", "TRITON_")

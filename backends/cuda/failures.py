@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
+from hal.graph import MEMORY_REMEDY
 
 _MOVE = "move it out of the captured function, or keep the value on the device"
 CAPTURE_REMEDIES = (
@@ -51,8 +52,7 @@ OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_AL
 
 def explain(error: BaseException) -> HalError | None:
     """The typed error for what torch raised of CUDA, or None if it is none of the device's."""
-    text = first_line(error)
-    of_cuda = isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA" in text)
+    text, of_cuda = first_line(error), _of_cuda(error)
     if isinstance(error, torch.OutOfMemoryError) or (of_cuda and any(each in text for each in OUT_OF_MEMORY)):
         return DeviceOutOfMemory(f"the GPU has no memory left: {text}", DeviceOutOfMemory.REMEDY)
     if not of_cuda:
@@ -68,20 +68,24 @@ def explain(error: BaseException) -> HalError | None:
     return None
 
 
-def capture_error(error: BaseException) -> CaptureError:
-    """What broke a capture, in words."""
-    texts = " ".join((str(error), *getattr(error, "__notes__", ())))
-    if isinstance(error, torch.OutOfMemoryError) or any(each in texts for each in OUT_OF_MEMORY):
-        return CaptureError(
-            f"the GPU has no memory left for the capture: {first_line(error)}",
-            f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}",
-        )
+def explain_in_capture(error: BaseException) -> HalError | None:
+    """As :func:`explain`, but CaptureError for what a capture does not allow, or lacks.
+
+    The notes of an exception of CUDA's count too: they say how the capture ended.
+    """
+    known = explain(error)
+    if isinstance(known, DeviceOutOfMemory):
+        return CaptureError(f"the GPU has no memory left for the capture: {first_line(error)}", MEMORY_REMEDY)
+    texts = " ".join((str(error), *getattr(error, "__notes__", ()))) if _of_cuda(error) else ""
     for phrase, cause, remedy in CAPTURE_REMEDIES:
         if phrase in texts:
             return CaptureError(f"the captured function cannot be captured: {cause} ({first_line(error)})", remedy)
-    return CaptureError(
-        f"the captured function failed: {type(error).__name__}: {first_line(error)}",
-        "run it eagerly to see whether the capture is at fault",
+    return known
+
+
+def _of_cuda(error: BaseException) -> bool:
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and "CUDA" in first_line(error)
     )
 
 

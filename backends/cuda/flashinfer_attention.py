@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.batch import one_query_each
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
+from hal.step.batch import one_query_each
 
 from .flashinfer_plans import Arguments, GraphPlan, Plan, Shape, pages_of, taken
 
@@ -115,6 +115,12 @@ class FlashInferAttention:
                 )
             self._wrappers[kind, shape] = made
         return self._wrappers[kind, shape]
+
+    def release(self) -> None:
+        """Let go of the workspace, and of the block tables that plans were made for; both come again at a call."""
+        self._wrappers.clear()
+        self._plans.clear()
+        self.__dict__.pop("_workspace", None)
 
     def for_graph(self, arguments: Arguments) -> GraphPlan | None:
         """What runs this call in a graph, and those of other layers that are like it; None if FlashInfer cannot.

@@ -15,7 +15,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 HALVES = (torch.bfloat16, torch.float16)
 VECTOR = 16

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
-from hal.batch import one_query_each
 from hal.errors import GraphError, HalError, HostValueError
 from hal.graph import Graph
-from hal.ops.declaration import Kernel, Operation
+from hal.ops.binding import Kernel
+from hal.ops.declaration import Operation
+from hal.step.batch import one_query_each
 from hal.stream import Stream
 
-from .failures import capture_error, first_line
+from .failures import explain_in_capture, first_line
 
 if TYPE_CHECKING:
     from .driver import CudaBackend
@@ -68,10 +69,6 @@ class CudaGraph(Graph):
                 self._prepare(on)
                 with torch.cuda.stream(on), ops.intercepted(self._watch()):
                     made = self._record(fn, pool)
-            except HalError:
-                raise
-            except Exception as error:
-                raise capture_error(error) from error
             finally:
                 _clear_cublas()
         self._kept = made if self._holds else None
@@ -200,6 +197,9 @@ class CudaGraph(Graph):
             for twin in twins:
                 twin.copy_(staged, non_blocking=True)
         self._graph.replay()
+
+    def _explain(self, error: Exception) -> HalError | None:
+        return explain_in_capture(error)
 
     def _let_go(self) -> None:
         self._kept = None

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hal import ops
 from hal.ops import torch_kernels
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 from hal.ops.quantization import accumulated
 
 FEWEST_ROWS, MULTIPLE = 17, 8

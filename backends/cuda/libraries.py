@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hal import ops
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 from .attention import ByLength, TorchAttention
 from .choice import Chosen, Library, choose

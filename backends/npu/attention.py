@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
-from hal.batch import one_query_each
 from hal.errors import CaptureError, OperationError
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
+from hal.step.batch import one_query_each
 
 from .lengths import fitting
 from .soc import BLOCK_SIZES
@@ -36,8 +36,8 @@ MOST_PACKED = 4096
 """Sequences that one call takes so."""
 LONGEST_DECODED = 262144
 """Keys that one query can meet."""
-ATB_HEAD_DIM, ATB_BLOCK = 256, 128 * 128
-"""The widest head that ATB takes, and the most that a block may hold of one head."""
+ATB_HEAD_DIM, ATB_WIDE, ATB_BLOCK = 576, 256, 128
+"""The widest head that ATB takes; the widest that is not bound to blocks of at most 128 slots; and those slots."""
 
 SHARED = (
     "sequences that share blocks, and have more than the cache if those are counted for each,",
@@ -202,6 +202,15 @@ def _refuse_in_capture(what: str, instead: str) -> None:
         raise CaptureError(f"{what} take several launches of attention, whose lengths no replay can set apart", instead)
 
 
+def _atb_takes(head_dim: int, block_size: int) -> bool:
+    """Source: ascend-transformer-boost, pagedattention/tiling/paged_attention_tiling.cpp, for A2 and A3."""
+    if head_dim > ATB_WIDE:
+        return head_dim <= ATB_HEAD_DIM and block_size <= ATB_BLOCK
+    if head_dim == ATB_WIDE and block_size >= ATB_BLOCK:
+        return block_size % ATB_BLOCK == 0
+    return head_dim * block_size <= ATB_BLOCK * ATB_BLOCK
+
+
 class AtbAttention(FusedAttention):
     """Decoding by ATB's paged attention, which takes one query a sequence and no window; the rest as its base."""
 
@@ -222,10 +231,9 @@ class AtbAttention(FusedAttention):
         """See :func:`hal.ops.paged_attention`."""
         tokens, heads, head_dim = query.shape
         block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
-        fits = head_dim <= ATB_HEAD_DIM and head_dim * block_size <= ATB_BLOCK
         if (
             not tokens
-            or not fits
+            or not _atb_takes(head_dim, block_size)
             or sliding_window is not None
             or not one_query_each(tokens, query_start_loc_host.tolist())
         ):

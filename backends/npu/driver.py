@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ import attrs
 from hal.backend import Backend
 from hal.config import read
 from hal.driver import Driver, Probe
+from hal.drivers.compiler import Compiler, Form
 from hal.errors import ConfigError, DriverUnavailable, HalError
 
 from .emulator.activation import Switch, switch_of
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from hal.execution.context import FormContext
     from hal.graph import Graph
-    from hal.kv_cache import KVCache, KVCacheSpec
 
 log = logging.getLogger("hal.npu")
 
@@ -84,7 +85,6 @@ class NpuBackend(Backend):
 
     def __init__(self, options: NpuOptions, soc: str, generation: Generation) -> None:
         import torch
-        import torch_npu
 
         from . import fractal, quantized
         from .device import NpuDevice
@@ -108,15 +108,14 @@ class NpuBackend(Backend):
             "npu",
             device,
             kernels=table,
+            graphs=generation.graphs,
             compilers=_compilers(generation),
             aliases={"npugraph": "graph"},
             limits=limits,
             native_names=NATIVE_NAMES,
-            cache_layout="fractal_nz" if options.nz_cache else "canonical",
+            state_layout="fractal_nz" if options.nz_cache else "canonical",
         )
         self.options = options
-        self.capture_stream = torch_npu.npu.Stream(options.device)
-        self.update_stream = torch_npu.npu.Stream(options.device)
         self.npu = device
 
     def activate(self) -> None:
@@ -126,19 +125,29 @@ class NpuBackend(Backend):
         super().activate()
         torch_npu.npu.set_device(self.device.torch)
 
+    def enter(self) -> Any:
+        """As any backend; and make its device the current one of this thread, where kernels are launched."""
+        import torch_npu
+
+        before = torch_npu.npu.current_device()
+        if before != self.device.torch.index:
+            torch_npu.npu.set_device(self.device.torch)
+        return super().enter(), before
+
+    def leave(self, token: Any) -> None:
+        """Make the device current that was."""
+        import torch_npu
+
+        table, before = token
+        super().leave(table)
+        if before != self.device.torch.index:
+            torch_npu.npu.set_device(before)
+
     def graph(self) -> Graph:
         """A new, empty NPUGraph."""
         from .graph import NpuGraph
 
         return NpuGraph(self)
-
-    def decoder(self, compiler: str, model: Any, cache: KVCache) -> Callable[[Any], Tensor]:
-        """Decode steps by ``npugraph_ex``."""
-        if compiler != "npugraph_ex":
-            return super().decoder(compiler, model, cache)
-        from .npugraph_ex import ExDecoder
-
-        return ExDecoder(model, self, cache)
 
     def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
         """In FRACTAL_NZ, if the option ``nz_weights`` says so."""
@@ -156,14 +165,6 @@ class NpuBackend(Backend):
         from .quantized import prepared_deq_scale
 
         return prepared_deq_scale(deq_scale, dtype)
-
-    def kv_cache(self, spec: KVCacheSpec) -> KVCache:
-        """Canonical, or in FRACTAL_NZ with the option ``nz_cache``."""
-        if not self.options.nz_cache:
-            return super().kv_cache(spec)
-        from .fractal import fractal_kv_cache
-
-        return fractal_kv_cache(spec, self.device.torch)
 
     def explain(self, error: BaseException) -> HalError | None:
         """What CANN's error code, or torch's exception, means."""
@@ -191,7 +192,7 @@ class NpuDriver(Driver):
     """The Ascend NPU; first in ``auto``'s order where it is available."""
 
     name = "npu"
-    api_version = (1, 1)
+    api_version = (2, 0)
     priority = 20
     requires = ("torch==2.13.*", "torch-npu==2.13.0")
     variables = ("ASCEND", "TORCH_NPU", "TASK_QUEUE_ENABLE")
@@ -250,14 +251,25 @@ class NpuDriver(Driver):
         return read(NpuOptions, given, "options of the npu driver")
 
 
-def _compilers(generation: Generation) -> tuple[str, ...]:
-    """What captures graphs, where the SoC does; and npugraph_ex, where torch_npu has it."""
+class NpugraphEx(Compiler):
+    """torch_npu's compiler ``npugraph_ex``: whole steps, one compiled and captured graph for each size."""
+
+    name = "npugraph_ex"
+    reads = frozenset({"passes", "cache_dir", "queries"})
+
+    def make(self, context: FormContext) -> Form:
+        """Compile and capture the steps."""
+        from .npugraph_ex import make_form
+
+        return make_form(context)
+
+
+def _compilers(generation: Generation) -> tuple[Compiler, ...]:
+    """npugraph_ex, where the SoC captures graphs and torch_npu has it."""
     import torch_npu
 
-    if not generation.graphs:
-        return ()
     has = hasattr(getattr(torch_npu.npu, "npugraph_ex", None), "compile_fx")
-    return ("graph", "npugraph_ex") if has else ("graph",)
+    return (NpugraphEx(),) if generation.graphs and has else ()
 
 
 def _import_torch_npu() -> Any:

@@ -13,8 +13,7 @@ import torch_npu
 from torch import Tensor
 
 from hal.errors import OperationError
-from hal.kv_cache import KVCache, KVCacheSpec
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 from hal.ops.preparing import PreparingKernel
 
 from .attention import FusedAttention
@@ -24,17 +23,6 @@ TILE = 16
 """Elements of 16 bits in a tile's row of 32 bytes."""
 HEAD_DIM = 128
 """The only one that npu_qkv_rms_norm_rope_cache takes."""
-
-
-def fractal_kv_cache(spec: KVCacheSpec, device: torch.device) -> KVCache:
-    """A zeroed cache; each tensor is ``[num_blocks, block_size, num_kv_heads, head_dim]`` in name only."""
-    shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-    with torch.inference_mode():
-        layers = tuple(
-            (torch.zeros(shape, dtype=spec.dtype, device=device), torch.zeros(shape, dtype=spec.dtype, device=device))
-            for _ in range(spec.num_layers)
-        )
-    return KVCache(spec, layers)
 
 
 def tiles(cache: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ waits, on the device, until the replay before it has read its own, and a failure
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,19 +22,27 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
-from hal.errors import CaptureError, DeviceOutOfMemory, GraphError, HalError, HostValueError
-from hal.graph import Graph
-from hal.ops.declaration import Kernel, Operation
+from hal.errors import CaptureError, GraphError, HalError, HostValueError
+from hal.graph import Graph, HostValue
+from hal.ops.binding import Kernel
+from hal.ops.declaration import Operation
 from hal.stream import Stream
 
-from .failures import CAPTURE_BROKEN, CAPTURE_REMEDIES, OUT_OF_MEMORY, codes_of, first_line
-from .lengths import Update, updates_of
+from .failures import explain_in_capture, first_line
+from .lengths import PackedLengths, Update, updates_of
 
 if TYPE_CHECKING:
     from .driver import NpuBackend
 
 PATIENCE = 60
 """Seconds that a broken replay gets to run to its end, before waiting for the device says what holds it."""
+UPDATING = threading.RLock()
+"""Held from the start of a replay until its update is complete, and while a failure is dealt with.
+
+An update is several calls on a stream, and torch_npu hands out the same few streams to every backend and thread: two
+updates at once would write into each other's task groups. In one step, too, every update stands behind all replays
+before its own, so that none of them waits for another in a circle.
+"""
 
 
 @attrs.frozen
@@ -59,6 +68,7 @@ class NpuGraph(Graph):
         self._distinct: list[dict[str, Update]] = []
         self._updates: list[int] = []
         self._fixed: dict[str, Tensor] = {}
+        self._checks: list[PackedLengths] = []
         self._replayed: Any = None
         self._made: Any = None
         self._kept: Any = None
@@ -77,18 +87,13 @@ class NpuGraph(Graph):
         graph = self._graph = torch_npu.npu.NPUGraph()
         graph.auto_dispatch_capture = True
         mode = graph.graph_dispatch_mode
-        mode.update_stream = self._backend.update_stream  # torch_npu's own is of the first device that captured
+        mode.update_stream = self._backend.npu.side_streams[0]  # torch_npu's own is of the first device that captured
         calls: list[HostCall] = []
         with torch_npu.npu.device(self._backend.device.torch):
             self._backend.device.synchronize()
             torch_npu.npu.empty_cache()
-            try:
-                with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(self._watch(mode, calls)):
-                    self._record(graph, mode, fn, () if pool is None else (pool,))
-            except HalError:
-                raise
-            except Exception as error:
-                raise capture_error(error) from error
+            with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(self._watch(mode, calls)):
+                self._record(graph, mode, fn, () if pool is None else (pool,))
             outputs, self._made = self._made, None
             self._kept = outputs if self._holds else None
             outputs = tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, outputs)
@@ -96,6 +101,8 @@ class NpuGraph(Graph):
         keys = [self._update_of(record) for record in mode.graph_dispatch_records]
         self._distinct = [each for index, each in enumerate(keys) if each not in keys[:index]]
         self._updates = [self._distinct.index(each) for each in keys]
+        self._checks = [each for keys in self._distinct for each in keys.values() if isinstance(each, PackedLengths)]
+        self.may_refuse = bool(self._checks)
         if any("actual_seq_lengths" not in each for each in self._distinct):
             # One query a sequence: that is part of what was captured, and no replay can change it.
             self._fixed = {
@@ -122,7 +129,7 @@ class NpuGraph(Graph):
 
     def _stream(self, stream: Stream | None) -> Any:
         if stream is None:
-            return self._backend.capture_stream
+            return self._backend.npu.capture_stream
         given = stream.torch
         return torch_npu.npu.Stream(
             stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
@@ -174,6 +181,10 @@ class NpuGraph(Graph):
             )
         return found
 
+    def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
+        """Lengths that attention was not captured for: more blocks, counted for each sequence, than the cache has."""
+        return next(filter(None, (check.refusal(host_values) for check in self._checks)), None)
+
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         for name, fixed in self._fixed.items():
             if not torch.equal(host_values[name], fixed):
@@ -192,12 +203,17 @@ class NpuGraph(Graph):
                 self._start(updates)
 
     def _start(self, updates: list[dict[str, Any]]) -> None:
+        with UPDATING:
+            self._replay_and_update(updates)
+
+    def _replay_and_update(self, updates: list[dict[str, Any]]) -> None:
         if self._failures != (failures := self._backend.npu.count_failures()):
             failures = self._recover()
         if not updates:
             self._graph.replay()
             return
         mode = self._graph.graph_dispatch_mode
+        mode.update_stream = self._backend.npu.stream_beside(torch_npu.npu.current_stream())
         self._failures = None  # whatever breaks this off, an interrupt between two lines too, the next replay sees it
         try:
             self._graph.replay()
@@ -216,28 +232,44 @@ class NpuGraph(Graph):
         self._failures = failures
 
     def _recover(self) -> int:
-        """After a failure: let go on what still waits, and leave no flag up for the next replay to take for its own."""
-        mode = self._graph.graph_dispatch_mode
-        records, stream = mode.graph_dispatch_records, self._backend.capture_stream
-        with suppress(RuntimeError):  # an update that broke off left its task group open
-            torch_npu.npu.graph_task_update_end(mode.update_stream)
+        """After a failure: let go on what still waits, and leave no flag up for the next replay to take for its own.
+
+        Another thread's failure counts as well, and the replay before it may be under way, and right. Its flags stay
+        as they are until its update is done.
+        """
+        mode, current = self._graph.graph_dispatch_mode, torch_npu.npu.current_stream()
+        records, broke_off = mode.graph_dispatch_records, self._failures is None
+        stream = self._backend.npu.stream_beside(current, mode.update_stream)
+        if broke_off:
+            with suppress(RuntimeError):  # an update that broke off left its task group open
+                torch_npu.npu.graph_task_update_end(mode.update_stream)
         # Again and again: a replay before the one that broke off may lower a flag that was raised for the latter.
-        behind, until = torch_npu.npu.Event(), time.monotonic() + PATIENCE
+        behind, updated, until = torch_npu.npu.Event(), torch_npu.npu.Event(), time.monotonic() + PATIENCE
         with suppress(RuntimeError):  # the failure that brought us here, once more
-            behind.record()
+            behind.record(current)
+            updated.record(mode.update_stream)
             while not behind.query() and time.monotonic() < until:
-                for record in records:
-                    record.event.record(stream)
+                if broke_off or updated.query():
+                    for record in records:
+                        record.event.record(stream)
                 time.sleep(0.001)
-        with suppress(HalError):
-            self._backend.device.synchronize()
+        # Not the whole device: another thread may be capturing on it.
+        used = (current, mode.update_stream, stream)
+        for each in used:
+            with suppress(HalError), self._backend.explaining():
+                each.synchronize()
         for record in records:
             record.event.record(stream)
             record.event.wait(stream)  # which lowers the flag; torch_npu's reset() does so in a capture only
-        self._backend.device.synchronize()
+        with self._backend.explaining():
+            for each in used:
+                each.synchronize()
         self._replayed = torch_npu.npu.Event()  # the other may hand the failure on to whoever waits for it
         self._failures = failures = self._backend.npu.count_failures()
         return failures
+
+    def _explain(self, error: Exception) -> HalError | None:
+        return explain_in_capture(error)
 
     def _let_go(self) -> None:
         self._kept = None
@@ -248,25 +280,3 @@ class NpuGraph(Graph):
         self._distinct, self._updates, self._fixed, self._replayed = [], [], {}, None
         if graph is not None:
             graph.reset()
-
-
-def capture_error(error: Exception) -> CaptureError:
-    """What broke a capture, in words."""
-    notes = " ".join(getattr(error, "__notes__", ()))
-    codes = codes_of(error) + codes_of(RuntimeError(notes))
-    if isinstance(error, torch.OutOfMemoryError) or set(codes) & set(OUT_OF_MEMORY):  # of torch's, or for an event
-        return CaptureError(
-            f"the NPU has no memory left for the capture: {first_line(error)}",
-            f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}",
-        )
-    # The end of a capture that broke earlier says so, and then why.
-    for code in sorted(codes, key=lambda each: each == CAPTURE_BROKEN):
-        if code in CAPTURE_REMEDIES:
-            cause, remedy = CAPTURE_REMEDIES[code]
-            return CaptureError(
-                f"the captured function cannot be captured: {cause} ({code}; {first_line(error)})", remedy
-            )
-    return CaptureError(
-        f"the captured function failed: {type(error).__name__}: {first_line(error)}",
-        "run it eagerly to see whether the capture is at fault",
-    )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import ConfigError
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 from .attention import AtbAttention, FusedAttention
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from hal.errors import HostValueError
@@ -45,7 +46,7 @@ def fitting(rows: slice, lens: list[int], block_size: int, blocks: int) -> Itera
 
 @attrs.frozen
 class PackedLengths:
-    """The lengths of keys for a captured launch in the layout TND, if they fit into its cache.
+    """The lengths of keys for a captured launch that counts blocks, if they fit into its cache.
 
     Attributes:
         blocks: of the cache.
@@ -61,14 +62,22 @@ class PackedLengths:
         Raises:
             HostValueError: the blocks of the sequences, counted for each, are more than the cache has.
         """
-        lens: list[int] = values["kv_lens_host"].tolist()
-        if len(list(fitting(slice(0, len(lens)), lens, self.block_size, self.blocks))) > 1:
+        if (reason := self.refusal(values)) is not None:
             raise HostValueError(
-                f"attention with a sliding window was captured over {self.blocks} blocks, and the {len(lens)} "
-                "sequences of this replay, which share some, have more if those are counted for each",
-                'make the cache larger, or the batches smaller, or decode with the compiler "eager"',
+                f"a replay was asked for although {reason}", "ask Graph.refusal() before, and run the batch eagerly"
             )
+        lens: list[int] = values["kv_lens_host"].tolist()
         return lens
+
+    def refusal(self, values: Mapping[str, Any]) -> str | None:
+        """Return why a replay cannot take these lengths; None if it can."""
+        lens: list[int] = torch.as_tensor(values["kv_lens_host"]).tolist()
+        if len(list(fitting(slice(0, len(lens)), lens, self.block_size, self.blocks))) > 1:
+            return (
+                f"its attention was captured over {self.blocks} blocks, and the {len(lens)} sequences, which share "
+                "some, have more if those are counted for each"
+            )
+        return None
 
 
 def updates_of(record: Any) -> dict[str, Update] | None:
@@ -78,11 +87,20 @@ def updates_of(record: Any) -> dict[str, Update] | None:
     if known is None or not name.endswith(".out"):
         return known
     found = {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
-    if "actual_seq_lengths" in found:
+    if counts_blocks(record):
         found["actual_seq_lengths_kv"] = packed_lengths(record)
     return found
 
 
+def counts_blocks(record: Any) -> bool:
+    """Whether a captured launch of fused attention refuses sequences whose blocks, counted for each, are too many.
+
+    It does where a sequence has more than one query: in the layout TND, and in BSH with several rows.
+    """
+    layout = record.kwargs.get("input_layout")
+    return bool(layout == "TND" or (layout == "BSH" and record.args[0].shape[1] > 1))
+
+
 def packed_lengths(record: Any) -> PackedLengths:
-    """Of a captured launch in TND, as its record names its arguments."""
+    """Of a captured launch that counts blocks, as its record names its arguments."""
     return PackedLengths(record.args[1].shape[0], record.kwargs["block_size"])

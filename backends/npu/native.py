@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, fx
 from torch._dynamo import mark_static_address
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from hal.batch import Batch
 from hal.compile.make_graph import make_graph
 from hal.errors import CompileError
+from hal.step import Batch, StaticBatch, StepShape, fields_of
 
 from .failures import first_line
 
@@ -52,10 +53,10 @@ class NativeStep:
 
 
 class _Starts:
-    """One query a sequence: what kernels read where each begins, in place of a tensor."""
+    """As many queries for each sequence: what kernels read where each begins, in place of a tensor."""
 
-    def __init__(self, sequences: int) -> None:
-        self._starts = list(range(sequences + 1))
+    def __init__(self, shape: StepShape) -> None:
+        self._starts = list(range(0, shape.tokens + 1, shape.queries))
 
     def tolist(self) -> list[int]:
         return self._starts
@@ -76,31 +77,32 @@ class _Lengths:
 
 def on_device(batch: Batch) -> list[Tensor]:
     """The tensors of a batch that the device reads, in the order of its fields."""
-    return [getattr(batch, name) for name in _NAMES if name not in (LENGTHS, STARTS)]
+    return [getattr(batch, name) for name, each in fields_of(type(batch)).items() if each.twin_of is None]
 
 
-def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], batch: Batch) -> NativeStep:
+def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], static: StaticBatch) -> NativeStep:
     """Make the graph for batches of one size.
 
     Args:
         step: of calls of operations, in which the active backend's kernels run: from the tensors of a batch, in the
             order of its fields, and the fixed ones, to ``(logits,)``.
         fixed: weights, buffers and caches.
-        batch: of that size, on the memory that all will have.
+        static: a batch of that size, on the memory that all will have.
 
     Raises:
         CompileError: a kernel or the model reads a value, or a length otherwise than to hand it on.
     """
-    sequences, device = batch.num_sequences, on_device(batch)
+    batch, shape = static.batch, static.shape
+    names, sequences, device = list(fields_of(type(batch))), shape.sequences, on_device(batch)
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    tensors = [mode.from_tensor(tensor, static_shapes=True) for tensor in (*device, *fixed, batch.kv_lens_host)]
+    tensors = [_fake(mode, tensor) for tensor in (*device, *fixed, batch.kv_lens_host)]
     lengths = [_symbol(shapes, number) for number in range(sequences)]
 
     def run(*inputs: Any) -> tuple[Tensor]:
         given, last = iter(inputs), len(tensors) - 1
-        host = {STARTS: _Starts(sequences), LENGTHS: _Lengths(inputs[last], inputs[last + 1 :])}
-        first: list[Any] = [host[name] if name in host else next(given) for name in _NAMES]
+        host = {STARTS: _Starts(shape), LENGTHS: _Lengths(inputs[last], inputs[last + 1 :])}
+        first: list[Any] = [host[name] if name in host else next(given) for name in names]
         return step(*first, *inputs[len(device) : last])
 
     try:
@@ -118,6 +120,14 @@ def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], bat
             mark_static_address(example)  # so that it is neither copied nor looked at
     readers = _users(places[len(tensors) - 1 :])
     return NativeStep(graph, examples, [*fixed, *held], mode, readers)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake of a tensor; of one that was made under inference mode, as states are, one that may be written without."""
+    if not tensor.is_inference():
+        return mode.from_tensor(tensor, static_shapes=True)
+    with torch.inference_mode(False), mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _symbol(shapes: ShapeEnv, number: int) -> Any:
@@ -146,6 +156,3 @@ def _hold(module: fx.GraphModule, mode: FakeTensorMode, before: fx.Node) -> list
 
 def _users(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(user for node in nodes for user in node.users))
-
-
-_NAMES = [each.name for each in attrs.fields(Batch)]

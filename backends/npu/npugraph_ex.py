@@ -1,4 +1,4 @@
-"""The compiler ``npugraph_ex``: decode steps by torch_npu's own, one compiled and captured graph per batch size."""
+"""The compiler ``npugraph_ex``: whole steps by torch_npu's own, one compiled and captured graph for each size."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch_npu
 from torch import Tensor
 
-from hal.batch import Batch
 from hal.compile.lower import lower, source_of
 from hal.compile.optimise import OptimisedStep, Stage, optimise_model
-from hal.compile.trace import example_batch
-from hal.errors import GraphError, HalError
-from hal.kv_cache import KVCache
-from hal.nn import CausalLM
-from hal.runtime.buckets import PaddedBatch
-from hal.runtime.decode import GraphDecoder
+from hal.compile.trace import StepSizes
+from hal.errors import CaptureError, GraphError, HalError
+from hal.execution.context import FormContext
+from hal.execution.full_graph import FullGraphForm, GraphMaker
+from hal.graph import HostValue
+from hal.step import StaticBatch, StepShape
 from hal.stream import Stream
 
 from .compiled_code import CodeCache, Namespace, repeating_warnings
 from .ex_options import check_device, check_static_kernels, compiler_options
 from .failures import first_line
-from .graph import NpuGraph, capture_error
-from .lengths import PackedLengths, packed_lengths
+from .graph import UPDATING, NpuGraph
+from .lengths import PackedLengths, counts_blocks, packed_lengths
 from .native import LENGTHS, NativeStep, native_step
 
 if TYPE_CHECKING:
@@ -54,6 +53,22 @@ class CompiledGraph(NpuGraph):
         # The module's functions and its names refer to each other, and would keep memory until the next collection.
         weakref.finalize(self, names.clear).atexit = False
 
+    def first_run(self, lengths: Tensor) -> None:
+        """The run that torch_npu captures.
+
+        Raises:
+            CaptureError: torch_npu's code failed, otherwise than by an error of CANN's.
+        """
+        try:
+            self.run(lengths)
+        except Exception as error:
+            if isinstance(error, HalError) or self._explain(error) is not None:
+                raise
+            raise CaptureError(
+                f"the code that npugraph_ex made fails in its capture: {type(error).__name__}: {first_line(error)}",
+                'use the compiler "graph", which captures kernels as they are',
+            ) from error
+
     def run(self, lengths: Tensor) -> None:
         """Run with the lengths of each sequence."""
         # Copied, for kernels that take them as a tensor: torch_npu's queue may read it later.
@@ -68,30 +83,31 @@ class CompiledGraph(NpuGraph):
         with torch_npu.npu.device(self._backend.device.torch):
             before = torch_npu.npu.current_stream()
             try:
-                with repeating_warnings():
+                with repeating_warnings(), UPDATING:  # torch_npu replays what it has captured, and updates it
                     fn()
-            except HalError:
-                raise
-            except Exception as error:
-                raise capture_error(error) from error
             finally:
                 torch_npu.npu.set_stream(before)  # torch_npu leaves its own behind if the end of a capture fails
         (captured,) = made.graphs_meta.values()
         self._graph, self._replay = captured.acl_graph, captured.replay_func
         # What is let go on after a failure.
         mode = self._graph.graph_dispatch_mode
-        mode.update_stream, mode.graph_dispatch_records = self._replay._update_stream, self._replay._updated_node_infos
-        packed = [each for each in mode.graph_dispatch_records if each.kwargs.get("input_layout") == "TND"]
+        mode.graph_dispatch_records = self._replay._updated_node_infos
+        packed = [each for each in mode.graph_dispatch_records if counts_blocks(each)]
         self._checks = list(dict.fromkeys(map(packed_lengths, packed)))
+        self.may_refuse = bool(self._checks)
         # Held weakly, as by NpuGraph: their memory is the pool's.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
         self._failures = self._backend.npu.count_failures()
         return captured.retained_outputs[0], info.pool
 
+    def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
+        """As for any NPU graph: lengths that attention was not captured for."""
+        return next(filter(None, (check.refusal(host_values) for check in self._checks)), None)
+
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         for check in self._checks:
             check(host_values)
-        with torch_npu.npu.device(self._backend.device.torch):
+        with UPDATING, torch_npu.npu.device(self._backend.device.torch):
             if self._failures != (failures := self._backend.npu.count_failures()):
                 failures = self._recover()
             self._failures = None  # whatever breaks this off, the next replay sees it
@@ -108,6 +124,7 @@ class CompiledGraph(NpuGraph):
             self._failures = failures
 
     def _recover(self) -> int:
+        self._graph.graph_dispatch_mode.update_stream = self._replay._update_stream  # torch_npu may have taken another
         failures = super()._recover()
         self._replay._event_for_update_replay = torch_npu.npu.Event()  # which may hand the failure on
         return failures
@@ -118,41 +135,67 @@ class CompiledGraph(NpuGraph):
         self._arguments, self._replay = [], None
 
 
-class ExDecoder(GraphDecoder):
-    """Decode steps by graphs that torch_npu's compiler makes of the optimised step. Otherwise as its base.
-
-    Attributes:
-        optimised_steps: by batch size, the step that was compiled for it; most sizes share one.
+def make_form(context: FormContext) -> FullGraphForm:
+    """Make the form that runs steps by graphs of torch_npu's compiler.
 
     Raises:
         ConfigError: an option of the compiler is wrong, or cannot be had here.
     """
+    backend: NpuBackend = context.backend  # type: ignore[assignment]
+    check_device(backend.options.device)
+    if backend.options.static_kernels:
+        check_static_kernels()
+    began = time.perf_counter()
+    maker = ExGraphs(context, backend)
+    form = ExForm(context, maker)
+    log.info("npugraph_ex compiled them in %.1f s; %d were in the cache", time.perf_counter() - began, maker.taken)
+    return form
 
-    def __init__(self, model: CausalLM, backend: NpuBackend, cache: KVCache) -> None:
-        check_device(backend.options.device)
-        if backend.options.static_kernels:
-            check_static_kernels()
-        self._npu = backend
-        self._code = CodeCache(backend.config.compilation.of("decode").cache_dir, compiler_options(backend.options))
+
+class ExForm(FullGraphForm):
+    """Whole steps by graphs of torch_npu's compiler."""
+
+    maker: ExGraphs
+
+    def stages(self, shape: StepShape) -> tuple[Stage, ...]:
+        """What became of the optimised step for a shape that was captured, for ``hal explain``."""
+        bucket = self.bucket_for(shape)
+        return () if bucket is None else self.maker.stages(bucket.static)
+
+
+class ExGraphs(GraphMaker):
+    """Has torch_npu's compiler make a graph of the optimised step.
+
+    Attributes:
+        optimised: by shape, the step that was compiled for it; most shapes share one.
+    """
+
+    def __init__(self, context: FormContext, backend: NpuBackend) -> None:
+        self._context, self._npu = context, backend
+        self._code = CodeCache(context.config.cache_dir, compiler_options(backend.options))
         self._lowered: list[tuple[OptimisedStep, Callable[..., tuple[Tensor]]]] = []
-        self.optimised_steps: dict[int, OptimisedStep] = {}
-        began = time.perf_counter()
-        super().__init__(model, backend, cache)
-        seconds, taken = time.perf_counter() - began, self._code.taken
-        log.info("npugraph_ex compiled them in %.1f s; %d were in the cache", seconds, taken)
+        self.optimised: dict[StepShape, OptimisedStep] = {}
 
-    def _captured(self, padded: PaddedBatch, pool: Any) -> CompiledGraph:
-        batch = padded.batch
-        step = self._native(batch)
+    @property
+    def taken(self) -> int:
+        """How many were compiled by an earlier process."""
+        return self._code.taken
+
+    def walk(self, static: StaticBatch) -> Callable[[], Any]:
+        return partial(self._context.eagerly, static.batch)  # as the optimised step stays as it is
+
+    def capture(self, static: StaticBatch, pool: Any) -> CompiledGraph:
+        batch = static.batch
+        step = self._native(static)
         graph = CompiledGraph(self._npu, self._code.compile(step), step.arguments(batch))
-        graph.capture(partial(graph.run, batch.kv_lens_host), pool=pool)
+        graph.capture(partial(graph.first_run, batch.kv_lens_host), pool=pool)
         graph.host_values.record(LENGTHS, batch.kv_lens_host, "the step")
         return graph
 
-    def stages(self, size: int) -> tuple[Stage, ...]:
-        """What became of the optimised step for a batch size that was captured, for ``hal explain``."""
+    def stages(self, static: StaticBatch) -> tuple[Stage, ...]:
+        """What became of the optimised step of a batch's shape."""
         began = time.perf_counter()
-        step = self._native(self._buckets[size].padded.batch)
+        step = self._native(static)
         calls = sum(node.op == "call_function" for node in step.graph.graph.nodes)
         native = Stage("native", time.perf_counter() - began, calls, source_of(step.graph.graph))
         began = time.perf_counter()
@@ -161,18 +204,15 @@ class ExDecoder(GraphDecoder):
         calls = len(re.findall(r"^\s+\w+ = [\w.]+\(|^\s+\w+ = \w+\[", forward, re.MULTILINE))
         return native, Stage("npugraph_ex", time.perf_counter() - began, calls, code)
 
-    def _largest_call(self, largest: PaddedBatch) -> Callable[[], Tensor]:
-        return partial(self._model, largest.batch, self._cache.layers)  # as the optimised step stays as it is
-
-    def _native(self, batch: Batch) -> NativeStep:
-        size = batch.num_sequences
-        example = example_batch(size, size, size, columns=2 * size + 3, device=self._npu.device.torch)
-        known = next((each for each in self._lowered if each[0].traced.serves(example)), None)
+    def _native(self, static: StaticBatch) -> NativeStep:
+        shape, context = static.shape, self._context
+        known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
         if known is None:
-            passes = self._config.passes
-            step = optimise_model(self._model, example, self._cache.layers, self._npu, passes, any_size=size > 1)
+            sizes = StepSizes(shape.sequences, shape.queries)
+            step = optimise_model(context.model, context.states, sizes, self._npu, context.config.passes)
             step.hoist(self._npu)
             known = step, lower(step.traced.graph.graph)
             self._lowered.append(known)
-        self.optimised_steps[size] = known[0]
-        return native_step(known[1], known[0].traced.fixed, batch)
+        step, lowered = known
+        self.optimised[shape] = step
+        return native_step(lowered, step.traced.fixed, static)

@@ -11,7 +11,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 from .kernels import in_fractal_nz
 

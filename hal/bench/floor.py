@@ -6,6 +6,7 @@ operations over the rate of a large matmul. Both rates are measured in the same 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from hal.bench.plan import Setting
 from hal.bench.workload import Contender
 from hal.device import Device
 from hal.nn import Attention, CausalLM, Embedding, Linear
+from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
 """Of the buffer that is read: far more than any cache holds."""
@@ -78,9 +80,14 @@ def decode_bytes(model: CausalLM, dtype: torch.dtype, batch_size: int, context: 
     weights = sum(each.numel() for each in model.parameters())
     if not model.tied:
         weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
-    visible = sum(context if window is None else min(context, window - 1) for window in _windows(model))
-    cache = 2 * visible * batch_size * model.num_kv_heads * model.head_dim
-    return Work({"weights": weights * dtype.itemsize, "cache": cache * dtype.itemsize}, "bytes")
+    cache = 0
+    for layer in model.states:
+        for state in layer.values():
+            entries = (
+                1 if state.per is SEQUENCE else context if state.window is None else min(context, state.window - 1)
+            )
+            cache += entries * batch_size * math.prod(state.shape) * (state.dtype or dtype).itemsize
+    return Work({"weights": weights * dtype.itemsize, "cache": cache}, "bytes")
 
 
 def prefill_operations(model: CausalLM, num_heads: int, batch_size: int, tokens: int) -> Work:
@@ -92,20 +99,16 @@ def prefill_operations(model: CausalLM, num_heads: int, batch_size: int, tokens:
     table = sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
     projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
     inner = projections if model.tied else projections - table  # the output projection is as large as the table
-    pairs = sum(_causal_pairs(tokens, window) for window in _windows(model))
+    attentions = [each for each in model.modules() if isinstance(each, Attention)]
+    pairs = sum(_causal_pairs(tokens, each.sliding_window) * each.head_dim for each in attentions)
     return Work(
         {
             "projections": 2 * inner * tokens * batch_size,
             "output projection": 2 * table * batch_size,
-            "attention": 4 * pairs * num_heads * model.head_dim * batch_size,
+            "attention": 4 * pairs * num_heads * batch_size,
         },
         "operations",
     )
-
-
-def _windows(model: CausalLM) -> list[int | None]:
-    """The sliding window of each attention layer, or None."""
-    return [each.sliding_window for each in model.modules() if isinstance(each, Attention)]
 
 
 def _causal_pairs(tokens: int, window: int | None) -> int:

@@ -81,6 +81,7 @@ def _steps(setting: Setting) -> dict[tuple[int, str], Counter[str]]:
             setting.backend.device.synchronize()
             with setting.backend.counting_launches() as launches:
                 contender.step()
+            contender.close()
             found[size, contender.name] = Counter(launches)
     return found
 
@@ -90,9 +91,9 @@ def _cut(setting: Setting, layers: int) -> Setting:
     if types := config.get("layer_types"):
         config["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
     meta = meta_model({name: value for name, value in config.items() if name in setting.checkpoint.model_config})
-    if meta.num_layers != layers:
+    if len(meta.states) != layers:
         raise BenchmarkError(
-            f"--trace asked for a model of {layers} layers, and num_hidden_layers gives one of {meta.num_layers}",
+            f"--trace asked for a model of {layers} layers, and num_hidden_layers gives one of {len(meta.states)}",
             "leave --trace out",
         )
     checkpoint = setting.checkpoint

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ from hal.bench.ours import Ours
 from hal.bench.plan import Plan, Setting, settle
 from hal.bench.theirs import Transformers
 from hal.bench.timing import Summary, interleave
-from hal.bench.workload import Inputs, Side
+from hal.bench.workload import Contender, Inputs, Side
 
 SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": Ours, "transformers": Transformers}
 
@@ -127,15 +127,29 @@ def _measure(
     result: Result,
     say: Callable[[str], None],
 ) -> None:
-    plan, inputs = setting.plan, Inputs(setting, size)
+    inputs = Inputs(setting, size)
     if "torch._dynamo" in sys.modules:
         # Else what was compiled for another batch size would make this one compile for sizes that vary.
         torch.compiler.reset()
-    contenders = []
-    for name, side in sides.items():
-        for mode in side.modes:
-            say(f"batch {size}: making {name} {mode} ready")
-            contenders.append(side.contender(mode, inputs))
+    with ExitStack() as stack:
+        contenders = []
+        for name, side in sides.items():
+            for mode in side.modes:
+                say(f"batch {size}: making {name} {mode} ready")
+                contenders.append(side.contender(mode, inputs))
+                stack.callback(contenders[-1].close)
+        _compare(setting, contenders, probe, size, result, say)
+
+
+def _compare(
+    setting: Setting,
+    contenders: Sequence[Contender],
+    probe: floor.Probe,
+    size: int,
+    result: Result,
+    say: Callable[[str], None],
+) -> None:
+    plan = setting.plan
     result.agreements[size] = agreement.check(contenders, setting.dtype)
     peaks = {}
     if plan.memory:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from hal.bench.errors import BenchmarkError, need
+from hal.bench.extensions import only_imported_extensions
 from hal.bench.plan import Plan
 from hal.config import read
 from hal.errors import HalError
@@ -54,6 +55,7 @@ def _main(order: dict[str, Any]) -> int | None:
 
     from hal.bench.measure import SIDES
     from hal.bench.plan import settle
+    from hal.bench.theirs import model_of
     from hal.bench.workload import Inputs
 
     plan = read(Plan, order["plan"], "plan")
@@ -62,10 +64,8 @@ def _main(order: dict[str, Any]) -> int | None:
     setting = settle(plan)
     if order["side"] == "transformers":
         # Importing its model is no part of what running it takes.
-        library = need("transformers", "--against transformers")
-        config = dict(setting.checkpoint.config)
-        with torch.device("meta"):
-            library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(config.pop("model_type"), **config))
+        with only_imported_extensions(), torch.device("meta"):
+            model_of(need("transformers", "--against transformers"), setting.checkpoint.config)
     device = setting.backend.device
     before = device.memory_stats().allocated
     contender = SIDES[order["side"]](setting).contender(order["mode"], Inputs(setting, plan.batch_sizes[0]))

@@ -12,8 +12,8 @@ import hal
 from hal import ops
 from hal.bench.plan import Setting
 from hal.bench.workload import Contender, Inputs
-from hal.compilers import IN_PIECES
 from hal.config import read
+from hal.drivers.compilers import EAGER
 
 
 class Ours:
@@ -47,13 +47,12 @@ class Ours:
             batch = runner.batch(tokens, blocks, cached=[inputs.length] * size)
         else:
             batch = runner.batch(tokens, blocks)
-        step = runner.decode if inputs.workload == "decode" else runner.prefill
         start = time.perf_counter()
-        step(batch)
+        runner.step(batch)
         backend.device.synchronize()
         setup = made + time.perf_counter() - start
         # A step writes the same slots each time, so there is nothing to reset.
-        return Contender(f"hal {mode}", lambda: step(batch), lambda: None, setup)
+        return Contender(f"hal {mode}", lambda: runner.step(batch).logits, lambda: None, setup, runner.close)
 
     def _configure(
         self, compiler: str, sizes: tuple[int, ...], num_tokens: int = 1, prompts: int | None = None
@@ -61,7 +60,7 @@ class Ours:
         """``prompts`` are the tokens of a prefill, all sequences together, if that is what is measured."""
         config = self._backend.config
         measured: dict[str, Any] = {"compiler": compiler, "capture_sizes": list(sizes)}
-        if prompts is not None and compiler in IN_PIECES:
+        if prompts is not None and compiler != EAGER and self._backend.compiler(compiler).any_shape:
             measured["prefill"] = {"capture_sizes": [min(prompts, config.max_prefill_tokens)]}
         given = {} if compiler == "eager" else self._compilation  # which are for compilers, and eager would refuse
         compilation = read(hal.CompilationConfig, {**given, **measured}, "compilation")
@@ -74,6 +73,6 @@ def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]]) -> None:
     nobody = [[0] * inputs.length] * inputs.batch_size
     slots = runner.batch(nobody, blocks).slot_mapping
     with torch.inference_mode():
-        for layer, (key_cache, value_cache) in enumerate(runner.cache.layers):
+        for layer, state in enumerate(runner.states.layers):
             keys, values = inputs.cached(layer)
-            ops.store_kv_cache(keys.flatten(0, 1), values.flatten(0, 1), key_cache, value_cache, slots)
+            ops.store_kv_cache(keys.flatten(0, 1), values.flatten(0, 1), state["key"], state["value"], slots)

@@ -12,12 +12,13 @@ import hal
 from hal.bench.errors import BenchmarkError, need
 from hal.bench.shapes import SHAPES
 from hal.bench.weights import RandomCheckpoint
-from hal.compilers import PREFILL_COMPILERS
 from hal.config import environment_mapping, read
+from hal.drivers.compilers import EAGER
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 from hal.registry import driver_names
 from hal.runtime.loading import build_model
+from hal.step import StateSpec
 
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
@@ -140,7 +141,10 @@ def settle(plan: Plan) -> Setting:
     served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
     if plan.workload == "prefill":
         # Its steps are eager with the others, so that another name would stand over the same figures.
-        served, where = tuple(each for each in served if each in PREFILL_COMPILERS), " for prefill"
+        served, where = (
+            tuple(each for each in served if each == EAGER or backend.compiler(each).any_shape),
+            " for prefill",
+        )
         modes = plan.compilers or ("eager",)
     for mode in modes:
         if mode not in served:
@@ -170,7 +174,7 @@ def _check_memory(setting: Setting) -> None:
     """All contenders are there at once, so that they can take turns: each side's weights, and a cache for each mode."""
     plan, meta, free = setting.plan, setting.meta, setting.backend.device.memory_stats().free
     weights = setting.weight_bytes * (1 + len(plan.against))
-    token = 2 * meta.num_layers * meta.num_kv_heads * meta.head_dim * setting.dtype.itemsize
+    token = StateSpec(tuple(meta.states), setting.dtype, num_blocks=2, block_size=1).token_bytes
     modes = len(setting.modes) + (2 if plan.workload == "decode" else 1) * len(plan.against)
     caches = token * plan.length * max(plan.batch_sizes) * modes
     if weights + caches > free:

@@ -7,13 +7,14 @@ inputs of a step from the tokens (there ``prepare_inputs_for_generation``, here 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hal.bench.errors import BenchmarkError, need
+from hal.bench.extensions import only_imported_extensions
 from hal.bench.plan import Setting
 from hal.bench.workload import Contender, Inputs
 
@@ -26,17 +27,13 @@ class Transformers:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self._library = library = need("transformers", "--against transformers")
         self._device = setting.backend.device
         # generate() compiles decode steps alone: of a prefill there is only the eager one.
         self.modes = ("eager", "compiled") if setting.plan.workload == "decode" else ("eager",)
-        keys = dict(setting.checkpoint.config)
-        try:
-            config = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
-        except (KeyError, ValueError) as error:
-            raise BenchmarkError(f"transformers does not know the model: {error}", "leave --against out") from error
-        with torch.device(self._device.torch), need("transformers.initialization", "--against").no_init_weights():
-            self._model = library.AutoModelForCausalLM.from_config(config, dtype=setting.dtype).eval()
+        with only_imported_extensions():
+            self._library = need("transformers", "--against transformers")
+            with torch.device(self._device.torch), need("transformers.initialization", "--against").no_init_weights():
+                self._model = model_of(self._library, setting.checkpoint.config, setting.dtype).eval()
         self._model.tie_weights()  # which initialising the weights would have done
         parameters = dict(self._model.named_parameters())
         if absent := sorted(set(parameters) - set(setting.checkpoint.tensors)):
@@ -110,6 +107,20 @@ class Transformers:
                 "the model has a sliding window, and transformers' caches of those cannot be set back after a step",
                 "leave --against out",
             )
-        for layer in range(inputs.setting.meta.num_layers):
+        for layer in range(len(inputs.setting.meta.states)):
             keys, values = inputs.cached(layer)
             cache.update(keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous(), layer)
+
+
+def model_of(library: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+    """Its model for a ``config.json``, on torch's default device.
+
+    Raises:
+        BenchmarkError: it does not know the model.
+    """
+    keys = dict(config)
+    try:
+        known = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    except (KeyError, ValueError) as error:
+        raise BenchmarkError(f"transformers does not know the model: {error}", "leave --against out") from error
+    return library.AutoModelForCausalLM.from_config(known, dtype=dtype)

@@ -24,12 +24,14 @@ class Contender:
         step: what is timed; gives the logits ``[batch, vocab_size]`` of each sequence's last token.
         reset: not timed, before each step: brings the cache back to what it was.
         setup_seconds: what making it ready took, its first step included; loading weights excluded.
+        close: frees what it holds beside the weights. It cannot run any more.
     """
 
     name: str
     step: Callable[[], Tensor]
     reset: Callable[[], None]
     setup_seconds: float = 0.0
+    close: Callable[[], None] = lambda: None
 
 
 class Side(Protocol):
@@ -75,7 +77,7 @@ class Inputs:
         model, device = self.setting.meta, self.setting.backend.device.torch
         generator = torch.Generator().manual_seed(1 + layer)
         drawn = min(self.batch_size, DRAWN)
-        shape = (drawn, self.length, model.num_kv_heads, model.head_dim)
+        shape = (drawn, self.length, *model.states[layer]["key"].shape)
         rows = torch.arange(self.batch_size, device=device) % drawn
         keys, values = (
             torch.empty(shape, dtype=self.setting.dtype).normal_(generator=generator).to(device)[rows] for _ in range(2)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from hal.cli.console import print_table
+from hal.cli.results import ResultCommand, echo
 
 
-@click.command()
+@click.command(cls=ResultCommand)
 def command() -> None:
     """List the installed drivers.
 
@@ -32,4 +33,4 @@ def command() -> None:
             )
         )
     print_table(("driver", "available", "priority", "API", "why", "what to do"), rows)
-    click.echo(f"\n* what auto takes: {chosen}" if chosen else "\nauto finds no driver that can run here")
+    echo(f"\n* what auto takes: {chosen}" if chosen else "\nauto finds no driver that can run here")

@@ -14,8 +14,9 @@ import click
 
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.results import ResultCommand, echo
 from hal.cli.settings import COMPILATION_CONFIG, compilation_of
-from hal.cli.targets import check_file
+from hal.cli.targets import check_file, writing
 
 if TYPE_CHECKING:
     from hal.bench.plan import Workload
@@ -70,7 +71,7 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(cls=ResultCommand)
 @_options
 @click.option("--context", "length", type=int, default=512, show_default=True, help="Tokens in each sequence's cache.")
 def decode(**options: Any) -> None:
@@ -78,7 +79,7 @@ def decode(**options: Any) -> None:
     _bench("decode", **options)
 
 
-@command.command()
+@command.command(cls=ResultCommand)
 @_options
 @click.option("--tokens", "length", type=int, default=512, show_default=True, help="Tokens of each prompt.")
 def prefill(**options: Any) -> None:
@@ -116,14 +117,16 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     with emulated(emulate, plan.backend) as driver_options:
         plan = attrs.evolve(plan, options=driver_options)
         result = run(plan, say=lambda text: click.echo(text, err=True))
-    click.echo(report.heading(result) + "\n")
+    echo(report.heading(result) + "\n")
     print_table(*report.table(result))
-    click.echo("\n" + "\n".join(f"- {note}" for note in report.notes(result)))
+    echo("\n" + "\n".join(f"- {note}" for note in report.notes(result)))
     if result.launches:
-        click.echo("\nkernels that a step launches\n")
+        echo("\nkernels that a step launches\n")
         print_table(*report.launches_table(result))
-        click.echo("\n" + "\n".join(f"- {note}" for note in report.launches_notes(result)))
+        echo("\n" + "\n".join(f"- {note}" for note in report.launches_notes(result)))
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
+        with writing(json_file):
+            json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n", encoding="utf-8")
     if plot_file is not None:
-        plot.plot(result, plot_file)
+        with writing(plot_file):
+            plot.plot(result, plot_file)

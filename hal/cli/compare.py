@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -14,6 +12,7 @@ import click
 from hal.cli.console import print_table
 from hal.cli.emulation import emulated
 from hal.cli.generate import PROMPTS_FILE, check_prompts, prompt_lines
+from hal.cli.results import ResultCommand, echo
 from hal.cli.settings import COMPILATION_CONFIG, settings_of
 from hal.errors import ConfigError
 
@@ -29,7 +28,7 @@ EMULATE = "Run the drivers that can on an emulated device: the same as their opt
 SAVE = "Write the first operation out of tolerance into the new folder DIR: its arguments and both results."
 
 
-@click.command(short_help="Compare two backends, or the modes of one.")
+@click.command(cls=ResultCommand, short_help="Compare two backends, or the modes of one.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backends", metavar="NAMES", help=BACKENDS)
 @click.option("--compilers", metavar="NAMES", help=COMPILERS)
@@ -75,21 +74,20 @@ def command(
     read(Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     prompted = _prompts(opened, texts, max_new_tokens)
-    with redirect_stdout(sys.stderr):  # vendors' packages print, and stdout is for what was found
-        if modes:
-            from hal.compare.modes import compare_modes
+    if modes:
+        from hal.compare.modes import compare_modes
 
-            (backend,) = _opened(named or [settings.get("backend", "auto")], settings, emulate)
-            backend.activate()
-            found = compare_modes(opened, backend, modes, prompted)
-        else:
-            from hal.compare.backends import compare_backends
+        (backend,) = _opened(named or [settings.get("backend", "auto")], settings, emulate)
+        backend.activate()
+        found = compare_modes(opened, backend, modes, prompted)
+    else:
+        from hal.compare.backends import compare_backends
 
-            # Two backends run eagerly, whatever the environment says of compiling.
-            first, second = _opened(named, {**settings, "compilation": {}}, emulate)
-            found = (compare_backends(opened, first, second, prompted, save_to=save_to),)
+        # Two backends run eagerly, whatever the environment says of compiling.
+        first, second = _opened(named, {**settings, "compilation": {}}, emulate)
+        found = (compare_backends(opened, first, second, prompted, save_to=save_to),)
     if as_json:
-        click.echo(json.dumps([report.as_json(each) for each in found], indent=1))
+        echo(json.dumps([report.as_json(each) for each in found], indent=1))
     else:
         for each in found:
             _print(each)
@@ -170,9 +168,9 @@ def _open(name: str, settings: Mapping[str, Any], emulate: bool) -> Backend:
 def _print(found: Comparison) -> None:
     from hal.compare import report
 
-    click.echo(report.heading(found) + "\n")
+    echo(report.heading(found) + "\n")
     for line in report.lines(found):
-        click.echo(line)
-    click.echo()
+        echo(line)
+    echo()
     print_table(*report.table(found))
-    click.echo()
+    echo()

@@ -2,31 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import click
 
+from hal.cli.results import NoReader, echo, end_stdout, has_lost_its_reader, result_stream
 from hal.errors import HalError
 
 INTERRUPTED = 130
 """128 and the number of SIGINT: what shells expect of a program that was interrupted."""
+NO_READER = 141
+"""Likewise for SIGPIPE, of which programs die whose reader has left."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""What the system says of a disk that takes no more."""
 
 
 class Commands(click.Group):
     """A group whose commands report what hal raises on purpose, and show the traceback of anything else."""
 
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line, and exit: with 0, what the command says, or 2, 130 or 141 for what is caught here."""
+        run = functools.partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
+        if not standalone_mode:
+            return run()
+        sys.exit(_status(run))
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Read the command line."""
+        with _telling_readers_from_other_pipes():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; exit with 2 on a :class:`HalError`, 130 when interrupted."""
-        try:
+        """Run the command."""
+        with _telling_readers_from_other_pipes():
             return super().invoke(ctx)
-        except HalError as error:
-            click.echo(f"error: {error.problem}\nremedy: {error.remedy}", err=True)
-            ctx.exit(2)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            ctx.exit(INTERRUPTED)
+
+
+def _status(run: Callable[[], Any]) -> int:
+    status = 0
+    try:
+        try:
+            found = run()
+            status = found if isinstance(found, int) else 0
+        finally:
+            end_stdout()
+    except HalError as error:
+        return _failed(error.problem, error.remedy)
+    except click.ClickException as error:
+        with contextlib.suppress(OSError):
+            error.show()
+        return error.exit_code
+    except click.Abort as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        return _interrupted()
+    except KeyboardInterrupt:
+        return _interrupted()
+    except NoReader:
+        return NO_READER
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        what = error.filename or "what the command writes"
+        return _failed(f"{what} cannot be written: {error.strerror}", "free space there, or write elsewhere")
+    return status
+
+
+@contextlib.contextmanager
+def _telling_readers_from_other_pipes() -> Iterator[None]:
+    """Raise NoReader for a broken pipe that is stdout or stderr. click ends quietly for any, such as a worker's."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise NoReader if has_lost_its_reader() else RuntimeError("a pipe of this process is broken") from error
+
+
+def _failed(problem: str, remedy: str) -> int:
+    _tell(f"error: {problem}\nremedy: {remedy}")
+    return 2
+
+
+def _interrupted() -> int:
+    _tell("interrupted")
+    return INTERRUPTED
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # stderr itself may be what cannot be written
+        click.echo(text, err=True)
 
 
 class _Stderr(logging.Handler):
@@ -35,7 +111,7 @@ class _Stderr(logging.Handler):
         click.echo(f"{record.levelname.lower()}: {self.format(record)}", err=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
     """Inside the block, hal's log records from ``level`` on go to stderr."""
     log, handler = logging.getLogger("hal"), _Stderr()
@@ -54,7 +130,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = Console(file=result_stream(), markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 1 << 16
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -65,4 +141,4 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
-        click.echo(line.rstrip())
+        echo(line.rstrip())

@@ -9,22 +9,33 @@ import click
 
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.results import ResultCommand, echo
 
 TIMEOUT = "Seconds that the examination of a driver may take."
+TOTAL_TIMEOUT = "Seconds that all of it may take; three times --timeout by default."
 
 
-@click.command()
+@click.command(cls=ResultCommand)
 @click.option("--backend", metavar="NAME", help="Examine this driver alone; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--json", "as_document", is_flag=True, help="Print one JSON document, for bug reports.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=120, show_default=True, help=TIMEOUT)
+@click.option("--total-timeout", type=click.FloatRange(min=1), help=TOTAL_TIMEOUT)
 @click.pass_context
-def command(context: click.Context, backend: str | None, emulate: bool, as_document: bool, timeout: float) -> None:
+def command(
+    context: click.Context,
+    backend: str | None,
+    emulate: bool,
+    as_document: bool,
+    timeout: float,
+    total_timeout: float | None,
+) -> None:
     """Examine this installation.
 
     Compares versions, probes every installed driver, and computes, captures, copies and launches on the devices of each
-    that can run here. Each driver is examined in a process of its own. Exits with 1 if anything that is available does
-    not work, or if the driver that --backend names cannot run here.
+    that can run here. Each driver is examined in a process of its own, side by side, and at most so long as --timeout
+    and --total-timeout say. Exits with 1 if anything that is available does not work, if the driver that --backend
+    names cannot run here, or if not all could be examined in time.
     """
     # None of these imports torch: what its import does, or a vendor's package, is for processes that may crash.
     from hal.doctor import report
@@ -34,19 +45,20 @@ def command(context: click.Context, backend: str | None, emulate: bool, as_docum
     if emulate:
         backend = backend or os.environ.get("HAL_BACKEND")
     with emulated(emulate, backend) as options:
-        found = examine(backend, options, timeout, say=lambda text: click.echo(f"{text} ...", err=True))
+        total = 3 * timeout if total_timeout is None else total_timeout
+        found = examine(backend, options, timeout, total, say=lambda text: click.echo(f"{text} ...", err=True))
     if as_document:
-        click.echo(json.dumps(as_json(found), indent=1))
+        echo(json.dumps(as_json(found), indent=1))
         context.exit(0 if found.ok else 1)
-    click.echo("\n".join(report.heading(found)) + "\n")
+    echo("\n".join(report.heading(found)) + "\n")
     print_table(*report.packages(found))
-    click.echo()
+    echo()
     print_table(*report.drivers(found))
     for title, table in report.devices(found):
-        click.echo(f"\n{title}")
+        echo(f"\n{title}")
         print_table(*table)
     for driver in found.drivers:
         if lines := report.logs(driver):
-            click.echo("\n" + "\n".join(lines))
-    click.echo(f"\n{summary(found)}")
+            echo("\n" + "\n".join(lines))
+    echo(f"\n{summary(found)}")
     context.exit(0 if found.ok else 1)

@@ -12,8 +12,9 @@ import click
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explained import captures_python, explain_step
+from hal.cli.results import ResultCommand, echo
 from hal.cli.settings import COMPILATION_CONFIG, COMPILER, settings_of
-from hal.cli.targets import check_folder
+from hal.cli.targets import check_folder, writing
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from hal.runtime.checkpoint import Checkpoint
 
 
-@click.command(short_help="Show what compiling makes of a decode step.")
+@click.command(cls=ResultCommand, short_help="Show what compiling makes of a decode step.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
@@ -65,17 +66,18 @@ def command(
         on = hal.open(read(hal.Config, settings, "configuration"))
     model = hal.load_model(opened, on)
     config = on.config.compilation.of("decode")
-    click.echo(f"{opened.architecture}, {model.num_layers} layers, on {on.name}: a decode step of {batch_size}, "
+    echo(f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
                f"{config.compiler}\n")  # fmt: skip
     _layers(opened, model, on)
     with on.explaining():
         stages, split = explain_step(model, on, batch_size)
     _launches(opened, checkpoint, on, batch_size, options)
     if dump is not None and stages:
-        _dump(dump, stages, split)
-        click.echo(f"\nthe graphs are in {dump}")
+        with writing(dump):
+            _dump(dump, stages, split)
+        echo(f"\nthe graphs are in {dump}")
     elif dump is not None:
-        click.echo(f"\nthere is no graph to write to {dump}")
+        echo(f"\nthere is no graph to write to {dump}")
 
 
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
@@ -89,7 +91,7 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     rows = [(*names, str(times)) for names, times in found.items()]
     if rows:
         print_table(("layer", "the driver's", "times"), rows)
-        click.echo()
+        echo()
 
 
 def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: dict[str, Any]) -> None:
@@ -110,7 +112,7 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
                 on.config.dtype, batch_sizes=(size,), length=20, compilers=modes, trace=True,
                 options={**on.config.options, **options}, compilation=kept)  # fmt: skip
     found = count(settle(plan), say=lambda text: None)
-    click.echo()
+    echo()
     print_table(
         ("launches", "per layer", "kernels of a layer"),
         [

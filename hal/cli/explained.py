@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from hal.cli.console import print_table
+from hal.cli.results import echo
 
 if TYPE_CHECKING:
     from hal.backend import Backend
     from hal.compile.optimise import OptimisedStep, Stage
     from hal.compile.split import SplitStep
     from hal.config import CompilationConfig
-    from hal.kv_cache import KVCacheSpec
+    from hal.execution.context import FormContext
     from hal.nn import CausalLM
+    from hal.step import StateSpec
 
 MOST_REASONS = 3
 """Of a rewrite's near misses, the commonest are shown."""
@@ -37,9 +37,9 @@ def explain_step(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stag
     config = on.config.compilation.of("decode")
     if captures_python(config, size):
         limit = config.torch_compile_max_bs
-        click.echo(f"{UNTRACED} captured as it is, since torch_compile_max_bs is {limit}; {NO_REWRITES}")
+        echo(f"{UNTRACED} captured as it is, since torch_compile_max_bs is {limit}; {NO_REWRITES}")
     elif config.compiler == "eager":
-        click.echo(f"{UNTRACED} run as it is; {NO_REWRITES}")
+        echo(f"{UNTRACED} run as it is; {NO_REWRITES}")
     elif config.compiler == "piecewise_eager":
         _at_markers(model, on, size)
     elif config.compiler == "inductor":
@@ -56,35 +56,30 @@ def captures_python(config: CompilationConfig, size: int) -> bool:
 
 
 def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
-    from hal.runtime.markers import MarkedStep
-
     at = sorted(on.splitting_ops(on.config.compilation.of("decode")))
     with _capturing_only(on, size), on.explaining():
-        pieces = MarkedStep(model, on, on.kv_cache(_cache_spec(model, on, size + 1)), "decode").num_pieces
-    click.echo(f"{UNTRACED} captured in pieces, {pieces} of them; the {pieces - 1} calls between them run eagerly, of "
+        pieces = _form(model, on, size).num_graphs
+    echo(f"{UNTRACED} captured in pieces, {pieces} of them; the {pieces - 1} calls between them run eagerly, of "
                f"{', '.join(at)}; {NO_REWRITES}")  # fmt: skip
 
 
 def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     """The step as Inductor gets it."""
     from hal.compile.optimise import stage_of
-    from hal.compile.trace import example_batch, trace_step
+    from hal.compile.trace import StepSizes, trace_step
 
     began = time.perf_counter()
-    example = example_batch(size, size, size, columns=2 * size + 3, device=on.device.torch)
     kept = sorted(on.inductor or ())
-    cache = on.kv_cache(_cache_spec(model, on, 2))
-    traced = stage_of("trace", trace_step(model, example, cache.layers, whole=kept, any_size=size > 1), began)
+    states = on.allocate(_spec(model, on, 2))
+    traced = stage_of("trace", trace_step(model, states, StepSizes(size), whole=kept), began)
     _print_stages((traced,))
-    click.echo(f"\nInductor compiles what is traced; {NO_REWRITES}; the driver's kernels run for "
+    echo(f"\nInductor compiles what is traced; {NO_REWRITES}; the driver's kernels run for "
                f"{', '.join(kept) or 'nothing'}")  # fmt: skip
     return (traced,)
 
 
 def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage], SplitStep | None]:
-    """Rewritten, and then split, lowered, or handed to a compiler of the driver's own."""
-    from hal.compilers import OWN_COMPILERS
-
+    """Rewritten, and then split, lowered, or handed to a compiler that is none of hal's."""
     compiler = on.config.compilation.of("decode").compiler
     split, after = None, None
     if compiler == "piecewise":
@@ -92,52 +87,62 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
     else:
         step, seconds = _lowered(model, on, size)
         after = "lower", "", f"{seconds:.3f}"
-    later = () if compiler in OWN_COMPILERS else _of_the_driver(model, on, size)
-    if compiler not in OWN_COMPILERS and not later:
-        click.echo(
-            f"the driver's own {compiler} does not show what it runs; if it takes hal's rewrites, it gets this\n"
-        )
+    own = compiler in ("graph", "piecewise")
+    later = () if own else _of_another(model, on, size)
+    if not own and not later:
+        echo(f"the compiler {compiler} does not show what it runs; if it takes hal's rewrites, it gets this\n")
     _print_stages(step.stages, after, later)
-    click.echo()
+    echo()
     print_table(("rewrite", "applied", "not applied", "ms", "why not"), _rewrites(step, on))
     if split is not None:
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
         names = sorted({name for each in between for name in each.operations})
-        click.echo(f"\n{len(pieces)} pieces are captured; {len(between)} parts between them run eagerly, at "
+        echo(f"\n{len(pieces)} pieces are captured; {len(between)} parts between them run eagerly, at "
                    f"{', '.join(names)} and where lengths or rows of logits are read")  # fmt: skip
     return (*step.stages, *later), split
 
 
 def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, float]:
     """The rewritten step, and the seconds that came after the rewrites."""
-    from hal.runtime.optimised import OptimisedModel
+    from hal.execution.optimised_model import OptimisedModel
+    from hal.step import StepShape
 
-    began = time.perf_counter()
-    cache, config = on.kv_cache(_cache_spec(model, on, 2)), on.config.compilation.of("decode")
-    decoder = OptimisedModel(model, on, cache, config)
-    decoder.prepare(size)
-    step = decoder.optimised[size]
+    began, shape = time.perf_counter(), StepShape.uniform(size)
+    decoder = OptimisedModel(_context(model, on, 2))
+    decoder.prepare(shape)
+    step = decoder.optimised[shape]
     return step, time.perf_counter() - began - sum(each.seconds for each in step.stages)
 
 
 def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, SplitStep]:
-    from hal.runtime.pieces import PiecewiseStep
-
     with _capturing_only(on, size), on.explaining():
-        pieces = PiecewiseStep(model, on, on.kv_cache(_cache_spec(model, on, size + 1)), "decode")
+        pieces = _form(model, on, size)
     assert pieces.optimised is not None  # else it has raised
     assert pieces.split is not None
     return pieces.optimised, pieces.split
 
 
-def _of_the_driver(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
-    """What a compiler of the driver's own did behind the rewrites, as far as it says so."""
-    compiler = on.config.compilation.of("decode").compiler
+def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
+    """What a compiler that is none of hal's did behind the rewrites, as far as it says so."""
+    from hal.step import StepShape
+
     with _capturing_only(on, size), on.explaining():
-        decoder = on.decoder(compiler, model, on.kv_cache(_cache_spec(model, on, size + 1)))
-        stages: Sequence[Stage] = decoder.stages(size) if hasattr(decoder, "stages") else ()
+        stages: Sequence[Stage] = _form(model, on, size).stages(StepShape.uniform(size))
     return stages
+
+
+def _context(model: CausalLM, on: Backend, num_blocks: int) -> FormContext:
+    from hal.execution.context import FormContext
+
+    states = on.allocate(_spec(model, on, num_blocks))
+    longest = min(model.max_length, states.spec.num_tokens)
+    return FormContext(model, on, states, on.config.compilation.of("decode"), "decode", None, longest)
+
+
+def _form(model: CausalLM, on: Backend, size: int) -> Any:
+    """What the backend's compiler makes of decode steps."""
+    return on.compiler(on.config.compilation.of("decode").compiler).make(_context(model, on, size + 1))
 
 
 @contextmanager
@@ -157,13 +162,11 @@ def _capturing_only(on: Backend, size: int) -> Iterator[None]:
         on.configure(config)
 
 
-def _cache_spec(model: CausalLM, on: Backend, num_blocks: int) -> KVCacheSpec:
-    from hal.kv_cache import KVCacheSpec
+def _spec(model: CausalLM, on: Backend, num_blocks: int) -> StateSpec:
+    from hal.step import StateSpec
 
-    return KVCacheSpec(
-        num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        dtype=next(model.parameters()).dtype, num_blocks=num_blocks, block_size=on.block_size,
-    )  # fmt: skip
+    dtype = next(model.parameters()).dtype
+    return StateSpec(tuple(model.states), dtype, num_blocks, on.block_size, num_slots=num_blocks)
 
 
 def _print_stages(

@@ -16,15 +16,16 @@ import click
 from click.core import ParameterSource
 
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.results import ResultCommand, echo
 from hal.cli.settings import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.errors import BatchError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from hal.execution.runner import Runner
     from hal.nn import CausalLM
     from hal.runtime.loading import Progress
-    from hal.runtime.runner import Runner
     from hal.runtime.sampling import SamplingParams
 
 MAX_CACHE_TOKENS = 65536
@@ -41,7 +42,7 @@ SAMPLING = {
 log = logging.getLogger("hal.cli")
 
 
-@click.command()
+@click.command(cls=ResultCommand)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, taken as it is. Repeatable.")
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
@@ -77,7 +78,6 @@ def command(
     """
     import hal
     from hal.config import read
-    from hal.runtime.buckets import fitted_to
     from hal.runtime.checkpoint import Checkpoint
 
     texts = [*prompts, *(prompt_lines(prompts_file) if prompts_file else ())]
@@ -95,15 +95,14 @@ def command(
         settings["options"] = {**settings.get("options", {}), **options}
         config = read(hal.Config, settings, "configuration")
         on = hal.open(config)
-    config = attrs.evolve(config, compilation=fitted_to(config.compilation, len(texts), on.limits.capture_sizes))
-    on.configure(config)
     with _progress_bar("loading") as progress:
         model = hal.load_model(opened, on, progress=progress)
     if "num_tokens" not in settings.get("cache", {}):
         num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
         on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
     _remark(params, seed)
-    _print_texts(hal.Runner(model, on), texts, tokens, each_params, tokenizer)
+    with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
+        _print_texts(runner, texts, tokens, each_params, tokenizer)
 
 
 def _print_texts(
@@ -119,7 +118,7 @@ def _print_texts(
             click.echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}", err=True)
         shown = piece.prompt
         # Bytes, because what a model writes is UTF-8 whatever the locale can show.
-        click.echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
+        echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
     took = time.perf_counter() - start
     click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
 

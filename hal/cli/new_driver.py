@@ -13,6 +13,7 @@ from string import Template
 import attrs
 import click
 
+from hal.cli.results import ResultCommand, echo
 from hal.errors import ConfigError
 from hal.version import API_VERSION, __version__
 
@@ -30,7 +31,7 @@ TAKEN = ("torch",)
 """Names whose package would be called as hal's own is: installing the one would remove the other."""
 
 
-@click.command()
+@click.command(cls=ResultCommand)
 @click.argument("name")
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
 def command(name: str, folder: Path | None) -> None:
@@ -50,9 +51,9 @@ def command(name: str, folder: Path | None) -> None:
             path.write_text(_template(template).substitute(values), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the package cannot be written: {error}", "name a folder that you may write to") from error
-    click.echo(f"a package with the driver {name}:\n" + "\n".join(f"  {path}" for path in paths))
-    click.echo(f"\nnext:\n  cd {shlex.quote(str(target))}\n  pip install -e '.[test]'")
-    click.echo(f"  hal doctor --backend {name}\n  pytest\n\nREADME.md says what to fill in, and in which order.")
+    echo(f"a package with the driver {name}:\n" + "\n".join(f"  {path}" for path in paths))
+    echo(f"\nnext:\n  cd {shlex.quote(str(target))}\n  pip install -e '.[test]'")
+    echo(f"  hal doctor --backend {name}\n  pytest\n\nREADME.md says what to fill in, and in which order.")
 
 
 def _values(name: str) -> dict[str, str]:

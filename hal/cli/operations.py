@@ -8,6 +8,7 @@ import attrs
 import click
 
 from hal.cli.console import print_table
+from hal.cli.results import ResultCommand, echo
 from hal.errors import DriverUnavailable, HalError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ composed   no kernel for the whole: its parts run, each with the driver's kernel
 reference  no kernel: the declaration's body runs"""
 
 
-@click.command()
+@click.command(cls=ResultCommand)
 def command() -> None:
     """Show the coverage of operations by drivers.
 
@@ -35,10 +36,10 @@ def command() -> None:
     rows = [(each.name, *(_cell(each, found) for _, found in opened)) for each in operations]
     heads = (f"{name} ({found.state})" if isinstance(found, _Closed) else name for name, found in opened)
     print_table(("operation", *heads), rows)
-    click.echo(LEGEND)
+    echo(LEGEND)
     for name, found in opened:
         if isinstance(found, _Closed):
-            click.echo(f"\n{name} is {found.state}: {found.why}")
+            echo(f"\n{name} is {found.state}: {found.why}")
 
 
 @attrs.frozen
@@ -51,21 +52,18 @@ class _Closed:
 
 def _open(candidate: Candidate) -> Backend | _Closed:
     """The candidate's backend, or why there is none."""
-    from hal.backend import Backend
     from hal.config import environment_options
+    from hal.opening import open_driver
 
     if candidate.driver is None or not candidate.probe.available:
         state = "broken" if candidate.driver is None else "unavailable"
         return _Closed(state, f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}")
     try:
-        backend: object = candidate.driver.open(environment_options(candidate.name))
-    except HalError as error:
+        return open_driver(candidate.driver, environment_options(candidate.name))
+    except HalError as error:  # one driver that fails must not hide the others
         return _Closed(
             "unavailable" if isinstance(error, DriverUnavailable) else "broken", f"opening it failed: {error}"
         )
-    except (Exception, SystemExit) as error:  # one driver that fails must not hide the others
-        return _Closed("broken", f"opening it failed: {error!r}")
-    return backend if isinstance(backend, Backend) else _Closed("broken", f"it gave {backend!r}, not a hal.Backend")
 
 
 def _cell(operation: Operation, found: Backend | _Closed) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from hal.cli.results import ResultCommand
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ FORMAT = "How the result is described: compressed-tensors or modelslim. hal read
 CALIBRATION = "Text in UTF-8 like what the model is for; w8a8 needs it."
 
 
-@click.command()
+@click.command(cls=ResultCommand)
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--scheme", metavar="NAME", required=True, help=SCHEME)

@@ -1,11 +1,14 @@
-"""Where commands write. It is tried before they work, so that no work is lost."""
+"""Files that commands write. A target is tried before the work begins, so that no work is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from hal.cli.results import OutputError
 from hal.errors import ConfigError
 
 
@@ -29,6 +32,16 @@ def check_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise _unwritable(folder, error) from None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OutputError if what is written inside the block, to ``path`` or files in it, cannot be."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"{error.filename or path} cannot be written: {error.strerror or error}"
+        raise OutputError(problem, "free space there, or name another place") from error
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

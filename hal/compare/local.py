@@ -23,9 +23,9 @@ from hal.compare.measure import error, results_of, shape_of
 from hal.compare.results import Call, Outcome
 from hal.compare.texts import fill
 from hal.errors import HalError
+from hal.execution.runner import Runner
 from hal.nn import CausalLM
 from hal.ops import Operation
-from hal.runtime.runner import Runner
 
 
 @attrs.frozen(eq=False)
@@ -84,14 +84,13 @@ class OurCalls:
         self._first, self._second, self._keep = first, second, keep
         self._dtype = first.runner.spec.dtype
         self._own, self._their_own_tensors = _tensors_of(first.model), _tensors_of(second.model)
-        self._mirror = second.backend.kv_cache(second.runner.spec)
+        self._mirror = second.backend.allocate(second.runner.spec)
         fill(self._mirror)
         self._caches = {
             id(ours): mirrored
-            for layer, mirror in zip(first.runner.cache.layers, self._mirror.layers, strict=True)
-            for ours, mirrored in zip(layer, mirror, strict=True)
+            for (_, ours), (_, mirrored) in zip(first.runner.states.tensors(), self._mirror.tensors(), strict=True)
         }
-        alike = first.backend.cache_layout == second.backend.cache_layout
+        alike = first.backend.state_layout == second.backend.state_layout
         self._unlike_caches = frozenset() if alike else {*self._caches, *map(id, self._caches.values())}
         self.theirs: list[tuple[Call, dict[str, Any]]] = []
         self.outcomes: list[Outcome] = []

@@ -6,7 +6,8 @@ first layer whose keys and values differ has been given something wrong, or comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import attrs
@@ -22,11 +23,10 @@ from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch
 from hal.config import CompilationConfig
-from hal.kv_cache import DUMMY_BLOCK
-from hal.runtime.buckets import fitted_to
+from hal.execution.runner import Runner
 from hal.runtime.checkpoint import Checkpoint
 from hal.runtime.loading import load_model
-from hal.runtime.runner import Runner
+from hal.step.state import DUMMY_BLOCK
 
 EAGER = "eager"
 
@@ -56,22 +56,29 @@ def compare_modes(
         raise CompareError(f"the modes to compare are {', '.join(compilers) or 'none'}", "give two or more, each once")
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     base = backend.config.compilation
-    sequences, sizes = len(prompts.token_ids), backend.limits.capture_sizes
-    modes = {name: fitted_to(in_mode(base, name), sequences, sizes) for name in compilers}
+    sequences = len(prompts.token_ids)
+    modes = {name: in_mode(base, name) for name in compilers}
     for compilation in modes.values():  # what is refused is so before anything is loaded
         configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
     model = load_model(opened, backend)
-    runners = {}
-    for name in dict.fromkeys((EAGER, *modes)):
-        compilation = modes.get(name, CompilationConfig())
-        configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
-        runners[name] = new_runner(model, backend)
-    configure(backend, prompts, backend.block_size, CompilationConfig(), backend.config.dtype)
-    beside, watch = new_runner(model, backend), Watch(model)
-    disturbance = Disturbance(beside.spec.dtype)
+    with ExitStack() as stack:
+
+        def runner(compilation: CompilationConfig) -> Runner:
+            configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
+            return stack.enter_context(new_runner(model, backend, max_sequences=sequences))
+
+        runners = {name: runner(modes.get(name, CompilationConfig())) for name in dict.fromkeys((EAGER, *modes))}
+        return _compared(runners, runner(CompilationConfig()), compilers, prompts)
+
+
+def _compared(
+    runners: Mapping[str, Runner], beside: Runner, compilers: Sequence[str], prompts: Prompts
+) -> tuple[Comparison, ...]:
+    """Each mode after the first, compared with that; ``beside`` runs eagerly, disturbed."""
+    watch, disturbance = Watch(beside.model), Disturbance(beside.spec.dtype)
     reference, *others = compilers
     drifts = {name: Drifts() for name in others}
-    texts = Texts(prompts, beside.spec.block_size, model.max_length)
+    texts = Texts(prompts, beside.spec.block_size, beside.model.max_length)
     while running := texts.running:
         states = {name: _state(texts, runner) for name, runner in runners.items()}
         with watch.step(texts.step, disturbance):
@@ -91,8 +98,11 @@ def _state(texts: Texts, runner: Runner) -> dict[str, Tensor]:
     logits = texts.run(runner)
     with runner.backend.explaining(), torch.inference_mode():
         written = {
-            f"layer {index} (keys and values)": torch.stack([each[DUMMY_BLOCK + 1 :].float().cpu() for each in layer])
-            for index, layer in enumerate(runner.cache.layers)
+            f"layer {index} (states)": torch.cat(
+                [each[DUMMY_BLOCK + 1 :].float().cpu().flatten() for each in layer.values()]
+            )
+            for index, layer in enumerate(runner.states.layers)
+            if layer
         }
     return {**written, LOGITS: logits}
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hal import ops
+from hal.compare.errors import CompareError
 from hal.compare.local import Evidence, memory_of, transplant
 from hal.config import parse_json
 from hal.errors import ConfigError
@@ -40,6 +41,9 @@ def save(evidence: Evidence, backends: tuple[str, str], dtype: torch.dtype, fold
     Tensors are named ``SIDE.argument.NAME`` and ``SIDE.result.NAME``. An argument that both sides have alike is written
     once, for the first; weights that a backend prepared, and caches of another layout, are written for each. One that
     was not contiguous is written as the memory that it spans, with what lies between, for a kernel may read that.
+
+    Raises:
+        CompareError: they cannot be written, such as on a full disk.
     """
     tensors: dict[str, Tensor] = {}
     arguments = [
@@ -55,9 +59,14 @@ def save(evidence: Evidence, backends: tuple[str, str], dtype: torch.dtype, fold
         **attrs.asdict(evidence.call),
         "arguments": arguments,
     }
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / TENSORS)
-    (folder / CALL).write_text(json.dumps(call, indent=1) + "\n", encoding="utf-8")
+    try:
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / TENSORS)
+        (folder / CALL).write_text(json.dumps(call, indent=1) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CompareError(
+            f"{folder} cannot be written: {error}", "free space there, or give another folder"
+        ) from error
 
 
 def _described(name: str, first: Any, second: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:

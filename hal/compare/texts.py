@@ -12,9 +12,10 @@ from torch import Tensor
 from hal import ops
 from hal.backend import Backend
 from hal.errors import BatchError
-from hal.kv_cache import DUMMY_BLOCK, KVCache
+from hal.execution.runner import Runner
 from hal.nn import CausalLM
-from hal.runtime.runner import Runner
+from hal.step import StateMemory
+from hal.step.state import DUMMY_BLOCK
 
 FILL = 16.0
 """What a cache holds before it is written, as reused blocks hold others' keys: a read of it must show."""
@@ -73,11 +74,10 @@ class Texts:
         blocks = [self._blocks[row] for row in self._running]
         if self.step == 0:
             batch = runner.batch([self._texts[row] for row in self._running], blocks)
-            logits = runner.prefill(batch)
         else:
             cached = [len(self._texts[row]) - 1 for row in self._running]
             batch = runner.batch([self._texts[row][-1:] for row in self._running], blocks, cached=cached)
-            logits = runner.decode(batch)
+        logits = runner.step(batch).logits
         with runner.backend.explaining(), torch.inference_mode():
             return logits.float().cpu().clone()
 
@@ -102,15 +102,15 @@ def likeliest(logits: Tensor) -> list[int]:
     return tokens
 
 
-def new_runner(model: CausalLM, backend: Backend) -> Runner:
+def new_runner(model: CausalLM, backend: Backend, *, max_sequences: int | None = None) -> Runner:
     """A runner as the backend is configured, whose cache shows what is read before it is written."""
-    runner = Runner(model, backend)
-    fill(runner.cache)
+    runner = Runner(model, backend, max_sequences=max_sequences)
+    fill(runner.states)
     return runner
 
 
-def fill(cache: KVCache) -> None:
+def fill(states: StateMemory) -> None:
     """Put :data:`FILL` into all blocks but the dummy one."""
     with torch.inference_mode():
-        for tensor in (each for layer in cache.layers for each in layer):
+        for _, tensor in states.tensors():
             tensor[DUMMY_BLOCK + 1 :] = FILL

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
+from hal.compile.arithmetic import number_key
 from hal.compile.memory import Memory, mutates, needed, shows, written
 from hal.compile.sizes import value
 
@@ -149,12 +150,12 @@ def _key(node: fx.Node) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """A key that tells numbers of different types apart: 1, 1.0 and True would share one."""
+    """A key that tells numbers of different types apart, and 0.0 from -0.0: they would share one."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(_frozen(each) for each in value)
     if isinstance(value, dict):
         return tuple((name, _frozen(each)) for name, each in sorted(value.items()))
-    return type(value), value
+    return number_key(value)
 
 
 def _written_and_returned(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -71,6 +71,7 @@ def backend(
 
     def run(*args: Any) -> Any:
         if not active.active:
+            active.uses.check_open()
             raise BackendNotActive(
                 f"this function was compiled for the backend {active.name}, and another one is active",
                 "call activate() of that backend before, or torch.compiler.reset() to compile anew",

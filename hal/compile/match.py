@@ -18,9 +18,21 @@ import attrs
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hal.compile.arithmetic import number_key, number_like
 from hal.compile.normalise import IN_PLACE, VIEWS, mutates, value
 from hal.compile.pattern import names_of, outputs_of, signature, trace_pattern
-from hal.compile.structure import Binding, alike, bind, computes, is_same_number, kind, numbers_of, reach, same
+from hal.compile.structure import (
+    Binding,
+    alike,
+    bind,
+    computes,
+    difference,
+    is_same_number,
+    kind,
+    numbers_of,
+    reach,
+    same,
+)
 from hal.errors import CompileError
 
 MOST_TRIED = 64
@@ -170,26 +182,24 @@ class Matcher:
         fixed = [next(inputs) if isinstance(each, Tensor) else each for each in self._example]
         numbers = [index for index, each in enumerate(self._example) if not isinstance(each, Tensor)]
         seen = list(numbers_of(bound))
-        choices = [
-            list(dict.fromkeys(found for example, found in seen if is_same_number(example, self._example[index])))
-            or [self._example[index]]
-            for index in numbers
-        ]
+        choices = [_choices(self._example[index], seen) for index in numbers]
         failures: list[Exception] = []
-        traced = False
+        traced: list[fx.Node] | None = None
         for chosen in itertools.islice(itertools.product(*choices), MOST_TRIED):
             arguments = list(fixed)
             for index, number in zip(numbers, chosen, strict=True):
                 arguments[index] = number
             again = self._traced([value(each) for each in arguments])
-            traced = traced or not isinstance(again, Exception)
             if isinstance(again, Exception):
                 failures.append(again)
             elif self._equal(again, bound):
                 return tuple(arguments)
-        if failures and not traced:
+            else:
+                traced = traced or again
+        if failures and traced is None:
             raise NearMiss(place, f"the pattern cannot be made of what is there: {str(failures[0]).splitlines()[0]}")
-        raise NearMiss(place, "its shapes or numbers are not those of the pattern")
+        differing = self._difference(traced or [], bound)
+        raise NearMiss(place, f"its shapes or numbers are not those of the pattern{differing}")
 
     def _traced(self, values: list[Any]) -> list[fx.Node] | Exception:
         key = signature(values)
@@ -204,9 +214,25 @@ class Matcher:
                 _SAYS.disabled = quiet
         return self._traces[key]
 
+    def _difference(self, again: list[fx.Node], bound: Binding) -> str:
+        """Both values of the first thing in which a trace and the graph differ, calls before inputs."""
+        parts = [*self._inputs, *self._calls]
+        if [kind(node) for node in again] != [kind(node) for node in parts]:
+            return ""
+        pairs = list(zip(again, (bound[part] for part in parts), strict=True))
+        first = len(self._inputs)
+        said = (difference(node, found) for node, found in (*pairs[first:], *pairs[:first]))
+        return next((f": {each}" for each in said if each is not None), "")
+
     def _equal(self, again: list[fx.Node], bound: Binding) -> bool:
         parts = [*self._inputs, *self._calls]
         if [kind(node) for node in again] != [kind(node) for node in parts]:
             return False
         places = {node: bound[part] for node, part in zip(again, parts, strict=True)}
         return all(same(node, found, places) for node, found in places.items())
+
+
+def _choices(given: Any, seen: list[tuple[Any, Any]]) -> list[Any]:
+    """What a number of the pattern may be in the graph: what is in its places, as a number of its type."""
+    found = [number_like(given, other) for example, other in seen if is_same_number(example, given)]
+    return list({number_key(each): each for each in found if each is not None}.values()) or [given]

@@ -2,8 +2,9 @@
 
 The trace has seen to the first half: operators, methods and functions are overloads by then. This does the rest. Parts
 of a tensor are slices of the tensor itself, whether it was split, chunked, indexed, or given another shape before; a
-view of a view is one view; what changes nothing is gone; sizes are asked of the graph's inputs; what is written in
-place into a tensor that nothing else can see is made anew.
+view of a view is one view; what changes nothing is gone, such as the factor that ``1 / x`` has in a trace; sizes are
+asked of the graph's inputs; what is written in place into a tensor that nothing else can see is made anew. Arithmetic
+stays as it is written: :mod:`hal.compile.arithmetic` knows its spellings.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hal.compile.arithmetic import is_unit_factor
 from hal.compile.inplace import IN_PLACE, out_of_place, without_copies
 from hal.compile.memory import mutates, needed
 from hal.compile.sizes import ask_inputs, same_shape, same_size, value
@@ -68,7 +70,7 @@ class _Speller:
                     self.slice(node)
                 elif node.target in VIEWS:
                     self.replace(node, self.viewed(node.args[0], node, node.target))
-                elif node.target in SAME:
+                elif node.target in SAME or is_unit_factor(node):
                     self.replace(node, node.args[0])
 
     def drop_unread(self) -> None:

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from hal import ops
 from hal.backend import Backend
-from hal.batch import Batch
 from hal.compile.clean import CLEANUPS, common_subexpressions
 from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower, source_of
 from hal.compile.passes import PassManager, Report
 from hal.compile.rewrite import Rewrite, fusions
-from hal.compile.trace import Caches, TracedStep, trace_step
-from hal.compilers import pass_name
+from hal.compile.trace import StepSizes, TracedStep, trace_step
+from hal.drivers.compilers import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
+from hal.step.state import StateMemory
 
 log = logging.getLogger("hal.compile")
 
@@ -79,21 +79,20 @@ def kept_whole(backend: Backend) -> frozenset[str]:
 
 
 def optimise_model(
-    model: CausalLM, example: Batch, caches: Caches, backend: Backend, passes: Mapping[str, bool], *, any_size: bool
+    model: CausalLM, states: StateMemory, sizes: StepSizes, backend: Backend, passes: Mapping[str, bool]
 ) -> OptimisedStep:
-    """Trace a model's step as it runs on ``example``, and rewrite it for a backend; see :func:`optimise`.
+    """Trace a model's step, and rewrite it for a backend; see :func:`optimise`.
 
     Warns of what :meth:`hal.compile.report.Report.missed` tells: somebody expects what those rewrites bring.
 
     Args:
         model: loaded on the backend.
-        example: a batch of the sizes to trace for; see :func:`hal.compile.trace.example_batch`.
-        caches: that the step writes.
+        states: that the step writes.
+        sizes: to trace for.
         backend: whose rewrites are applied.
         passes: by name, which of them to leave out (False), and which of the rewrites are wanted (True).
-        any_size: whether the trace is to serve batches of other sizes.
     """
-    trace = partial(trace_step, model, example, caches, whole=kept_whole(backend), any_size=any_size, decompose=False)
+    trace = partial(trace_step, model, states, sizes, whole=kept_whole(backend), decompose=False)
     step = optimise(trace, backend, passes)
     log.info("optimised a step of %s:\n%s", type(model).__name__, step.report)
     for warning in step.report.missed(wanted_rewrites(backend, passes)):

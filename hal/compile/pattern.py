@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hal.compile.arithmetic import number_key, scaled_inverse
 from hal.compile.make_graph import make_graph
 from hal.compile.normalise import normalise
 
@@ -46,6 +47,24 @@ def trace_pattern(
     return graph
 
 
+def other_units(pattern: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Arguments for which a pattern that computes ``number / x`` calls one multiplication less, or one more.
+
+    A number of 1 is none, as :func:`~hal.compile.arithmetic.is_unit_factor` says.
+    """
+    numbers = [index for index, each in enumerate(arguments) if type(each) in (int, float)]
+    if not numbers:
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
+    nodes = trace_function(pattern, fakes, mode).graph.nodes
+    factors = [number_key(node.args[1]) for node in nodes if scaled_inverse(node)]
+    for index in numbers:
+        given = arguments[index]
+        if number_key(given) in factors:
+            yield (*arguments[:index], type(given)(3 if given == 1 else 1), *arguments[index + 1 :])
+
+
 def outputs_of(graph: fx.Graph) -> list[fx.Node]:
     """What a graph returns, one after another."""
     (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
@@ -68,7 +87,7 @@ def signature(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(
         (tuple(map(_key, each.shape)), tuple(map(_key, each.stride())), each.dtype, each.device)
         if isinstance(each, Tensor)
-        else (type(each), each)
+        else number_key(each)
         for each in values
     )
 

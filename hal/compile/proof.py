@@ -12,14 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
+from hal.compile.forms import as_list
 from hal.compile.passes import PassManager
 from hal.compile.pattern import trace_function
 from hal.compile.report import PassReport
-from hal.compile.rewrite import Rewrite
+from hal.compile.rewrite import Rewrite, prepare
+from hal.compile.violations import violations
 from hal.errors import CompileError
 from hal.ops.agreement import assert_agree
 from hal.ops.declaration import DEFAULT_TOLERANCE
 from hal.ops.samples import Draw, Sample
+from hal.ops.variety import lacking
 
 
 def check_rewrite(
@@ -31,7 +34,9 @@ def check_rewrite(
 
     Both sides give the same, within the tolerance of the operation that the replacement is, or else of its dtype; they
     write the same into their arguments. It is applied once to its own pattern, and the graph then gives what that
-    gives; a second time changes nothing. It is applied to none of its inapplicable samples.
+    gives; a second time changes nothing. It is applied to none of its inapplicable samples, and to no sample of which
+    one tensor has been given another rank, size or dtype than is declared. Every sample meets the declared axes and
+    dtypes, and axes that are not declared alike differ in some sample.
 
     Args:
         rewrite: to be proved.
@@ -41,12 +46,21 @@ def check_rewrite(
     Raises:
         CompileError: names the rewrite, what it failed, and the sample.
     """
+    rewrite.check_declared()
+    if problems := list(lacking(rewrite.constraints, rewrite.samples(Draw()))):
+        raise _failed(
+            rewrite, "its samples", "; ".join(problems), "add samples of other sizes, or declare those that must be so"
+        )
+    _check_violations(rewrite)
     for dtype in dtypes:
         for number, sample in enumerate(rewrite.samples(Draw(dtype, device))):
             what = f"sample {number} of {dtype}"
             if (reason := rewrite.when(*sample)) is not None:
                 raise _failed(rewrite, what, f"it does not apply: {reason}", "move the sample to inapplicable_samples")
             expected = _run(rewrite.pattern, sample)
+            results = as_list(expected[0])
+            if rewrite.constraints.results and (reason := rewrite.constraints.unmet_results(sample, results)):
+                raise _failed(rewrite, what, reason, "correct the axes and dtypes of `return`, or leave it out")
             _demand_equal(rewrite, dtype, _run(rewrite.replacement, sample), expected, f"{what}: its sides differ")
             graph, mode = _traced(rewrite, sample)
             first = PassManager(graph, mode).add(rewrite).apply().passes[0]
@@ -75,6 +89,22 @@ def _check_inapplicable(rewrite: Rewrite, dtype: torch.dtype, device: torch.devi
             raise _failed(
                 rewrite, what, f"it was applied {_times(done)}", "let `when` decide by shapes and dtypes alone"
             )
+
+
+def _check_violations(rewrite: Rewrite) -> None:
+    for form in prepare(rewrite):
+        for broken, arguments in violations(rewrite.constraints, form.example):
+            try:
+                _run(rewrite.pattern, arguments)
+            except Exception:  # the pattern does not take them, and so no graph has it with them
+                continue
+            graph, mode = _traced(rewrite, arguments)
+            done = PassManager(graph, mode).add(rewrite).apply().passes[0]
+            if done.matches:
+                raise _failed(
+                    rewrite, f"a call with {broken}", "it was applied, and its declaration says otherwise",
+                    "correct its axes and dtypes",
+                )  # fmt: skip
 
 
 def _run(function: Any, sample: Sample) -> tuple[Any, list[Any]]:

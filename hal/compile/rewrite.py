@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
 
 import attrs
 import torch
@@ -12,15 +13,37 @@ from torch import Tensor, fx
 
 from hal import ops
 from hal.backend import Backend
+from hal.compile.forms import DRAWN, check_sides, forms_of
 from hal.compile.match import Matcher
 from hal.compile.memory import Memory
-from hal.compile.pattern import outputs_of, trace_pattern
-from hal.compile.terms import Drawn, Terms, check_sides, forms_of, terms_of
-from hal.errors import CompileError
+from hal.compile.pattern import other_units, outputs_of, trace_pattern
+from hal.errors import CompileError, OperationError
+from hal.ops.constraints import Constraints, constraints_of
 from hal.ops.declaration import Operation
 from hal.ops.samples import Draw, Sample
 
 Applicable = Callable[..., str | None]
+
+
+def _arguments(name: str, pattern: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(pattern).parameters.values()
+    except (TypeError, ValueError):
+        parameters = None
+    if parameters is None or any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+        raise CompileError(
+            f"the pattern of the rewrite {name} does not name its arguments",
+            "make it a function with an argument for each, by whose names axes and dtypes are declared",
+        )
+    return [each.name for each in parameters]
+
+
+def _annotations(pattern: Callable[..., Any]) -> Mapping[str, Any]:
+    """What is known of a pattern's arguments before any sample is drawn; it need not be annotated."""
+    try:
+        return get_type_hints(pattern)
+    except (NameError, TypeError):
+        return {}
 
 
 def _always(*arguments: Any) -> None:
@@ -35,10 +58,17 @@ class Rewrite:
         name: what reports and configurations call it.
         pattern: a function of tensors and numbers, of operations' nodes and torch; returns one or a tuple.
         replacement: takes and gives the same: a node (``torch.ops.hal.add_rms_norm.default``), or a function of some.
-        samples: argument tuples of the pattern, on which both sides must agree. What all of them have in common (two
-            arguments of one shape or dtype, the number of dimensions, a size of 1) is demanded of every place, too.
+        samples: argument tuples of the pattern, on which both sides must agree.
         when: called with the arguments that were found, tensors being fake ones; says why it does not apply, or None.
         inapplicable_samples: argument tuples for which ``when`` gives a reason.
+        axes: by tensor argument of the pattern, its axes, as an operation declares them (:mod:`hal.ops.axes`):
+            ``{"x": "... width", "weight": "width"}``. It is applied to no other shapes. Required; those of the results,
+            by ``return``, need not be given.
+        dtypes: likewise, its dtype; see :mod:`hal.ops.dtypes`. Required.
+        constraints: both.
+
+    Raises:
+        CompileError: ``axes`` or ``dtypes`` are left out, or cannot be read.
     """
 
     name: str
@@ -47,19 +77,62 @@ class Rewrite:
     samples: Callable[[Draw], Iterable[Sample]]
     when: Applicable = _always
     inapplicable_samples: Callable[[Draw], Iterable[Sample]] | None = None
+    axes: Mapping[str, Any] | None = attrs.field(default=None, kw_only=True, eq=False)
+    dtypes: Mapping[str, Any] | None = attrs.field(default=None, kw_only=True, eq=False)
+    constraints: Constraints = attrs.field(init=False, repr=False)
+
+    @constraints.default
+    def _read_constraints(self) -> Constraints:
+        names = _arguments(self.name, self.pattern)
+        kinds = _annotations(self.pattern)
+        tensors = {name for name, kind in kinds.items() if kind in (Tensor, Tensor | None)}
+        try:
+            return constraints_of(
+                f"the rewrite {self.name}",
+                arguments=names,
+                tensors=tensors,
+                others={name: kind for name, kind in kinds.items() if name not in tensors and name in names},
+                results=None,
+                axes=self.axes,
+                dtypes=self.dtypes,
+            )
+        except OperationError as error:
+            raise CompileError(error.problem, error.remedy) from None
+
+    def check_declared(self) -> None:
+        """Demand that every tensor in the samples is declared, and that every sample is as declared.
+
+        Raises:
+            CompileError: names the argument.
+        """
+        for dtype in DRAWN:
+            for number, sample in enumerate(self.samples(Draw(dtype))):
+                self._check_sample(f"sample {number} of {dtype}", sample)
+
+    def _check_sample(self, what: str, sample: Sample) -> None:
+        names = self.constraints.arguments
+        for name, value in zip(names, sample, strict=False):
+            if isinstance(value, Tensor) and self.constraints.shape(name) is None:
+                raise CompileError(
+                    f"the rewrite {self.name} does not declare the axes and dtype of {name}, a tensor in {what}",
+                    f'add entries such as axes={{"{name}": "tokens width"}} and dtypes={{"{name}": FLOATING}}',
+                )
+        if (reason := self.constraints.unmet(sample)) is not None:
+            raise CompileError(
+                f"the rewrite {self.name}: {what} is not as declared: {reason}",
+                "correct the declaration, or the sample",
+            )
 
 
 @attrs.frozen
 class Form:
-    """A rewrite for arguments of one form, of which some may be None, and what is known of it before any graph is seen.
+    """A rewrite for arguments of one form, of which some may be None, as it is known before any graph is seen.
 
     Attributes:
-        terms: what its samples have in common.
         example: arguments that show the pattern's structure.
         structure: the pattern's graph, traced with them.
     """
 
-    terms: Terms
     example: Sample
     structure: fx.Graph
 
@@ -77,8 +150,9 @@ def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
         CompileError: its sides do not give the same shapes and dtypes, or its pattern is none.
     """
     try:
-        forms = [_form_of(rewrite, drawn) for drawn in forms_of(rewrite.samples)]
+        forms = [form for samples in forms_of(rewrite.samples) for form in _forms_of(rewrite, samples)]
         if not _derived(rewrite):
+            rewrite.check_declared()
             check_sides(rewrite.pattern, rewrite.replacement, rewrite.samples)
             _check_replacement(rewrite, forms)
     except CompileError as error:
@@ -115,11 +189,13 @@ def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
             )
 
 
-def _form_of(rewrite: Rewrite, drawn: Drawn) -> Form:
-    shown = _largest(sample for _, sample in drawn)
-    structure = trace_pattern(rewrite.pattern, shown)
-    Matcher.check(rewrite.pattern, shown, structure)
-    return Form(terms_of(rewrite.pattern, drawn), shown, structure)
+def _forms_of(rewrite: Rewrite, samples: Sequence[Sample]) -> Iterator[Form]:
+    """The form that samples show, and those for numbers with which the pattern calls more, or less."""
+    shown = _largest(samples)
+    for arguments in (shown, *other_units(rewrite.pattern, shown)):
+        structure = trace_pattern(rewrite.pattern, arguments)
+        Matcher.check(rewrite.pattern, arguments, structure)
+        yield Form(arguments, structure)
 
 
 @functools.cache
@@ -132,7 +208,10 @@ def of_operation(operation: Operation) -> Rewrite:
     def smaller(inner: Operation) -> Callable[..., Any]:
         return inner.rebound(smaller) if inner.fused else inner.overload
 
-    return Rewrite(operation.name, operation.rebound(smaller), operation.overload, operation.samples)
+    return Rewrite(
+        operation.name, operation.rebound(smaller), operation.overload, operation.samples, axes=operation.axes,
+        dtypes=operation.dtypes,
+    )  # fmt: skip
 
 
 def fusions(backend: Backend) -> Sequence[Rewrite]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hal.compile.forms import as_list, demand_alike
 from hal.compile.match import Match, Matcher, NearMiss
 from hal.compile.memory import Memory
 from hal.compile.normalise import same_shape, value
@@ -19,7 +20,6 @@ from hal.compile.pattern import outputs_of, signature, trace_function
 from hal.compile.place import place_of
 from hal.compile.report import PassReport
 from hal.compile.rewrite import Rewrite, prepare
-from hal.compile.terms import Terms, as_list, demand_alike
 from hal.errors import CompileError
 
 KEPT = ("stack_trace", "nn_module_stack")
@@ -31,9 +31,7 @@ class Rewriting:
 
     def __init__(self, rewrite: Rewrite, graph: fx.GraphModule, mode: FakeTensorMode) -> None:
         self._rewrite, self._graph, self._mode = rewrite, graph.graph, mode
-        self._forms = [
-            (form.terms, Matcher(rewrite.pattern, form.example, mode, form.structure)) for form in prepare(rewrite)
-        ]
+        self._forms = [Matcher(rewrite.pattern, form.example, mode, form.structure) for form in prepare(rewrite)]
         self._memory: Memory | None = None
         self._fakes: dict[Any, Any] = {}
 
@@ -48,47 +46,40 @@ class Rewriting:
         gone: set[fx.Node] = set()
         left = list(self._graph.nodes)
         while True:  # once, and again where it missed: what was done behind may have made room
-            count, missed = len(applied), {}
-            for node in left:
-                if node in gone:
-                    continue
-                try:
-                    match, name = self._at(node)
+            count, missed = len(applied), dict[fx.Node, str]()
+            for matcher in self._forms:  # one after another, for one may be a part of the one before
+                for node in left:
+                    if node in gone:
+                        continue
+                    try:
+                        match, name = self._at(node, matcher)
+                    except NearMiss as miss:
+                        missed.setdefault(node, str(miss))
+                        continue
                     if match is not None:
                         applied.append(name)
                         gone.update(match.nodes)
-                except NearMiss as miss:
-                    missed[node] = str(miss)
-                except CompileError:
-                    raise
-                except Exception as error:
-                    raise CompileError(
-                        f"the rewrite {self._rewrite.name} failed at {node.format_node()}: "
-                        f"{type(error).__name__}: {error}",
-                        "correct the rewrite, or leave it out",
-                    ) from error
             left = [node for node in missed if node not in gone]
             if len(applied) == count or not left:
                 return applied, [missed[node] for node in left]
 
-    def _at(self, node: fx.Node) -> tuple[Match | None, str]:
-        """Apply the rewrite at a node, if its pattern is there in any form."""
-        miss: NearMiss | None = None
-        for terms, matcher in self._forms:
-            try:
-                match = matcher.at(node)
-                if match is not None:
-                    return match, self._replace(match, node, terms)
-            except NearMiss as reason:
-                miss = miss or reason
-        if miss is not None:
-            raise miss
-        return None, ""
+    def _at(self, node: fx.Node, matcher: Matcher) -> tuple[Match | None, str]:
+        """Apply the rewrite at a node, if its pattern is there."""
+        try:
+            match = matcher.at(node)
+            return match, "" if match is None else self._replace(match, node)
+        except (NearMiss, CompileError):
+            raise
+        except Exception as error:
+            raise CompileError(
+                f"the rewrite {self._rewrite.name} failed at {node.format_node()}: {type(error).__name__}: {error}",
+                "correct the rewrite, or leave it out",
+            ) from error
 
-    def _replace(self, match: Match, node: fx.Node, terms: Terms) -> str:
+    def _replace(self, match: Match, node: fx.Node) -> str:
         values = [value(each) for each in match.arguments]
         try:
-            reason = terms.unlike(values) or self._rewrite.when(*values)
+            reason = self._rewrite.constraints.unmet(values) or self._rewrite.when(*values)
         except RuntimeError as error:
             if type(error).__name__ != "_ShapeEnvGuardError":
                 raise

@@ -1,8 +1,8 @@
 """Splitting a step where a graph cannot be captured whole: pieces that can, and what runs eagerly between them.
 
-A piece can be captured for a number of tokens if all that it reads is fixed or has a row for each token. What attention
-reads beside, lengths and block tables, changes its shape from step to step. So a node is captured unless it is a
-splitting operation, or depends on an input that does not go by tokens. What runs between pieces gets as many rows as
+A piece can be captured for a number of tokens if all that it reads is fixed, or has a shape that tokens alone decide.
+What attention reads beside, lengths and block tables, changes its shape from step to step. So a node is captured unless
+it is a splitting operation, or depends on such an input. What runs between pieces gets as many rows as
 the batch has tokens: a value that has tokens in another dimension than the first never leaves the pieces.
 """
 
@@ -21,6 +21,7 @@ from hal import ops
 from hal.compile.lower import lower
 from hal.compile.memory import SIZES, Memory
 from hal.compile.sizes import value
+from hal.compile.trace import TracedStep
 
 _OPEN: Any = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -75,31 +76,23 @@ class SplitStep:
     logits: str
 
 
-def split(
-    graph: fx.Graph,
-    batch_fields: Sequence[str],
-    fixed: Sequence[Tensor],
-    *,
-    at: Collection[str],
-    by_token: Collection[str],
-) -> SplitStep:
-    """Split a rewritten step.
+def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
+    """Split a rewritten step of any shape.
 
     Args:
-        graph: takes the batch's tensors, then ``fixed``; is left as it is.
-        batch_fields: names of the first inputs.
-        fixed: weights and caches.
+        step: was traced for steps of any shape; is left as it is.
         at: names of the splitting operations.
-        by_token: of the batch's fields, those with a row for each token.
     """
+    graph, batch_fields, fixed = step.graph.graph, list(step.fields), step.fixed
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     names = dict(zip(placeholders, batch_fields, strict=False))
     constants = dict(zip(placeholders[len(batch_fields) :], fixed, strict=True))
     constants |= {
         node: operator.attrgetter(node.target)(graph.owning_module) for node in graph.nodes if node.op == "get_attr"
     }
-    rows = {node for node, name in names.items() if name in by_token}
-    (tokens,) = {value(node).shape[0].node.expr for node in rows}
+    rows = {node for node, name in names.items() if step.fields[name].only_tokens and not step.fields[name].twin_of}
+    tokens: Any = step.sizes["tokens"]
+    tokens = tokens.node.expr
     (returned,) = next(node for node in graph.nodes if node.op == "output").args
     (logits,) = returned
     captured = _captured(graph, rows | set(constants), tokens, at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hal.compile.normalise import IN_PLACE, VIEWS, same_shape, same_size, value
+from hal.compile.arithmetic import RESPELLED, Reading, operands, readings, same_number, target_of
+from hal.compile.normalise import IN_PLACE, VIEWS, same_shape, value
 
 aten = torch.ops.aten
 
@@ -38,11 +40,33 @@ def reach(node: fx.Node) -> set[fx.Node]:
 
 
 def kind(node: fx.Node) -> Any:
-    return "view" if node.target in VIEWS else node.target if node.op == "call_function" else node.op
+    if node.op != "call_function":
+        return node.op
+    return "view" if node.target in VIEWS else target_of(node)
 
 
 def alike(part: fx.Node, found: Any) -> bool:
-    return isinstance(found, fx.Node) and found.op == "call_function" and kind(part) == kind(found)
+    """Whether a node of a graph is the call that the pattern's is, or can be read as one."""
+    if not isinstance(found, fx.Node) or found.op != "call_function":
+        return False
+    return kind(part) == kind(found) or any(True for _ in _readings_as(part, found))
+
+
+def _readings_as(part: fx.Node, found: fx.Node) -> Iterator[Reading]:
+    """The readings of a node of a graph in which it is the call that the pattern's is."""
+    if found.target not in RESPELLED or part.target not in RESPELLED:
+        if kind(part) == kind(found):
+            yield next(readings(found))
+        return
+    mine = next(readings(part))
+    for each in readings(found):
+        # By another reading, ``x - y`` would be a sum with a factor of its own, and nearly every ``x + y``.
+        if each.target is mine.target and (each.written or _agree(mine.compared()[2:], each.compared()[2:])):
+            yield each
+
+
+def _agree(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(same_number, one, other))
 
 
 def bind(part: fx.Node, found: Any, bound: Binding, met: list[fx.Node] | None = None) -> Iterator[Binding]:
@@ -70,14 +94,16 @@ def bind(part: fx.Node, found: Any, bound: Binding, met: list[fx.Node] | None = 
         met.append(found)
     if found in bound.values():
         return
-    reads, given = operands(part), operands(found)
-    if part.target in VIEWS:
-        reads, given = reads[:1], given[:1]
-    elif len(reads) != len(given) or (part.target is operator.getitem and reads[1] != given[1]):
-        return
-    for order in _orders(part, given):
-        pairs = [(read, one) for read, one in zip(reads, order, strict=True) if _is_tensor(read)]
-        yield from _bind_all(pairs, {**bound, part: found}, met)
+    reads = operands(part)
+    ways = [each.operands for each in _readings_as(part, found)] or [operands(found)]
+    for given in ways:
+        if part.target in VIEWS:
+            reads, given = reads[:1], given[:1]
+        elif len(reads) != len(given) or (part.target is operator.getitem and reads[1] != given[1]):
+            continue
+        for order in _orders(part, given):
+            pairs = [(read, one) for read, one in zip(reads, order, strict=True) if _is_tensor(read)]
+            yield from _bind_all(pairs, {**bound, part: found}, met)
 
 
 def _bind_all(pairs: list[tuple[fx.Node, Any]], bound: Binding, met: list[fx.Node] | None) -> Iterator[Binding]:
@@ -90,7 +116,7 @@ def _bind_all(pairs: list[tuple[fx.Node, Any]], bound: Binding, met: list[fx.Nod
 
 def _orders(part: fx.Node, given: list[Any]) -> list[list[Any]]:
     """The orders in which a node's operands mean the same: a sum's, unless it scales the second."""
-    if part.target in COMMUTE and given[2:] in ([], [1]):
+    if kind(part) in COMMUTE and given[2:] in ([], [1]):
         return [given, [given[1], given[0], *given[2:]]]
     return [given]
 
@@ -105,30 +131,8 @@ def numbers_of(bound: Binding) -> Iterator[tuple[Any, Any]]:
         if isinstance(value(part), Tensor):
             yield from zip(value(part).shape, value(found).shape, strict=False)
         if part.op == "call_function":
-            yield from zip(operands(part), operands(found), strict=False)
-
-
-def operands(node: fx.Node) -> list[Any]:
-    """A call's arguments one by one, with the defaults that it leaves out; lists as their lengths and their items."""
-    given = list(node.args)
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        given += [
-            node.kwargs.get(each.name, each.default_value if each.has_default_value() else None)
-            for each in arguments[len(given) :]
-        ]
-    else:
-        given += [each for _, each in sorted(node.kwargs.items())]
-    return [item for each in given for item in _items(each)]
-
-
-def _items(given: Any) -> Iterator[Any]:
-    if isinstance(given, (list, tuple)):
-        yield f"{len(given)} items"
-        for each in given:
-            yield from _items(each)
-    else:
-        yield given
+            for reading in _readings_as(part, found):
+                yield from zip(operands(part), reading.operands, strict=False)
 
 
 def is_same_number(one: Any, other: Any) -> bool:
@@ -138,17 +142,55 @@ def is_same_number(one: Any, other: Any) -> bool:
 def same(node: fx.Node, found: fx.Node, places: Binding) -> bool:
     """Whether a node of the pattern's own trace and the one that it stands for agree in everything."""
     here, there = value(node), value(found)
-    if isinstance(here, Tensor) and not (
-        isinstance(there, Tensor) and here.dtype == there.dtype and same_shape(here.shape, there.shape)
-    ):
+    if isinstance(here, Tensor) and not (isinstance(there, Tensor) and _is_alike(here, there)):
         return False
     if node.op != "call_function" or node.target in VIEWS:
         return True
-    reads, given = operands(node), operands(found)
-    return len(reads) == len(given) and any(
-        all(
-            places.get(one) is other if _is_tensor(one) else same_size(one, other)
+    reads = next(readings(node)).compared()
+    return any(
+        len(reads) == len(order)
+        and all(
+            places.get(one) is other if _is_tensor(one) else same_number(one, other)
             for one, other in zip(reads, order, strict=True)
         )
-        for order in _orders(node, given)
+        for reading in _readings_as(node, found)
+        for order in _orders(node, reading.compared())
     )
+
+
+def difference(node: fx.Node, found: fx.Node) -> str | None:
+    """In what a node of the pattern's own trace and the one that it stands for do not agree; None if in neither."""
+    here, there = value(node), value(found)
+    said = []
+    if node.op == "call_function" and node.target not in VIEWS:
+        mine, theirs = next(readings(node)), next(_readings_as(node, found), next(readings(found)))
+        compared = zip(mine.compared(), theirs.compared(), strict=False)
+        for one, other, agreeing in zip(
+            mine.operands, theirs.operands, itertools.starmap(same_number, compared), strict=False
+        ):
+            # Where the dtypes differ, numbers of different types are part of the reason.
+            if not (_is_tensor(one) or _is_tensor(other)) and (
+                not agreeing or (_dtype(here) != _dtype(there) and type(one) is not type(other))
+            ):
+                said.append(f"has {value(other)}, where the pattern has {value(one)}")
+                break
+    if isinstance(here, Tensor) and isinstance(there, Tensor) and not _is_alike(here, there):
+        said.append(f"gives {_tensor(there)}, where the pattern gives {_tensor(here)}")
+    return f"{_name(node)} {', and '.join(said)}" if said else None
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and same_shape(one.shape, other.shape)
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else node.name
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    return given.dtype if isinstance(given, Tensor) else None
+
+
+def _tensor(given: Tensor) -> str:
+    return f"{str(given.dtype).removeprefix('torch.')} [{', '.join(map(str, given.shape))}]"

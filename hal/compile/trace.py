@@ -1,33 +1,78 @@
 """A model's step as one graph: of operations that stay whole, and of what the others are made of.
 
 The trace runs the model once on fake tensors. Mutations stay where they are, so a cache is written in place: there is
-no functionalisation that could copy it. The graph's inputs are the batch's tensors, the weights and the caches.
+no functionalisation that could copy it. The graph's inputs are the batch's tensors, the weights and the states.
 """
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from hal import ops
-from hal.batch import Batch
 from hal.compile.make_graph import make_graph
 from hal.compile.stand_in import stand_in
 from hal.errors import CompileError
-from hal.ops.declaration import Kernel, Operation
+from hal.nn import CausalLM
+from hal.ops.binding import Kernel
+from hal.ops.declaration import Operation
+from hal.step.fields import Field, fields_of
+from hal.step.shape import StepShape
+from hal.step.state import StateMemory
 
-Caches = Sequence[tuple[Tensor, Tensor]]
+Size = int | torch.SymInt
+
+
+@attrs.frozen
+class StepSizes:
+    """The sizes of the axes that a step is traced for.
+
+    The columns of the block table are always open. What a size is in the example hardly matters: it is a symbol in the
+    trace, which stands for any number from two on.
+
+    Attributes:
+        sequences: of a step whose sequences all have ``queries`` new tokens; None for steps of any shape.
+        queries: new tokens of each sequence.
+        any_size: whether the trace serves other numbers of sequences, too. A single sequence is traced for itself.
+    """
+
+    sequences: int | None
+    queries: int = 1
+    any_size: bool = True
+
+    def of_axes(self, shapes: ShapeEnv) -> dict[str, Size]:
+        """By axis, a number or a symbol of ``shapes``."""
+        blocks = _symbol(shapes, "blocks", 7)
+        if self.sequences is None:
+            return {"blocks": blocks} | {name: _symbol(shapes, name, hint) for name, hint in _HINTS.items()}
+        opens = self.any_size and self.sequences > 1
+        sequences = _symbol(shapes, "sequences", self.sequences) if opens else self.sequences
+        return {
+            "blocks": blocks, "sequences": sequences, "tokens": sequences * self.queries,
+            "rows": sequences * self.queries,
+        }  # fmt: skip
+
+
+_HINTS = {"tokens": 11, "sequences": 3, "rows": 5}
+
+
+def _symbol(shapes: ShapeEnv, name: str, hint: int) -> Size:
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    made: Size = shapes.create_symintnode(symbol, hint=hint, source=source)
+    return made
 
 
 @attrs.frozen
@@ -36,39 +81,36 @@ class TracedStep:
 
     Attributes:
         graph: takes the tensors of the batch, in the order of its fields, then the fixed ones; returns ``(logits,)``.
-        fixed: weights, buffers and caches: the same tensors at every call.
-        fakes: the fake tensors that it was traced with, one for each input.
-        mode: whose fake tensors they are.
+        fixed: weights, buffers and states: the same tensors at every call.
+        sizes: of the axes: numbers, or symbols for those that are open.
+        queries: new tokens of each sequence; 0 for steps of any shape.
+        fields: of the batch, in order.
+        mode: whose fake tensors the graph's inputs are.
     """
 
     graph: fx.GraphModule
     fixed: list[Tensor]
-    fakes: list[Tensor]
+    sizes: Mapping[str, Size]
+    queries: int
+    fields: Mapping[str, Field]
     mode: FakeTensorMode
+
+    @property
+    def fakes(self) -> list[Tensor]:
+        """The fake tensors that it was traced with, one for each input."""
+        return [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
 
     @property
     def conditions(self) -> list[str]:
         """What the model's Python asked of the sizes, such as ``s0 <= 2``: the graph is that of their answers."""
-        shapes: Any = self.mode.shape_env
-        return [str(guard.expr) for guard in shapes.guards]
+        return [str(guard.expr) for guard in self._guards]
 
-    def demand_any_size(self, model: nn.Module, sequences: int | None = None) -> None:
-        """Raise CompileError if what was asked of the sizes is true of some of those that will run, and not of others.
-
-        Args:
-            model: that was traced.
-            sequences: of the example, if it was a decode step's, and any number from two on will run; None if steps of
-                any shape will.
-        """
-        asked: Sequence[Any] = [guard.expr for guard in self.mode.shape_env.guards]  # type: ignore[union-attr]
-        if sequences is not None:
-            more = sympy.Symbol("more", integer=True, nonnegative=True)
-            open_sizes: list[Any] = [size for fake in self.fakes for size in fake.shape if not isinstance(size, int)]
-            known = {
-                size.node._expr: more + 2 + size.node.hint - sequences
-                for size in open_sizes if size.node.hint in (sequences, sequences + 1)
-            }  # fmt: skip
-            asked = [each for each in asked if each.subs(known) != sympy.true]
+    def demand_any_size(self, model: object) -> None:
+        """Raise CompileError if what was asked of the sizes is true of some from two on, and not of others."""
+        more = {
+            symbol: sympy.Symbol(f"more_{symbol}", integer=True, nonnegative=True) + 2 for symbol in self._symbols()
+        }
+        asked = [guard.expr for guard in self._guards if guard.expr.subs(more) != sympy.true]
         if asked:
             raise CompileError(
                 f"{type(model).__name__} does not do the same for all sizes: it asks for {', '.join(map(str, asked))}",
@@ -77,71 +119,82 @@ class TracedStep:
 
     @property
     def pinned(self) -> list[str]:
-        """Open sizes that something in the trace fixed to the example's, such as ``block_table.shape[1] = 5``."""
+        """Axes that something in the trace fixed to the example's size, such as ``blocks = 7``."""
         shapes: Any = self.mode.shape_env
-        found = []
-        for name, fake in zip(_DTYPES, self.fakes, strict=False):
-            shape: Sequence[Any] = fake.shape
-            for dim, size in enumerate(shape):
-                if not isinstance(size, int) and (known := shapes.replace(size.node.expr)).is_number:
-                    found.append(f"{name}.shape[{dim}] = {known}")
-        return found
+        return [
+            f"{name} = {known}" for name, size in self.sizes.items()
+            if not isinstance(size, int) and (known := shapes.replace(size.node.expr)).is_number
+        ]  # fmt: skip
 
-    def serves(self, batch: Batch) -> bool:
-        """Whether the graph is what the model does for a batch of these sizes."""
-        sizes: dict[Any, int] = {}
-        for fake, tensor in zip(self.fakes, batch_tensors(batch), strict=False):
-            shape: Sequence[Any] = fake.shape
-            for size, actual in zip(shape, tensor.shape, strict=True):
-                if isinstance(size, int):
-                    if size != actual:
-                        return False
-                # The symbol itself, as guards have it: what is known to be a number is that number in ``expr``.
-                elif sizes.setdefault(size.node._expr, actual) != actual or actual < 2:
-                    return False
+    def serves(self, shape: StepShape) -> bool:
+        """Whether the graph is what the model does for a step of equal queries."""
+        size: Any = self.sizes["sequences"]
+        sequences = shape.sequences
+        if shape.queries != self.queries or isinstance(size, int):
+            return shape.queries == self.queries and bool(size == sequences)
+        known = {size.node._expr: sequences}
+        # What is asked of the columns alone was answered for any: they are open in all traces.
+        return sequences >= 2 and all(
+            guard.expr.subs(known) == sympy.true for guard in self._guards if size.node._expr in guard.expr.free_symbols
+        )
+
+    @property
+    def _guards(self) -> list[Any]:
         shapes: Any = self.mode.shape_env
-        return all(guard.expr.subs(sizes) == sympy.true for guard in shapes.guards)  # and none is left undecided
+        return list(shapes.guards)
+
+    def _symbols(self) -> set[Any]:
+        # The symbol itself, as guards have it: what is known to be a number is that number in ``expr``.
+        return {
+            symbol
+            for size in self.sizes.values()
+            if not isinstance(size, int)
+            for symbol in size.node._expr.free_symbols
+        }
 
 
 def trace_step(
-    model: nn.Module,
-    batch: Batch,
-    caches: Caches,
-    *,
-    whole: Collection[str],
-    any_size: bool,
-    decompose: bool = True,
+    model: CausalLM, states: StateMemory, sizes: StepSizes, *, whole: Collection[str], decompose: bool = True
 ) -> TracedStep:
-    """Trace ``model(batch, caches)``. Other threads may run the model meanwhile; one that traces, too, waits.
+    """Trace ``model(batch, states)``. Other threads may run the model meanwhile; one that traces, too, waits.
 
     Args:
-        model: takes a batch and the caches; its weights become inputs.
-        batch: an example; of at least two sequences if ``any_size``.
-        caches: per layer, key and value cache.
+        model: its weights become inputs.
+        states: that it writes; they become inputs.
+        sizes: that the trace is for.
         whole: names of the operations that stay nodes, calling whatever the backend runs for them; the others are
             replaced by their bodies.
-        any_size: whether batches of other sizes will run, or only of this one. Block tables may differ in their columns
-            in either case; the example has at least two, and not as many as it has of anything else.
         decompose: whether torch's operations become the smaller ones that Inductor knows.
 
     Raises:
         CompileError: the model cannot be traced, for instance because it reads a tensor's value.
     """
     weights: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
-    fixed = [*weights.values(), *(tensor for cache in caches for tensor in cache)]
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    inputs = batch_tensors(batch)
-    # How many blocks a sequence may have is open in any case.
-    open_dims = [(0, 1) if any_size else (1,) if name == "block_table" else () for name in _DTYPES]
-    fakes = [_fake(tensor, mode, dims) for tensor, dims in zip(inputs, open_dims, strict=True)]
-    fakes += [_fake(tensor, mode, ()) for tensor in fixed]
+    kept_states = dict(states.tensors())
+    fixed = [*weights.values(), *kept_states.values()]
+    fields = fields_of(model.batch_type)
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    of_axes = sizes.of_axes(shapes)
+    device = next(iter(fixed)).device
+    with mode:
+        fakes = [
+            torch.empty(each.shape(of_axes), dtype=each.dtype, device="cpu" if each.twin_of else device)
+            for each in fields.values()
+        ]
+    fakes += [mode.from_tensor(tensor, static_shapes=True) for tensor in weights.values()]
+    with torch.inference_mode(False), mode:  # where traces are made: states are written in them
+        fakes += [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+            for each in kept_states.values()
+        ]
 
     def step(*flat: Tensor) -> tuple[Tensor]:
-        rest = iter(flat[len(inputs) :])
+        rest = iter(flat[len(fields) :])
         replaced = {id(weight): each for weight, each in zip(weights.values(), rest, strict=False)}
-        pairs = [(key, value) for key, value in zip(rest, rest, strict=True)]
-        again = attrs.evolve(batch, **dict(zip(_DTYPES, flat[: len(inputs)], strict=True)))
-        logits: Tensor = stand_in(model, replaced)(again, pairs)
+        layers = [dict(zip(layer, rest, strict=False)) for layer in states.layers]
+        batch = model.batch_type(**dict(zip(fields, flat[: len(fields)], strict=True)))
+        logits: Tensor = stand_in(model, replaced)(batch, layers)
         return (logits,)
 
     def kept(operation: Operation) -> Kernel:
@@ -155,11 +208,8 @@ def trace_step(
             f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",
             "write the model without Python that depends on a tensor's value, or use the compiler eager",
         ) from error
-    _name_inputs(
-        graph.graph,
-        [*_DTYPES, *weights, *(f"{kind}_cache_{n}" for n in range(len(caches)) for kind in ("key", "value"))],
-    )
-    return TracedStep(graph, fixed, fakes, mode)
+    _name_inputs(graph.graph, [*fields, *weights, *(f"state_{name}" for name in kept_states)])
+    return TracedStep(graph, fixed, of_axes, sizes.queries if sizes.sequences else 0, fields, mode)
 
 
 def _name_inputs(graph: fx.Graph, names: list[str]) -> None:
@@ -175,33 +225,3 @@ def _where(error: BaseException) -> str:
         if not frame.filename.startswith(others):
             return f", in {frame.name} at {frame.filename}:{frame.lineno}"
     return ""
-
-
-def example_batch(tokens: int, sequences: int, rows: int, *, columns: int, device: torch.device) -> Batch:
-    """A batch to trace with: of given sizes, and empty in every other way.
-
-    Sizes that are equal here are one size in the trace. Let those differ that may, and none be less than 2.
-    """
-    sizes = {
-        "token_ids": (tokens,), "positions": (tokens,), "slot_mapping": (tokens,), "block_table": (sequences, columns),
-        "query_start_loc": (sequences + 1,), "kv_lens": (sequences,), "logits_indices": (rows,),
-        "query_start_loc_host": (sequences + 1,), "kv_lens_host": (sequences,),
-    }  # fmt: skip
-    return Batch(**{
-        name: torch.zeros(size, dtype=_DTYPES[name], device="cpu" if name.endswith("_host") else device)
-        for name, size in sizes.items()
-    })  # fmt: skip
-
-
-def batch_tensors(batch: Batch) -> list[Tensor]:
-    """A batch as the first inputs of a traced step: contiguous, and of the dtypes that it declares."""
-    return [getattr(batch, name).to(dtype).contiguous() for name, dtype in _DTYPES.items()]
-
-
-_LONG = ("token_ids", "positions", "logits_indices")
-_DTYPES = {each.name: torch.int64 if each.name in _LONG else torch.int32 for each in attrs.fields(Batch)}
-
-
-def _fake(tensor: Tensor, mode: FakeTensorMode, open_dims: Collection[int]) -> Tensor:
-    sizes = [DimDynamic.DUCK if dim in open_dims else DimDynamic.STATIC for dim in range(tensor.dim())]
-    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

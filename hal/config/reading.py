@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,11 +17,22 @@ from hal.config.text import kind_of
 from hal.errors import ConfigError, nearest
 
 T = TypeVar("T")
+INTEGERS = 1 << 63
+"""Integers are from -INTEGERS to below INTEGERS: 64 bits, as torch takes them."""
 log = logging.getLogger("hal.config")
 
 
 def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
-    """Build the attrs class ``cls`` from ``mapping``, strictly. ``where`` names the mapping in errors."""
+    """Build the attrs class ``cls`` from ``mapping``, strictly.
+
+    Args:
+        cls: fields may be texts, booleans, integers of 64 bits, finite floats, literals, tuples, dicts, such classes.
+        mapping: its fields, by name.
+        where: names the mapping in errors.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is of another type, not finite, or out of range.
+    """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where} must be a table of keys and values, not {kind_of(mapping)}", "write it as {...}")
     try:
@@ -32,7 +45,7 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
 
 
 # What a checkpoint's config.json says about training, generation or itself, and what RopeParameters reads.
-_INERT_MODEL_KEYS = frozenset({
+INERT_MODEL_KEYS = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
     "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
@@ -50,12 +63,12 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
         ConfigError: a required key is missing, or a value is not one that the model takes.
     """
     known = set(_keys(cls))
-    if config.get("quantization_config"):
+    if config.get("quantization_config") not in (None, {}):
         raise ConfigError(
             "config.json says the weights are quantised",
             "load it with hal.load_model, which reads int8 weights, or use one in float32, bfloat16 or float16",
         )
-    unread = sorted(key for key in config if key not in known | _INERT_MODEL_KEYS and config[key] is not None)
+    unread = sorted(key for key in config if key not in known | INERT_MODEL_KEYS and config[key] is not None)
     if unread:
         log.warning("config.json has keys that %s does not read: %s", cls.__name__, ", ".join(unread))
     kinds = get_type_hints(cls)
@@ -85,10 +98,14 @@ def _has_origin(origin: Any) -> Callable[[Any], bool]:
 def _strict(kind: type) -> Any:
     def structure(value: Any, _: Any) -> Any:
         # bool is a subclass of int in Python; a config that says `true` for a number is a mistake.
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         if type(value) is not kind:
             raise ValueError(f"expected {kind.__name__}, found {kind_of(value)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"expected a finite number, found {value}")
+        if type(value) is int and not -INTEGERS <= value < INTEGERS:
+            raise ValueError(f"expected an integer of at most 64 bits, found {kind_of(value)}")
         return value
 
     return structure

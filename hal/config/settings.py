@@ -58,6 +58,8 @@ class CompilationConfig:
             all that a backend has are on.
         capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
         max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
+        queries: numbers of new tokens a sequence that count as decode steps, and that whole steps are captured for; a
+            verifier of ``k`` drafted tokens adds ``k + 1``.
         torch_compile_max_bs: decode batches above it are captured from the model's own Python; None has no such limit.
         on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
         debug: before each replay, check that the weights, caches and inputs lie where they lay at the capture.
@@ -72,6 +74,7 @@ class CompilationConfig:
     passes: dict[str, bool] = attrs.field(factory=dict)
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)
+    queries: tuple[int, ...] = attrs.field(default=(1,), validator=_positive)
     torch_compile_max_bs: int | None = attrs.field(default=None, validator=_positive)
     on_capture_error: Literal["raise", "eager"] = "raise"
     debug: bool = False
@@ -98,12 +101,14 @@ class CacheConfig:
     Attributes:
         num_tokens: tokens that all sequences together may hold; rounded up to whole blocks.
         block_size: tokens per block; None (``null``) takes the backend's preferred size.
+        num_sequences: sequences that may run at once, where a model keeps a state for each; others have no such limit.
         reuse_prefixes: ``generate`` keeps what is in the cache, and a prompt that begins like an earlier one skips that
             part. The rounding of its logits may then depend on what ran before it, so it is off by default.
     """
 
     num_tokens: int = attrs.field(default=4096, validator=_positive)
     block_size: int | None = attrs.field(default=None, validator=_positive)
+    num_sequences: int = attrs.field(default=64, validator=_positive)
     reuse_prefixes: bool = False
 
 

@@ -53,4 +53,9 @@ def parse_json(text: str, where: str) -> Mapping[str, Any]:
 
 def kind_of(value: Any) -> str:
     """A value as errors show it."""
-    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"
+    if value is None:
+        return "null"
+    try:
+        return f"{type(value).__name__} {value!r:.60}"
+    except ValueError:  # an integer of more digits than Python writes
+        return type(value).__name__

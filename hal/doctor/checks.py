@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hal import ops
 from hal.backend import Backend
-from hal.kv_cache import KVCache, KVCacheSpec, canonical_kv_cache
 from hal.ops import Draw
 from hal.ops.agreement import assert_agree
+from hal.step.state import StateMemory, StateSpec, canonical_states
 
 OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_mul", "greedy_sample")
 """With attention, what a decoder's step is made of. The conformance suite has them all."""
@@ -101,7 +101,7 @@ class _Attention:
         self.operation, store = ops.operation("paged_attention"), ops.operation("store_kv_cache")
         dims, size, draw = backend.limits.head_dims, backend.block_size, Draw(dtype)
         head_dim = HEAD_DIM if not dims or HEAD_DIM in dims else dims[0]
-        spec = KVCacheSpec(1, KV_HEADS, head_dim, dtype, num_blocks=1 + 2 * BLOCKS, block_size=size)
+        spec = StateSpec.key_value(1, KV_HEADS, head_dim, dtype, num_blocks=1 + 2 * BLOCKS, block_size=size)
         key, value = (draw.normal(2 * BLOCKS * size, KV_HEADS, head_dim) for _ in range(2))
         slots = torch.arange(size, (1 + 2 * BLOCKS) * size, dtype=torch.int32)
         self.query, self.scale = draw.normal(2, HEADS, head_dim), head_dim**-0.5
@@ -112,9 +112,9 @@ class _Attention:
         self.now = self.lengths.clone()
         device = backend.device.torch
         with torch.inference_mode():
-            cache, here = backend.kv_cache(spec), canonical_kv_cache(spec, torch.device("cpu"))
-            store.function(key.to(device), value.to(device), *cache.layers[0], slots.to(device))
-            store.reference(key, value, *here.layers[0], slots)
+            cache, here = backend.allocate(spec), canonical_states(spec, torch.device("cpu"))
+            store.function(key.to(device), value.to(device), *cache.layers[0].values(), slots.to(device))
+            store.reference(key, value, *here.layers[0].values(), slots)
         self.expected = partial(self._call, self.operation.reference, here, "cpu")
         self._there = [each.to(device) for each in (self.query, self.table, self.starts, self.now)]
         self._cache = cache
@@ -124,9 +124,12 @@ class _Attention:
 
     def run(self) -> Any:
         query, table, starts, lengths = self._there
-        arguments = (query, *self._cache.layers[0], table, starts, lengths, self.starts, self.now, self.scale, True)
+        state = self._cache.layers[0]
+        caches = state["key"], state["value"]
         with torch.inference_mode():
-            return ops.paged_attention(*arguments, None)
+            return ops.paged_attention(
+                query, *caches, table, starts, lengths, self.starts, self.now, self.scale, True, None
+            )
 
     def update(self, lengths: Tensor) -> dict[str, Tensor]:
         """Give the sequences other lengths; returns the host values for a replay."""
@@ -137,9 +140,10 @@ class _Attention:
     def compare(self, found: Any, what: str) -> None:
         assert_agree(self.operation, self.dtype, found, self.expected(), what)
 
-    def _call(self, function: Callable[..., Any], cache: KVCache, device: str) -> Any:
-        given = (self.query, *cache.layers[0], self.table, self.starts, self.now, self.starts, self.now, self.scale)
-        return function(*given, True, None)
+    def _call(self, function: Callable[..., Any], cache: StateMemory, device: str) -> Any:
+        caches = cache.layers[0]["key"], cache.layers[0]["value"]
+        lengths = self.starts, self.now, self.starts, self.now
+        return function(self.query, *caches, self.table, *lengths, self.scale, True, None)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -1,13 +1,12 @@
-"""The examination: what is here, and each driver in a process of its own."""
+"""The examination: what is here, and the drivers, side by side."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import platform
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cattrs
@@ -15,13 +14,21 @@ import cattrs
 from hal.doctor import host
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.doctor.privacy import without_names
-from hal.doctor.process import Ending, run_python
+from hal.doctor.process import Ending
+from hal.doctor.together import Told, examine_together
 from hal.errors import ConfigError
 from hal.version import API_VERSION, __version__
 
+OVER = "the time for all drivers was over"
+LONGER = "give all of them more time by --total-timeout, or examine this one by --backend"
+
 
 def examine(
-    only: str | None, options: Mapping[str, Any], seconds: float, say: Callable[[str], None] = lambda text: None
+    only: str | None,
+    options: Mapping[str, Any],
+    seconds: float,
+    total: float,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Findings:
     """Examine everything.
 
@@ -29,22 +36,24 @@ def examine(
         only: the driver to examine; None for all. It must then be available, too, for all to be well.
         options: of that driver, beyond its environment's. What it cannot read of them is an error.
         seconds: that each driver may take.
+        total: seconds that everything may take together.
         say: is told what begins.
 
     Raises:
         DriverNotFound: there is no driver ``only``.
         ConfigError: ``options`` are not for it.
     """
+    deadline = time.monotonic() + total
     drivers = host.installed_drivers(only)
     say("examining torch")
-    torch = host.torch_found(seconds)
-    for driver in drivers:
-        if not torch.version:
+    torch = host.torch_found(min(seconds, total))
+    if torch.version:
+        finished = _examine(drivers, options, seconds, deadline, say)
+    else:
+        finished = False
+        for driver in drivers:
             driver.status, driver.hint = "unavailable", torch.remedy
             driver.reason = "not examined: torch cannot be imported"
-            continue
-        say(f"examining the driver {driver.name}")
-        _examine(driver, options, seconds)
     well = all(each.status != "broken" and (only is None or each.status == "works") for each in drivers)
     return without_names(
         Findings(
@@ -57,20 +66,35 @@ def examine(
             variables=host.variables(drivers),
             packages=host.packages(drivers),
             drivers=drivers,
-            ok=bool(torch.version) and well and any(each.status == "works" for each in drivers),
+            ok=finished and well and any(each.status == "works" for each in drivers),
         )
     )
 
 
-def _examine(driver: Driver, options: Mapping[str, Any], seconds: float) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "findings"
-        file.touch()
-        arguments = ["-m", "hal.doctor.subject", driver.name, json.dumps(options), str(file), str(seconds)]
-        ending = run_python(arguments, seconds)
-        told = list(_lines(file))
+def _examine(
+    drivers: Sequence[Driver],
+    options: Mapping[str, Any],
+    seconds: float,
+    deadline: float,
+    say: Callable[[str], None],
+) -> bool:
+    """Examine all, side by side; False if the time for all was over before."""
+    left = {each.name: each for each in drivers}
+    found = examine_together(
+        list(left), options, seconds, deadline, say=lambda name: say(f"examining the driver {name}")
+    )
+    with contextlib.closing(found):
+        for name, told in found:
+            _take(left.pop(name), told, options, seconds)
+    for driver in left.values():
+        driver.status, driver.reason, driver.hint = "unavailable", f"not examined: {OVER}", LONGER
+    return not left
+
+
+def _take(driver: Driver, told: Told, options: Mapping[str, Any], seconds: float) -> None:
+    """Enter what was told of a driver."""
     at, failed, done = "starting Python", None, False
-    for key, value in told:
+    for key, value in told.lines:
         match key:
             case "at":
                 at = value
@@ -82,13 +106,12 @@ def _examine(driver: Driver, options: Mapping[str, Any], seconds: float) -> None
                 _note(driver, key, value)
     if failed is not None and failed["kind"] == ConfigError.__name__ and options:
         raise ConfigError(failed["problem"], failed["remedy"])
-    _conclude(driver, at, failed, ending, done)
-
-
-def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):  # else it was cut off
-            yield from json.loads(line).items()
+    if told.waited and not _wrong(driver):
+        driver.reason, driver.hint = f"not measured: {OVER}", LONGER
+        return
+    _conclude(driver, at, failed, told.ending, done)
+    if told.ending.code is None and told.ending.seconds < seconds:
+        driver.hint = LONGER
 
 
 def _note(driver: Driver, key: str, value: Any) -> None:
@@ -109,7 +132,7 @@ def _note(driver: Driver, key: str, value: Any) -> None:
 
 def _conclude(driver: Driver, at: str, failed: Mapping[str, str] | None, ending: Ending, done: bool) -> None:
     """Say what is broken, if anything is."""
-    wrong = [check.name for device in driver.devices for check in device.checks if check.outcome == "failed"]
+    wrong = _wrong(driver)
     if failed is not None:
         problem = failed["problem"]
         driver.reason = problem if problem.startswith(at) else f"{at}: {problem}"
@@ -125,6 +148,10 @@ def _conclude(driver: Driver, at: str, failed: Mapping[str, str] | None, ending:
     else:
         return
     driver.status, driver.log = "broken", ending.log
+
+
+def _wrong(driver: Driver) -> list[str]:
+    return [check.name for device in driver.devices for check in device.checks if check.outcome == "failed"]
 
 
 def summary(findings: Findings) -> str:

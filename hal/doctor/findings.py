@@ -81,7 +81,7 @@ class Driver:
         package: that brings it, and ``version`` that package's; empty if the metadata does not say.
         version: see there.
         status: broken if it raised, exited, crashed or hung, or a check failed; unavailable if it cannot run here, or
-            if torch cannot be imported.
+            if torch cannot be imported, or the time for all was over.
         reason: what its probe said, or what went wrong.
         hint: what to do about it.
         api_version: the driver API it was written for; None if it could not be loaded, as for the following.

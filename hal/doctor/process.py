@@ -38,27 +38,48 @@ class Ending:
         return f"it exited with status {self.code}"
 
 
-def run_python(arguments: Sequence[str], seconds: float, environ: Mapping[str, str] = os.environ) -> Ending:
-    """Run Python with ``arguments`` for at most ``seconds``; nothing that it does reaches this process.
+class Process:
+    """Python that was started with ``arguments``; nothing that it does reaches this process.
 
     What it writes to stdout is dropped. The current folder is not on its path.
     """
-    # To a file: whoever holds the end of a pipe, such as a child that it left behind, could keep us reading.
-    with tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
+
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+        # To a file: whoever holds the end of a pipe, such as a child that it left behind, could keep us reading.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", *arguments], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=stderr, env=dict(environ), start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=self._stderr, env=dict(environ), start_new_session=True,
         )  # fmt: skip
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                _kill(process)
-        stderr.seek(0)
-        lines = stderr.read().decode(errors="replace").splitlines()
-    return Ending(code, seconds, lines[-LOG_LINES:])
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, or for so long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def end(self, seconds: float) -> Ending:
+        """Kill it if it still runs, after the ``seconds`` that it was given. The last call."""
+        code = self._process.poll()
+        if code is None:
+            _kill(self._process)
+        with self._stderr:
+            self._stderr.seek(0)
+            lines = self._stderr.read().decode(errors="replace").splitlines()
+        return Ending(code, seconds, lines[-LOG_LINES:])
+
+
+def run_python(arguments: Sequence[str], seconds: float, environ: Mapping[str, str] = os.environ) -> Ending:
+    """Run Python with ``arguments`` for at most ``seconds``, as :class:`Process` does."""
+    process = Process(arguments, environ)
+    try:
+        process.wait(seconds)
+    finally:
+        ending = process.end(seconds)
+    return ending
 
 
 def package_file(name: str) -> str:

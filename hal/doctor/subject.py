@@ -2,13 +2,14 @@
 
 ``python -m hal.doctor.subject NAME OPTIONS FILE LIMIT`` appends what it finds to FILE as it goes, an object a line with
 one key each, so that whoever started it knows how far it came if it does not return: ``at`` says what begins, and
-``done`` that it reached the end.
+``done`` that it reached the end. Before it measures it says ``waiting``, and waits for the file ``turn`` beside FILE.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import time
 import traceback
@@ -23,9 +24,46 @@ from hal.errors import HalError
 
 Tell = Callable[[str, Any], None]
 REPORT = "report it to the driver's vendor"
+PAUSE = 0.02
+"""Seconds between looks for the turn to measure."""
 
 
-def examine(name: str, options: Mapping[str, Any], tell: Tell) -> None:
+@attrs.define
+class Turn:
+    """The turn to measure. No other driver is examined from when it has come until the process ends.
+
+    Attributes:
+        file: that is there when it has come.
+        limit: seconds that the process may take, waiting not counted.
+    """
+
+    file: Path
+    limit: float
+    _began: float = attrs.field(factory=time.monotonic, init=False)
+    _come: bool = attrs.field(default=False, init=False)
+
+    def watch(self) -> None:
+        """Have Python say on stderr where it hangs, before the process is killed for that."""
+        left = 0.9 * self.limit - (time.monotonic() - self._began)
+        faulthandler.dump_traceback_later(max(left, PAUSE))
+
+    def wait(self, tell: Tell) -> None:
+        """Until it has come, unless it has."""
+        if self._come:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        waiting, parent = time.monotonic(), os.getppid()
+        tell("waiting", True)
+        while not self.file.exists():
+            if os.getppid() != parent:
+                raise SystemExit("whoever examines is gone")
+            time.sleep(PAUSE)
+        self._come = True
+        self._began += time.monotonic() - waiting
+        self.watch()
+
+
+def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> None:
     """Load, probe and open the driver ``name``, and examine its devices.
 
     ``tell`` writes a key and its value to the file.
@@ -67,10 +105,10 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell) -> None:
             tell("at", f"opening the driver with the options {dict(place)}")
             backend = hal.open({"backend": name, "options": place})
         tell("device", attrs.asdict(Device(str(backend.device.torch), backend.device.name)))
-        examine_device(backend, tell)
+        examine_device(backend, tell, turn)
 
 
-def examine_device(backend: Any, tell: Tell) -> None:
+def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
     """Check and measure the device of ``backend``, which is active."""
     from hal.doctor.checks import Skipped, checks
     from hal.doctor.measure import measures
@@ -90,6 +128,7 @@ def examine_device(backend: Any, tell: Tell) -> None:
             traceback.print_exc()
             found = Check(name, "failed", f"it raised {error!r}", REPORT)
         tell("check", attrs.asdict(found))
+    turn.wait(tell)
     tell("at", f"measuring {backend.device.torch}")
     with backend.explaining():
         tell("measures", attrs.asdict(measures(backend)))
@@ -97,7 +136,8 @@ def examine_device(backend: Any, tell: Tell) -> None:
 
 def main(name: str, options: str, file: str, limit: str) -> None:
     """Examine, and catch whatever can be caught."""
-    faulthandler.dump_traceback_later(0.9 * float(limit))  # says on stderr where it hangs, before it is killed
+    turn = Turn(Path(file).with_name("turn"), float(limit))
+    turn.watch()
     with Path(file).open("a", encoding="utf-8") as stream:
 
         def tell(key: str, value: Any) -> None:
@@ -105,7 +145,7 @@ def main(name: str, options: str, file: str, limit: str) -> None:
             stream.flush()
 
         try:
-            examine(name, json.loads(options), tell)
+            examine(name, json.loads(options), tell, turn)
         except HalError as error:
             if error.__cause__ is not None:  # what the driver raised, and where
                 traceback.print_exc()

@@ -3,7 +3,6 @@
 Their parameters carry the names of Hugging Face checkpoints, so that loading needs no table per model.
 """
 
-from hal.batch import Batch
 from hal.nn.attention import Attention
 from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
 from hal.nn.embedding import Embedding
@@ -12,6 +11,7 @@ from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
 from hal.nn.quantized import DynamicQuantizedLinear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
+from hal.step.batch import Batch
 
 __all__ = [
     "ROPE_TYPES",

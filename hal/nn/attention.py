@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from hal import ops
-from hal.batch import Batch
 from hal.errors import OperationError
+from hal.step.batch import Batch
+from hal.step.state import LayerStates, key_value_states
 
 
 class Attention(nn.Module):
     """Write new keys and values to the cache, then attend over all of each sequence. Causal; has no weights.
 
     Args:
+        num_kv_heads: key heads, and value heads.
         head_dim: elements per head.
         sliding_window: tokens that a query sees, its own included, so 1 or more; None for all.
         scale: multiplies the scores; None for ``head_dim ** -0.5``.
 
     Raises:
         OperationError: the window is less than 1.
+
+    Attributes:
+        states: what it keeps between steps: ``key`` and ``value`` of each token.
     """
 
-    def __init__(self, head_dim: int, *, sliding_window: int | None = None, scale: float | None = None) -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, *, sliding_window: int | None = None, scale: float | None = None
+    ) -> None:
         super().__init__()
         if sliding_window is not None and sliding_window < 1:
             raise OperationError(
                 f"attention has a sliding_window of {sliding_window}, and a token sees at least itself",
                 "give 1 or more tokens, or None for all",
             )
+        self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
+        self.states: LayerStates = key_value_states(num_kv_heads, head_dim, window=sliding_window)
         self.sliding_window = sliding_window
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, state: Mapping[str, Tensor]) -> Tensor:
         """Attend.
 
         Args:
@@ -39,12 +50,12 @@ class Attention(nn.Module):
             key: ``[tokens, num_kv_heads, head_dim]``.
             value: likewise.
             batch: the step.
-            cache: this layer's key and value cache.
+            state: this layer's ``key`` and ``value``.
 
         Returns:
             ``[tokens, num_heads * head_dim]``.
         """
-        key_cache, value_cache = cache
+        key_cache, value_cache = state["key"], state["value"]
         ops.store_kv_cache(key, value, key_cache, value_cache, batch.slot_mapping)
         attended = ops.paged_attention(
             query,

@@ -11,18 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, le
 from torch import Tensor, nn
 
 from hal import ops
-from hal.batch import Batch
 from hal.config import read_model_config
 from hal.nn.attention import Attention
 from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear, MergedLinear
-from hal.nn.model import CausalLM
+from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
-from hal.nn.rotary import RopeParameters, RotaryEmbedding
+from hal.nn.rotary import SIZE, RopeParameters, RotaryEmbedding
+from hal.step.batch import Batch
 
 
 @attrs.frozen(kw_only=True)
@@ -33,15 +33,15 @@ class DecoderConfig:
     ``hidden_size`` equally.
     """
 
-    vocab_size: int = attrs.field(validator=ge(1))
-    hidden_size: int = attrs.field(validator=ge(1))
-    intermediate_size: int = attrs.field(validator=ge(1))
-    num_hidden_layers: int = attrs.field(validator=ge(1))
-    num_attention_heads: int = attrs.field(validator=ge(1))
-    num_key_value_heads: int = attrs.field(validator=ge(1))
+    vocab_size: int = attrs.field(validator=SIZE)
+    hidden_size: int = attrs.field(validator=SIZE)
+    intermediate_size: int = attrs.field(validator=SIZE)
+    num_hidden_layers: int = attrs.field(validator=SIZE)
+    num_attention_heads: int = attrs.field(validator=SIZE)
+    num_key_value_heads: int = attrs.field(validator=SIZE)
     head_dim: int = attrs.field()
-    max_position_embeddings: int = attrs.field(validator=ge(1))
-    rms_norm_eps: float = attrs.field(default=1e-6, validator=ge(0.0))
+    max_position_embeddings: int = attrs.field(validator=SIZE)
+    rms_norm_eps: float = attrs.field(default=1e-6, validator=[ge(0.0), le(1.0)])
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
     tie_word_embeddings: bool = False
@@ -56,8 +56,10 @@ class DecoderConfig:
         return self.hidden_size // max(self.num_attention_heads, 1)  # validated later, and named then
 
     def __attrs_post_init__(self) -> None:
-        if self.head_dim < 1 or self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; the rotary embedding needs two halves of it")
+        if not 1 <= self.head_dim < 1 << 31 or self.head_dim % 2:
+            raise ValueError(
+                f"head_dim is {self.head_dim}; the rotary embedding needs two halves of it, below {1 << 31}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads, {self.num_attention_heads}, "
@@ -78,10 +80,13 @@ def check_window(config: Any, attribute: Any, value: int | None) -> None:
     """The attrs validator of a config's ``sliding_window``: a number of tokens, or None for all.
 
     Raises:
-        ValueError: it is less than 1; :func:`hal.config.read` makes a ConfigError of that.
+        ValueError: it is less than 1, or no length that a sequence can have; :func:`hal.config.read` makes a
+            ConfigError of that.
     """
     if value is not None and value < 1:
         raise ValueError(f"{attribute.name} is {value}; a token sees at least itself")
+    if value is not None and value >= 1 << 31:
+        raise ValueError(f"{attribute.name} is {value}; lengths are less than {1 << 31}, and null stands for all")
 
 
 class SelfAttention(nn.Module):
@@ -99,20 +104,20 @@ class SelfAttention(nn.Module):
         self.sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
-        self.attention = Attention(self.head_dim, sliding_window=sliding_window)
+        self.attention = Attention(self.kv_heads, self.head_dim, sliding_window=sliding_window)
         self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Give ``[tokens, heads, head_dim]`` their positions; a family does here what it does to heads before."""
         return ops.rotary_embedding(query, key, cos, sin)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
         """``[tokens, hidden_size]`` to the same. See :class:`RotaryEmbedding` and :class:`Attention` for the rest."""
         query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
         query, key = query.view(-1, self.heads, self.head_dim), key.view(-1, self.kv_heads, self.head_dim)
         query, key = self.rotate(query, key, cos, sin)
         value = value.view(-1, self.kv_heads, self.head_dim)
-        attended: Tensor = self.o_proj(self.attention(query, key, value, batch, cache))
+        attended: Tensor = self.o_proj(self.attention(query, key, value, batch, state))
         return attended
 
 
@@ -141,9 +146,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
         """``[tokens, hidden_size]`` to the same."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, cache)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, state)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -158,12 +163,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         """``[tokens, hidden_size]``."""
         hidden = self.embed_tokens(batch.token_ids)
         cos, sin = self.rotary(batch.positions, hidden.dtype)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, cos, sin, batch, cache)
+        for layer, state in zip(self.layers, states, strict=True):
+            hidden = layer(hidden, cos, sin, batch, state)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -179,15 +184,15 @@ class DecoderLM(CausalLM):
     def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()
         self.vocab_size, self.max_length = config.vocab_size, config.max_position_embeddings
-        self.num_layers, self.num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.model = Decoder(config, layers)
+        made = list(layers)
+        self.model = Decoder(config, made)
+        self.states = [layer.self_attn.attention.states for layer in made]
         if config.tie_word_embeddings:
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        hidden = self.model(batch, caches)[batch.logits_indices]
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+        hidden = self.model(batch, states)[batch.logits_indices]
         logits: Tensor = self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
         return logits

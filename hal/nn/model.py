@@ -9,7 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hal.batch import Batch
+from hal.step.batch import Batch
+from hal.step.state import LayerStates
+
+LayerState = Mapping[str, Tensor]
+"""The tensors of a layer's states, by name."""
 
 
 class CausalLM(nn.Module):
@@ -20,9 +24,8 @@ class CausalLM(nn.Module):
     Attributes:
         vocab_size: rows of the logits.
         max_length: the longest sequence it was made for, in tokens.
-        num_layers: attention layers, each with a cache of its own.
-        num_kv_heads: key heads per layer.
-        head_dim: elements per head.
+        states: what each layer keeps between steps, by name; an empty mapping for a layer that keeps nothing.
+        batch_type: the class of its batches: :class:`hal.Batch`, or a subclass with further fields.
         output_projection: the name of the module that makes the logits, which quantising leaves as it is.
         tied: names of checkpoint tensors that repeat a parameter of another name, and that parameter.
         prepared_by: the backend that brought weights into a form of its own at load, or put layers of its own in; None
@@ -32,9 +35,8 @@ class CausalLM(nn.Module):
 
     vocab_size: int
     max_length: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    states: Sequence[LayerStates]
+    batch_type: type[Batch] = Batch
     output_projection: str = "lm_head"
     tied: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
@@ -50,12 +52,12 @@ class CausalLM(nn.Module):
         """
 
     @abstractmethod
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Any, states: Sequence[LayerState]) -> Tensor:
         """One step.
 
         Args:
-            batch: the new tokens.
-            caches: per layer, the key and the value cache; written in place.
+            batch: the new tokens, of the class ``batch_type``.
+            states: per layer, the tensors of its states, by name; written in place.
 
         Returns:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.

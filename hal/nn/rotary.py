@@ -8,14 +8,20 @@ from typing import Any
 
 import attrs
 import torch
-from attrs.validators import ge, gt, lt, optional
+from attrs.validators import ge, gt, le, lt, optional
 from torch import Tensor, nn
 
 from hal.config import read
 from hal.errors import ConfigError, nearest
 
-_POSITIVE = [gt(0.0), lt(math.inf)]
-_NOT_NEGATIVE = optional([ge(0.0), lt(math.inf)])
+SIZE = [ge(1), lt(1 << 31)]
+"""The attrs validators of a size, or of a number of tokens: positions and lengths are int32 on devices."""
+LARGEST_SCALE = 255.0
+"""What cos and sin may be multiplied by: scores grow by its square, which float16 still holds."""
+_MOST = 2.0**64
+# Products and quotients of such numbers and of positions are finite in float32, in which angles are computed.
+_POSITIVE = [gt(0.0), ge(1 / _MOST), le(_MOST)]
+_NOT_NEGATIVE = optional([ge(0.0), le(_MOST)])
 
 
 @attrs.frozen(kw_only=True)
@@ -28,7 +34,7 @@ class RopeParameters:
     Source: Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021.
     """
 
-    rope_theta: float = attrs.field(default=10000.0, validator=[gt(1.0), lt(math.inf)])
+    rope_theta: float = attrs.field(default=10000.0, validator=[gt(1.0), le(_MOST)])
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> RopeParameters:
@@ -43,11 +49,12 @@ class RopeParameters:
                 unknown to it, missing, or out of its range.
         """
         new, old = config.get("rope_parameters"), config.get("rope_scaling")
+        for name, table in (("rope_parameters", new), ("rope_scaling", old)):
+            if table is not None and not isinstance(table, Mapping):
+                return read(RopeParameters, table, name)  # which says what is wrong with it
         if new and old and new != old:
             raise ConfigError("config.json has rope_parameters and another rope_scaling", "leave one of them out")
         given = new or old or {}
-        if not isinstance(given, Mapping):
-            return read(RopeParameters, given, "rope_parameters")  # which says what is wrong with it
         parameters = {key: value for key, value in given.items() if value is not None}
         if config.get("rope_theta") is not None:
             parameters.setdefault("rope_theta", config["rope_theta"])
@@ -103,7 +110,7 @@ class Llama3Rope(LinearRope):
 
     low_freq_factor: float = attrs.field(validator=_POSITIVE)
     high_freq_factor: float = attrs.field(validator=_POSITIVE)
-    original_max_position_embeddings: int = attrs.field(validator=ge(1))
+    original_max_position_embeddings: int = attrs.field(validator=SIZE)
 
     @high_freq_factor.validator
     def _above_low(self, attribute: Any, value: float) -> None:
@@ -135,13 +142,20 @@ class YarnRope(LinearRope):
     DeepSeek's.
     """
 
-    original_max_position_embeddings: int = attrs.field(validator=ge(1))
+    original_max_position_embeddings: int = attrs.field(validator=SIZE)
     attention_factor: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
     beta_fast: float = attrs.field(default=32.0, validator=_POSITIVE)
     beta_slow: float = attrs.field(default=1.0, validator=_POSITIVE)
     truncate: bool = True
     mscale: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
     mscale_all_dim: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
+
+    def __attrs_post_init__(self) -> None:
+        if self.attention_scaling > LARGEST_SCALE:
+            raise ValueError(
+                f"attention_factor, or what factor, mscale and mscale_all_dim give, is {self.attention_scaling:g}, "
+                f"above {LARGEST_SCALE:g}"
+            )
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
         plain = RopeParameters.inv_freq(self, head_dim, device)

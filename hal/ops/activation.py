@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.declaration import op
+from hal.ops.dtypes import FLOATING
 from hal.ops.samples import Draw, Sample
 
 
@@ -17,7 +18,12 @@ def _silu_samples(draw: Draw) -> Iterator[Sample]:
     yield (draw.normal(3, 64, scale=30.0),)  # where the sigmoid saturates
 
 
-@op(samples=_silu_samples)
+@op(
+    samples=_silu_samples,
+    axes={"x": "... merged", "return": "... merged//2"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+)
 def silu_and_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of a merged projection whose first half is the gate. In float32, rounded to x's dtype once.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration import op
+from hal.ops.dtypes import FLOATING
 from hal.ops.samples import Draw, Sample
 
 
@@ -56,12 +57,33 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
     yield _attention_sample(draw, [1, 1, 1], [20, 0, 0])  # decode with padding rows
     yield _attention_sample(draw, [9, 1], [30, 40], heads=2, window=7)
     yield _attention_sample(draw, [1, 1], [30, 40], window=16)
-    yield _attention_sample(draw, [4, 6], [4, 9], causal=False)
+    yield _attention_sample(draw, [4, 6], [4, 9], causal=False, block_size=32)
     yield _attention_sample(draw, [7, 1], [7, 30], scale=0.5)
     yield _attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
 
 
-@op(samples=_paged_attention_samples, host=("query_start_loc_host", "kv_lens_host"))
+@op(
+    samples=_paged_attention_samples,
+    axes={
+        "query": "tokens num_heads head_dim",
+        "key_cache": "num_blocks block_size num_kv_heads head_dim",
+        "value_cache": "num_blocks block_size num_kv_heads head_dim",
+        "block_table": "sequences blocks",
+        "query_start_loc": "sequences+1",
+        "kv_lens": "sequences",
+        "query_start_loc_host": "sequences+1",
+        "kv_lens_host": "sequences",
+        "return": "tokens num_heads head_dim",
+    },
+    dtypes={
+        "query": FLOATING, "key_cache": "query", "value_cache": "query", "block_table": torch.int32,
+        "query_start_loc": torch.int32, "kv_lens": torch.int32, "query_start_loc_host": torch.int32,
+        "kv_lens_host": torch.int32, "return": "query",
+    },
+    rowwise="tokens",
+    state=("key_cache", "value_cache"),
+    host=("query_start_loc_host", "kv_lens_host"),
+)  # fmt: skip
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -85,7 +107,7 @@ def paged_attention(
         query: ``[tokens, num_heads, head_dim]``, floating.
         key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, of query's dtype; new keys are in it already.
         value_cache: likewise.
-        block_table: ``[sequences, max_blocks]``, int32; entries past a sequence's length must be valid, too.
+        block_table: ``[sequences, blocks]``, int32; entries past a sequence's length must be valid, too.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         kv_lens: ``[sequences]``, int32, in tokens, the new ones included.
         query_start_loc_host: the same values as query_start_loc, on the CPU.

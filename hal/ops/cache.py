@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration import op
+from hal.ops.dtypes import FLOATING
 from hal.ops.samples import Draw, Sample
 
 
@@ -22,14 +23,29 @@ def cache_sample(
 
 
 def _store_samples(draw: Draw) -> Iterator[Sample]:
-    for tokens, kv_heads, head_dim in ((1, 1, 64), (13, 2, 128), (5, 4, 32)):
+    for tokens, kv_heads, head_dim, block_size in ((1, 1, 64, 8), (13, 2, 128, 8), (5, 4, 32, 16)):
         key, value = draw.normal(tokens, kv_heads, head_dim), draw.normal(tokens, kv_heads, head_dim)
-        yield key, value, *cache_sample(draw, tokens, kv_heads, head_dim)
+        yield key, value, *cache_sample(draw, tokens, kv_heads, head_dim, block_size)
     packed = draw.normal(6, 4 * 32)
     yield packed[:, 64:96].view(6, 1, 32), packed[:, 96:].view(6, 1, 32), *cache_sample(draw, 6, 1, 32)
 
 
-@op(samples=_store_samples, mutates=("key_cache", "value_cache"))
+@op(
+    samples=_store_samples,
+    axes={
+        "key": "tokens num_kv_heads head_dim",
+        "value": "tokens num_kv_heads head_dim",
+        "key_cache": "num_blocks block_size num_kv_heads head_dim",
+        "value_cache": "num_blocks block_size num_kv_heads head_dim",
+        "slot_mapping": "tokens",
+    },
+    dtypes={
+        "key": FLOATING, "value": "key", "key_cache": "key", "value_cache": "key", "slot_mapping": torch.int32,
+    },
+    rowwise="tokens",
+    state=("key_cache", "value_cache"),
+    mutates=("key_cache", "value_cache"),
+)  # fmt: skip
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's key and value into its slot of the paged cache; every other slot stays as it was.
 

@@ -1,38 +1,32 @@
 """The declaration of operations: one function that is reference, fallback, fake and pattern at once.
 
 ``@op`` turns a body in plain torch into an :class:`Operation` and returns the function that models call. That function
-is generated, one per operation, and calls its global ``_kernel``; activating a backend swaps the global. So a call
-costs one Python call more than the kernel itself, and a function imported by name never goes stale. While a thread
-intercepts calls, the global first asks which thread calls, so that the others notice nothing.
+is generated, one per operation, and calls what the current table of kernels has for it; see :mod:`hal.ops.binding`. So
+a call costs one Python call more than the kernel itself, and a function imported by name never goes stale.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType, MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
-import attrs
 import torch
 from torch._ops import OpOverload
 
 from hal.errors import OperationError, UnknownOperation, nearest
-from hal.ops import library
-from hal.ops.declaring import check_declaration
+from hal.ops import binding, library
+from hal.ops.binding import Kernel, Resolver
+from hal.ops.declaring import UNSAID, check_declaration, check_rowwise, read_constraints
 from hal.ops.rebind import rebind
 from hal.ops.samples import Draw, Sample
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Kernel = Callable[..., Any]
-Resolver = Callable[["Operation"], Kernel]
-Wrap = Callable[["Operation", Kernel], Kernel]
 Tolerance = Mapping[torch.dtype, tuple[float, float]]
 
 DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
@@ -44,20 +38,25 @@ log = logging.getLogger("hal.ops")
 _catalogue: dict[str, Operation] = {}
 _by_function: dict[Callable[..., Any], Operation] = {}
 _by_node: dict[OpOverload, Operation] = {}
-_interceptions: list[_Interception] = []
-_lock = threading.RLock()
-"""Held while what operations run is changed, so that every one of them ends up with the latest change."""
 
 
 class Operation:
     """One declared operation.
 
     Attributes:
+        number: its place in tables of kernels.
         name: its name in ``hal.ops`` and, as ``namespace::name``, in ``torch.ops``.
         body: the function as written.
         function: what models call.
         fused: whether the body is made of smaller operations, and so serves as a pattern.
+        axes: by tensor argument, and for the results by ``return``, the axes as declared; see :mod:`hal.ops.axes`.
+        dtypes: likewise, the dtypes as declared; see :mod:`hal.ops.dtypes`.
+        constraints: both, to check calls with.
+        rowwise: the axis along which each row of the results, and of what is written, depends on the same row of the
+            arguments that have it, and on no other; None if there is none.
+        state: names of the arguments that a model keeps between steps, such as caches.
         mutates: names of the arguments that are written in place.
+        buffers: those of them that are no state.
         host: names of the arguments whose values a kernel may read on the host.
         tolerance: by dtype, the relative and absolute tolerance within which a kernel must meet the reference.
         off_by_one: by dtype, the largest share of quantised (int8) results that may be one step off the reference's.
@@ -70,28 +69,39 @@ class Operation:
         *,
         namespace: str,
         fused: bool,
+        axes: Mapping[str, Any] | None,
+        dtypes: Mapping[str, Any] | None,
+        rowwise: str | None,
+        state: Sequence[str],
         mutates: Sequence[str],
+        buffers: Sequence[str],
         host: Sequence[str],
         tolerance: Tolerance,
         off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
     ) -> None:
-        check_declaration(body, mutates=mutates, host=host, tolerance=tolerance, off_by_one=off_by_one)
+        check_declaration(
+            body, mutates=mutates, host=host, state=state, buffers=buffers, tolerance=tolerance, off_by_one=off_by_one
+        )
+        self.constraints = read_constraints(body, axes, dtypes)
+        check_rowwise(body.__name__, self.constraints, rowwise)
         self.name = body.__name__
         self.namespace = namespace
         self.body = body
         self.fused = fused
+        self.axes = MappingProxyType(dict(axes or {}))
+        self.dtypes = MappingProxyType(dict(dtypes or {}))
+        self.rowwise = rowwise
+        self.state = tuple(state)
         self.mutates = tuple(mutates)
+        self.buffers = tuple(buffers)
         self.host = tuple(host)
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
         self.signature = inspect.signature(body)
-        self._globals: dict[str, Any] = {}
-        self._bound: Kernel = body
-        self._intercepted: Mapping[int, Kernel] = {}
-        self._of_node: Mapping[int, Kernel] = {}
-        self.function = _generate_function(body, self.signature, self._globals)
+        self.number = binding.next_number()
+        self.function = _generate_function(body, self.signature, {"_get": binding.kernels}, self.number)
         self.overload = library.register(self)
 
     def __repr__(self) -> str:
@@ -127,46 +137,32 @@ class Operation:
         return rebind(self.body, substitute)
 
     @property
-    def touches_cache(self) -> bool:
-        """Whether its body reads or writes the paged cache itself, and so needs the canonical layout."""
-        return not self.fused and "key_cache" in self.signature.parameters
+    def touches_state(self) -> bool:
+        """Whether its body itself reads or writes state, and so needs the canonical layout of it.
+
+        A fused operation hands its state on to those that it is made of.
+        """
+        return bool(self.state) and not self.fused
 
     @property
     def kernel(self) -> Kernel:
-        """What a call in this thread runs now."""
-        return self._intercepted.get(threading.get_ident(), self._bound)
+        """What a call in this context runs now."""
+        kernel: Kernel = binding.current().calls[self.number]
+        return kernel
 
     @property
     def kernel_of_node(self) -> Kernel:
-        """What the node runs now where it is called in this thread: as a call does, unless calls run the node."""
-        return self._of_node.get(threading.get_ident(), self._bound)
-
-    def bind(self, kernel: Kernel) -> None:
-        """Make calls run ``kernel``, from the next one on, wherever the function was imported.
-
-        A thread inside :func:`intercepted` gets it wrapped.
-        """
-        with _lock:
-            self._bound = kernel
-            found: dict[int, Kernel] = {}
-            by_node: set[int] = set()  # the threads whose calls come to the node, be it through further wrappers
-            for each in _interceptions:
-                found[each.thread] = each.wrap(self, found.get(each.thread, kernel))
-                if found[each.thread] is self.overload:
-                    by_node.add(each.thread)
-            self._intercepted = {thread: wrapped for thread, wrapped in found.items() if wrapped is not kernel}
-            self._of_node = {thread: each for thread, each in self._intercepted.items() if thread not in by_node}
-            self._globals["_kernel"] = _by_thread(self._intercepted, kernel) if self._intercepted else kernel
+        """What the node runs now where it is called in this context: as a call does, unless calls run the node."""
+        kernel: Kernel = binding.current().nodes[self.number]
+        return kernel
 
     def replace(self, old: Kernel, new: Kernel) -> None:
-        """Bind ``new`` if ``old`` is what is bound: another thread may have activated a backend meanwhile."""
-        with _lock:
-            if self._bound is old:
-                self.bind(new)
+        """Run ``new`` wherever ``old`` is what runs."""
+        binding.replace(self.number, old, new)
 
     def calling(self, kernel: Kernel) -> Kernel:
         """A function with the operation's signature, defaults included, that always runs ``kernel``."""
-        return _generate_function(self.body, self.signature, {"_kernel": kernel})
+        return _generate_function(self.body, self.signature, {"_get": lambda: (kernel,)}, 0)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name, defaults included."""
@@ -178,10 +174,15 @@ class Operation:
 def op(
     *,
     samples: Callable[[Draw], Iterable[Sample]],
+    axes: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, Any] | None = None,
+    rowwise: str | None = UNSAID,
+    state: Sequence[str] = (),
+    mutates: Sequence[str] = (),
+    buffers: Sequence[str] = (),
+    host: Sequence[str] = (),
     tolerance: Tolerance = MappingProxyType({}),
     off_by_one: Mapping[torch.dtype, float] = MappingProxyType({}),
-    mutates: Sequence[str] = (),
-    host: Sequence[str] = (),
     namespace: str = "hal",
     fused: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -193,31 +194,42 @@ def op(
 
     Args:
         samples: draws argument tuples that cover the operation.
+        axes: by tensor argument, and for the results by ``return`` (a tuple if there are several), its axes:
+            ``{"x": "... width", "weight": "width", "return": "... width"}``. See :mod:`hal.ops.axes`. Required.
+        dtypes: likewise its dtype: a ``torch.dtype``, :data:`hal.ops.FLOATING` (the step's), the name of an argument
+            that has the same, or, for an argument, a tuple of these. Required.
+        rowwise: the axis along which it computes row by row: a row of each result, and of what is written, depends on
+            the same row of the arguments that have this axis. None if there is none. Required: tests derive calls with
+            one row, with none, and with NaN in one from it.
+        state: names of the arguments that a model keeps between steps, read or written, such as caches.
+        mutates: names of the arguments that are written in place. Each is in ``state`` or in ``buffers``.
+        buffers: those that are written and no state, such as memory that the caller gives for a result.
+        host: names of the arguments whose values a kernel may read on the host.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
         off_by_one: by dtype, the largest share of int8 results that may be one step off: values near the middle of two
             integers, which a rounding before moves to the other side. By default none.
-        mutates: names of the arguments that are written in place.
-        host: names of the arguments whose values a kernel may read on the host.
         namespace: the torch.library namespace; a vendor's own operations take the vendor's.
         fused: see :func:`fused_op`.
 
     Raises:
         OperationError: the name is taken; an argument cannot be given by position and by name, or it or the result is
-            annotated otherwise or not at all; ``mutates`` or ``host`` name no argument; or ``tolerance`` or
-            ``off_by_one`` hold what is no tolerance or share of a dtype.
+            annotated otherwise or not at all; axes or dtypes of a tensor are left out or cannot be read; ``rowwise`` is
+            left out or no axis of an argument and all results; ``state``, ``mutates``, ``buffers`` or ``host`` name no
+            argument; an argument that is written is neither state nor a buffer; or ``tolerance`` or ``off_by_one`` hold
+            what is no tolerance or share of a dtype.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:
         if body.__name__ in _catalogue:
             raise OperationError(f"an operation {body.__name__!r} is declared already", "choose another name")
         declared = Operation(
-            body, namespace=namespace, fused=fused, mutates=mutates, host=host, tolerance=tolerance,
-            off_by_one=off_by_one, samples=samples,
+            body, namespace=namespace, fused=fused, axes=axes, dtypes=dtypes, rowwise=rowwise, state=state,
+            mutates=mutates, buffers=buffers, host=host, tolerance=tolerance, off_by_one=off_by_one, samples=samples,
         )  # fmt: skip
         _catalogue[declared.name] = declared
         _by_function[declared.function] = declared
         _by_node[declared.overload] = declared
-        declared.bind(_resolver(declared))
+        binding.declare(declared)
         return declared.function
 
     return declare
@@ -249,53 +261,8 @@ def operation_of_node(overload: OpOverload) -> Operation | None:
 
 
 def activate(resolver: Resolver) -> None:
-    """Make every operation, declared now or later, run what ``resolver`` gives for it."""
-    global _resolver
-    with _lock:
-        _resolver = resolver
-        for each in _catalogue.values():
-            each.bind(resolver(each))
-
-
-@contextmanager
-def intercepted(wrap: Wrap) -> Iterator[None]:
-    """Inside the block, this thread's calls of an operation run ``wrap(operation, kernel)``. Used by graph captures.
-
-    Other threads go on as they are. Interceptions nest, the inner one's ``kernel`` being what the outer one gave, and
-    may overlap in any order. A backend that is activated inside the block is active in it and behind it: ``wrap`` gets
-    the new kernels. It is called again whenever what is under it changes, so it should only make the function.
-
-    ``wrap`` may give ``operation.overload``, the operation's node, which then runs the backend's kernel, and none of
-    this thread's other interceptions: those outside it do not see the call, and those inside have seen it.
-    """
-    interception = _Interception(threading.get_ident(), wrap)
-    try:
-        with _lock:
-            _interceptions.append(interception)
-            _bind_anew()
-        yield
-    finally:
-        with _lock:
-            _interceptions.remove(interception)
-            _bind_anew()
-
-
-@attrs.frozen(eq=False)
-class _Interception:
-    thread: int
-    wrap: Wrap
-
-
-def _bind_anew() -> None:
-    for each in _catalogue.values():
-        each.bind(each._bound)
-
-
-def _by_thread(kernels: Mapping[int, Kernel], otherwise: Kernel) -> Kernel:
-    def of_this_thread(*args: Any, **kwargs: Any) -> Any:
-        return kernels.get(threading.get_ident(), otherwise)(*args, **kwargs)
-
-    return of_this_thread
+    """Make every operation, declared now or later, run what ``resolver`` gives where no other table is current."""
+    binding.DEFAULT.resolve(resolver)
 
 
 def _run_reference(operation: Operation) -> Kernel:
@@ -309,18 +276,18 @@ def _run_reference(operation: Operation) -> Kernel:
     return first_call
 
 
-_resolver: Resolver = _run_reference
+activate(_run_reference)
 
 
 def _generate_function(
-    body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any]
+    body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any], number: int
 ) -> Callable[..., Any]:
     defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
     namespace |= defaults
     parameters = ", ".join(
         f"{name}=_default_{name}" if f"_default_{name}" in defaults else name for name in signature.parameters
     )
-    source = f"def {body.__name__}({parameters}):\n    return _kernel({', '.join(signature.parameters)})\n"
+    source = f"def {body.__name__}({parameters}):\n    return _get()[{number}]({', '.join(signature.parameters)})\n"
     exec(compile(source, f"<hal.ops.{body.__name__}>", "exec"), namespace)
     function: Callable[..., Any] = namespace[body.__name__]
     function.__doc__, function.__module__ = body.__doc__, body.__module__

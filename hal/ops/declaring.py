@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError, nearest
+from hal.ops.constraints import Constraints, constraints_of
 
 ARGUMENTS = (Tensor, int, float, bool, torch.dtype)
 """What an operation takes, each optional too."""
@@ -24,6 +25,8 @@ def check_declaration(
     *,
     mutates: Iterable[str],
     host: Iterable[str],
+    state: Iterable[str],
+    buffers: Iterable[str],
     tolerance: Mapping[Any, Any],
     off_by_one: Mapping[Any, Any],
 ) -> None:
@@ -36,7 +39,7 @@ def check_declaration(
                 "declare arguments that calls can give by position and by name, without `*` and `/`",
             )
     _check_annotations(name, body, signature)
-    for what, arguments in (("mutates", mutates), ("host", host)):
+    for what, arguments in (("mutates", mutates), ("host", host), ("state", state), ("buffers", buffers)):
         if isinstance(arguments, str):
             raise OperationError(f"{name} declares {what}={arguments!r}", f"give a tuple: {what}=({arguments!r},)")
         for argument in arguments:
@@ -45,6 +48,7 @@ def check_declaration(
                     f"{name} declares the argument {argument!r} but does not take it",
                     nearest(argument, signature.parameters),
                 )
+    _check_written(name, mutates, state, buffers)
     for dtype, pair in tolerance.items():
         if not (_is_dtype(dtype) and isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_bound, pair))):
             raise OperationError(
@@ -57,6 +61,78 @@ def check_declaration(
                 f"{name} declares off_by_one {dtype!r}: {share!r}",
                 "give, by torch.dtype, a share from 0 to 1: {torch.bfloat16: 0.01}",
             )
+
+
+def _check_written(name: str, mutates: Iterable[str], state: Iterable[str], buffers: Iterable[str]) -> None:
+    for argument in mutates:
+        if (argument in state) == (argument in buffers):
+            raise OperationError(
+                f"{name} writes its argument {argument!r}, and declares it "
+                + ("both as state and as a buffer" if argument in state else "neither as state nor as a buffer"),
+                f"declare state=({argument!r},) if a model keeps it between steps, or else buffers=({argument!r},)",
+            )
+    if unwritten := [argument for argument in buffers if argument not in mutates]:
+        raise OperationError(
+            f"{name} declares the buffer {unwritten[0]!r}, which it does not write",
+            "leave it out, or add it to mutates",
+        )
+
+
+def read_constraints(
+    body: Callable[..., Any], axes: Mapping[str, Any] | None, dtypes: Mapping[str, Any] | None
+) -> Constraints:
+    """Read the axes and dtypes of an operation, which declares those of all its tensors.
+
+    Raises:
+        OperationError: it does not, or not as :mod:`hal.ops.axes` and :mod:`hal.ops.dtypes` say.
+    """
+    kinds = get_type_hints(body)
+    returned = kinds.pop("return")
+    tensors = {name for name, kind in kinds.items() if kind is Tensor or Tensor in get_args(kind)}
+    return constraints_of(
+        body.__name__,
+        arguments=list(inspect.signature(body).parameters),
+        tensors=tensors,
+        others={name: kind for name, kind in kinds.items() if name not in tensors},
+        results=0 if returned is NoneType else len(get_args(returned)) or 1,
+        axes=axes,
+        dtypes=dtypes,
+    )
+
+
+UNSAID = "unsaid"
+"""Where a declaration does not say over which axis it computes row by row."""
+
+
+def check_rowwise(name: str, constraints: Constraints, rowwise: str | None) -> None:
+    """Raise OperationError unless ``rowwise`` is None or an axis of an argument, and of every result."""
+    if rowwise is None:
+        return
+    inputs = [shape for _, shape in constraints.shapes if rowwise in shape.names]
+    known = sorted({each for _, shape in constraints.shapes for each in shape.names})
+    if rowwise == UNSAID:
+        raise OperationError(
+            f"{name} does not say over which axis it computes row by row",
+            f"declare one of {', '.join(known)}: rowwise={(known or ['tokens'])[0]!r}, or rowwise=None",
+        )
+    if not inputs:
+        raise OperationError(
+            f"{name} declares rowwise={rowwise!r}, which is no axis of an argument", nearest(rowwise, known)
+        )
+    if without := [place for place, shape in enumerate(constraints.results) if rowwise not in shape.names]:
+        raise OperationError(
+            f"{name} declares rowwise={rowwise!r}, which is no axis of result {without[0]}",
+            "give the axis to every result, or declare rowwise=None",
+        )
+    used = [
+        axis.text for shape in (*(shape for _, shape in constraints.shapes), *constraints.results)
+        for axis in shape.axes for size in axis.sizes if rowwise in size.names
+    ]  # fmt: skip
+    if used:
+        raise OperationError(
+            f"{name} declares rowwise={rowwise!r}, and computes the size {used[0]} from it",
+            "declare rowwise=None: with fewer rows that tensor would be another",
+        )
 
 
 def _check_annotations(name: str, body: Callable[..., Any], signature: inspect.Signature) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration import fused_op, op
+from hal.ops.dtypes import FLOATING
 from hal.ops.samples import Draw, Sample
 
 
@@ -19,7 +20,12 @@ def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:
     yield draw.normal(64, 3).t(), draw.normal(128)[::2], 1e-6  # nothing has unit stride
 
 
-@op(samples=_rms_norm_samples)
+@op(
+    samples=_rms_norm_samples,
+    axes={"x": "... width", "weight": "width", "return": "... width"},
+    dtypes={"x": FLOATING, "weight": "x", "return": "x"},
+    rowwise="...",
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension: ``x / sqrt(mean(x**2) + eps) * weight``.
 
@@ -45,7 +51,12 @@ def _add_rms_norm_samples(draw: Draw) -> Iterator[Sample]:
         yield draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1]), 1e-6
 
 
-@fused_op(samples=_add_rms_norm_samples)
+@fused_op(
+    samples=_add_rms_norm_samples,
+    axes={"x": "... width", "residual": "... width", "weight": "width", "return": ("... width", "... width")},
+    dtypes={"x": FLOATING, "residual": "x", "weight": "x", "return": ("x", "x")},
+    rowwise="...",
+)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a residual, then :func:`rms_norm`. The sum is rounded to x's dtype before the norm reads it.
 

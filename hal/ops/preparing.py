@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 
 from hal.errors import OperationError, nearest
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 
 @attrs.frozen

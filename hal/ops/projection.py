@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.declaration import op
+from hal.ops.dtypes import FLOATING
 from hal.ops.samples import Draw, Sample
 
 
@@ -17,9 +18,18 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
         yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), None
         yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), draw.normal(out)
     yield draw.normal(64, 3).t(), draw.normal(32, 64, scale=0.125), draw.normal(64)[::2]  # nothing has unit stride
+    yield draw.normal(2, 3, 32), draw.normal(48, 32, scale=0.125), None
 
 
-@op(samples=_linear_samples)
+@op(
+    samples=_linear_samples,
+    axes={
+        "x": "... in_features", "weight": "out_features in_features", "bias": "out_features",
+        "return": "... out_features",
+    },
+    dtypes={"x": FLOATING, "weight": "x", "bias": "x", "return": "x"},
+    rowwise="...",
+)  # fmt: skip
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, accumulated in float32 and rounded to x's dtype.
 
@@ -40,7 +50,12 @@ def _embedding_samples(draw: Draw) -> Iterator[Sample]:
             yield draw.integers(0, vocabulary, tokens, dtype=dtype), draw.normal(vocabulary, width)
 
 
-@op(samples=_embedding_samples)
+@op(
+    samples=_embedding_samples,
+    axes={"token_ids": "tokens", "weight": "vocab_size width", "return": "tokens width"},
+    dtypes={"token_ids": (torch.int32, torch.int64), "weight": FLOATING, "return": "weight"},
+    rowwise="tokens",
+)
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Row ``token_ids[i]`` of ``weight`` for each token.
 

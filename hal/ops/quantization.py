@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hal.ops.activation import silu_and_mul
 from hal.ops.declaration import fused_op, op
+from hal.ops.dtypes import FLOATING
 from hal.ops.norm import add_rms_norm
 from hal.ops.samples import Draw, Sample
 
@@ -40,7 +41,13 @@ def _quantize_samples(draw: Draw) -> Iterator[Sample]:
     yield draw.normal(5, 192)[:, 64:128], draw.tensor([0.03125], torch.float32), None  # rows that are not contiguous
 
 
-@op(samples=_quantize_samples, off_by_one=NEAR_TIES)
+@op(
+    samples=_quantize_samples,
+    axes={"x": "[...] width", "scale": "channels=1|width", "offset": "channels", "return": "[...] width"},
+    dtypes={"x": FLOATING, "scale": torch.float32, "offset": torch.int32, "return": torch.int8},
+    rowwise="...",
+    off_by_one=NEAR_TIES,
+)
 def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     """To int8 by a scale and an offset known beforehand: ``clamp(round(x / scale + offset), -128, 127)``.
 
@@ -69,7 +76,14 @@ def _dynamic_samples(draw: Draw) -> Iterator[Sample]:
     yield (draw.normal(3, 64, scale=50.0),)
 
 
-@op(samples=_dynamic_samples, tolerance=SCALES, off_by_one=NEAR_TIES)
+@op(
+    samples=_dynamic_samples,
+    axes={"x": "... width", "return": ("... width", "...")},
+    dtypes={"x": FLOATING, "return": (torch.int8, torch.float32)},
+    rowwise="...",
+    tolerance=SCALES,
+    off_by_one=NEAR_TIES,
+)
 def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """To int8 by a scale for each token, found from its values: ``round(x / scale)`` with ``scale = max|x| / 127``.
 
@@ -105,7 +119,18 @@ def _static_linear_samples(draw: Draw) -> Iterator[Sample]:
     yield x.view(1, *x.shape), weight, scale, bias, draw.dtype
 
 
-@op(samples=_static_linear_samples)
+@op(
+    samples=_static_linear_samples,
+    axes={
+        "x": "... in_features", "weight": "out_features in_features", "deq_scale": "out_features",
+        "quant_bias": "out_features", "return": "... out_features",
+    },
+    dtypes={
+        "x": torch.int8, "weight": torch.int8, "deq_scale": torch.float32, "quant_bias": torch.int32,
+        "return": "dtype",
+    },
+    rowwise="...",
+)  # fmt: skip
 def quant_linear_static(
     x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -141,7 +166,18 @@ def _dynamic_linear_samples(draw: Draw) -> Iterator[Sample]:
     yield x.view(1, *x.shape), x_scale.view(1, -1), weight, scale, None, draw.dtype
 
 
-@op(samples=_dynamic_linear_samples)
+@op(
+    samples=_dynamic_linear_samples,
+    axes={
+        "x": "... in_features", "x_scale": "...", "weight": "out_features in_features",
+        "weight_scale": "out_features", "bias": "out_features", "return": "... out_features",
+    },
+    dtypes={
+        "x": torch.int8, "x_scale": torch.float32, "weight": torch.int8, "weight_scale": torch.float32,
+        "bias": (torch.float32, "dtype"), "return": "dtype",
+    },
+    rowwise="...",
+)  # fmt: skip
 def quant_linear_dynamic(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -183,7 +219,19 @@ def _add_norm_quantize_samples(draw: Draw) -> Iterator[Sample]:
             yield *arguments, *quantizer
 
 
-@fused_op(samples=_add_norm_quantize_samples, off_by_one=ROUNDED_BEFORE)
+@fused_op(
+    samples=_add_norm_quantize_samples,
+    axes={
+        "x": "... width", "residual": "... width", "weight": "width", "scale": "channels=1|width",
+        "offset": "channels", "return": ("... width", "... width"),
+    },
+    dtypes={
+        "x": FLOATING, "residual": "x", "weight": "x", "scale": torch.float32, "offset": torch.int32,
+        "return": (torch.int8, "x"),
+    },
+    rowwise="...",
+    off_by_one=ROUNDED_BEFORE,
+)  # fmt: skip
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -204,7 +252,16 @@ def add_rms_norm_quantize(
     return quantize(normed, scale, offset), hidden
 
 
-@fused_op(samples=_add_norm_samples, tolerance=SCALES, off_by_one=ROUNDED_BEFORE)
+@fused_op(
+    samples=_add_norm_samples,
+    axes={
+        "x": "... width", "residual": "... width", "weight": "width", "return": ("... width", "...", "... width"),
+    },
+    dtypes={"x": FLOATING, "residual": "x", "weight": "x", "return": (torch.int8, torch.float32, "x")},
+    rowwise="...",
+    tolerance=SCALES,
+    off_by_one=ROUNDED_BEFORE,
+)  # fmt: skip
 def add_rms_norm_dynamic_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +287,15 @@ def _silu_quantize_samples(draw: Draw) -> Iterator[Sample]:
             yield draw.normal(*shape), *quantizer
 
 
-@fused_op(samples=_silu_quantize_samples, off_by_one=ROUNDED_BEFORE)
+@fused_op(
+    samples=_silu_quantize_samples,
+    axes={
+        "x": "... merged", "scale": "channels=1|merged//2", "offset": "channels", "return": "... merged//2",
+    },
+    dtypes={"x": FLOATING, "scale": torch.float32, "offset": torch.int32, "return": torch.int8},
+    rowwise="...",
+    off_by_one=ROUNDED_BEFORE,
+)  # fmt: skip
 def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     """:func:`silu_and_mul`, then :func:`quantize`. A kernel may leave the product in float32 between the two.
 
@@ -245,7 +310,14 @@ def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Te
     return quantize(silu_and_mul(x), scale, offset)
 
 
-@fused_op(samples=_dynamic_samples, tolerance=SCALES, off_by_one=ROUNDED_BEFORE)
+@fused_op(
+    samples=_dynamic_samples,
+    axes={"x": "... merged", "return": ("... merged//2", "...")},
+    dtypes={"x": FLOATING, "return": (torch.int8, torch.float32)},
+    rowwise="...",
+    tolerance=SCALES,
+    off_by_one=ROUNDED_BEFORE,
+)
 def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`silu_and_mul`, then :func:`dynamic_quantize`. A kernel may leave the product in float32 between the two.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hal.ops.cache import cache_sample, store_kv_cache
 from hal.ops.declaration import fused_op, op
+from hal.ops.dtypes import FLOATING
 from hal.ops.norm import rms_norm
 from hal.ops.samples import Draw, Sample
 
@@ -31,7 +32,15 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
     yield packed[:, :128].view(5, 2, 64), packed[:, 128:192].view(5, 1, 64), *_angles(draw, 5, 64)
 
 
-@op(samples=_rotary_samples)
+@op(
+    samples=_rotary_samples,
+    axes={
+        "query": "tokens num_heads head_dim", "key": "tokens num_kv_heads head_dim", "cos": "tokens head_dim",
+        "sin": "tokens head_dim", "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim"),
+    },
+    dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query", "return": ("query", "query")},
+    rowwise="tokens",
+)  # fmt: skip
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate query and key by their positions; the two halves of a head are its real and imaginary parts (Neox).
 
@@ -60,13 +69,30 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _split_samples(draw: Draw) -> Iterator[Sample]:
-    for tokens, heads, kv_heads, head_dim in ((1, 4, 2, 64), (6, 2, 1, 128), (4, 3, 3, 32)):
+    for tokens, heads, kv_heads, head_dim in ((1, 4, 2, 64), (6, 2, 1, 128), (11, 3, 3, 32)):
         qkv = draw.normal(tokens, (heads + 2 * kv_heads) * head_dim)
         weights = draw.normal(head_dim), draw.normal(head_dim)
         yield qkv, *weights, *_angles(draw, tokens, head_dim), 1e-6, heads, kv_heads
 
 
-@fused_op(samples=_split_samples)
+_SPLIT_AXES = {
+    "qkv": "tokens (num_heads+2*num_kv_heads)*head_dim", "q_weight": "head_dim", "k_weight": "head_dim",
+    "cos": "tokens head_dim", "sin": "tokens head_dim",
+}  # fmt: skip
+_SPLIT_DTYPES = {"qkv": FLOATING, "q_weight": "qkv", "k_weight": "qkv", "cos": "qkv", "sin": "qkv"}
+
+
+@fused_op(
+    samples=_split_samples,
+    axes={
+        **_SPLIT_AXES,
+        "return": (
+            "tokens num_heads head_dim", "tokens num_kv_heads head_dim", "tokens num_kv_heads head_dim",
+        ),
+    },
+    dtypes={**_SPLIT_DTYPES, "return": ("qkv", "qkv", "qkv")},
+    rowwise="tokens",
+)  # fmt: skip
 def split_qkv_rmsnorm_rope(
     qkv: Tensor,
     q_weight: Tensor,
@@ -105,10 +131,26 @@ def split_qkv_rmsnorm_rope(
 def _split_cache_samples(draw: Draw) -> Iterator[Sample]:
     for arguments in _split_samples(draw):
         qkv, q_weight, kv_heads = arguments[0], arguments[1], arguments[7]
-        yield *arguments, *cache_sample(draw, qkv.shape[0], kv_heads, q_weight.shape[0])
+        block_size = 16 if kv_heads == 2 else 8
+        yield *arguments, *cache_sample(draw, qkv.shape[0], kv_heads, q_weight.shape[0], block_size)
 
 
-@fused_op(samples=_split_cache_samples, mutates=("key_cache", "value_cache"))
+@fused_op(
+    samples=_split_cache_samples,
+    axes={
+        **_SPLIT_AXES,
+        "key_cache": "num_blocks block_size num_kv_heads head_dim",
+        "value_cache": "num_blocks block_size num_kv_heads head_dim",
+        "slot_mapping": "tokens",
+        "return": "tokens num_heads head_dim",
+    },
+    dtypes={
+        **_SPLIT_DTYPES, "key_cache": "qkv", "value_cache": "qkv", "slot_mapping": torch.int32, "return": "qkv",
+    },
+    rowwise="tokens",
+    state=("key_cache", "value_cache"),
+    mutates=("key_cache", "value_cache"),
+)  # fmt: skip
 def split_qkv_rmsnorm_rope_cache(
     qkv: Tensor,
     q_weight: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration import op
+from hal.ops.dtypes import FLOATING
 from hal.ops.samples import Draw, Sample
 
 
@@ -17,15 +18,20 @@ def _greedy_samples(draw: Draw) -> Iterator[Sample]:
     yield (draw.tensor([[1.0, 3.0, 3.0, 2.0]], draw.dtype),)  # a tie
 
 
-@op(samples=_greedy_samples)
+@op(
+    samples=_greedy_samples,
+    axes={"logits": "rows vocab_size", "return": "rows"},
+    dtypes={"logits": FLOATING, "return": torch.int64},
+    rowwise="rows",
+)
 def greedy_sample(logits: Tensor) -> Tensor:
     """The token of highest logit; of equal ones, the lowest token.
 
     Args:
-        logits: ``[batch, vocab_size]``, floating, free of NaN.
+        logits: ``[rows, vocab_size]``, floating, free of NaN.
 
     Returns:
-        ``[batch]``, int64.
+        ``[rows]``, int64.
     """
     best = logits == logits.amax(-1, keepdim=True)
     return best.to(torch.int32).argmax(-1)
@@ -49,7 +55,18 @@ def _sample_samples(draw: Draw) -> Iterator[Sample]:
             )
 
 
-@op(samples=_sample_samples)
+@op(
+    samples=_sample_samples,
+    axes={
+        "logits": "rows vocab_size", "temperature": "rows", "top_k": "rows", "top_p": "rows", "min_p": "rows",
+        "seed": "rows", "step": "rows", "return": "rows",
+    },
+    dtypes={
+        "logits": FLOATING, "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
+        "min_p": torch.float32, "seed": torch.int64, "step": torch.int64, "return": torch.int64,
+    },
+    rowwise="rows",
+)  # fmt: skip
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor
 ) -> Tensor:
@@ -61,16 +78,16 @@ def sample(
     ``exponential / probability``, where the exponentials come from a hash of seed, step and token.
 
     Args:
-        logits: ``[batch, vocab_size]``, floating, free of NaN.
-        temperature: ``[batch]``, float32; 0 takes the likeliest token.
-        top_k: ``[batch]``, int32; 0 keeps all.
-        top_p: ``[batch]``, float32, in (0, 1]; 1 keeps all.
-        min_p: ``[batch]``, float32, in [0, 1]; 0 keeps all.
-        seed: ``[batch]``, int64: one per sequence.
-        step: ``[batch]``, int64: the number of the token in its sequence, so that each step draws anew.
+        logits: ``[rows, vocab_size]``, floating, free of NaN.
+        temperature: ``[rows]``, float32; 0 takes the likeliest token.
+        top_k: ``[rows]``, int32; 0 keeps all.
+        top_p: ``[rows]``, float32, in (0, 1]; 1 keeps all.
+        min_p: ``[rows]``, float32, in [0, 1]; 0 keeps all.
+        seed: ``[rows]``, int64: one per sequence.
+        step: ``[rows]``, int64: the number of the token in its sequence, so that each step draws anew.
 
     Returns:
-        ``[batch]``, int64.
+        ``[rows]``, int64.
 
     Source: Holtzman et al., *The Curious Case of Neural Text Degeneration*, 2019 (top-p); Nguyen et al., *Min-p
     Sampling*, 2024.
@@ -95,7 +112,7 @@ def sample(
 
 
 def _exponential(seed: Tensor, step: Tensor, token: Tensor) -> Tensor:
-    """Exponentially distributed float32 numbers that depend on seed and step (``[batch]``) and token only."""
+    """Exponentially distributed float32 numbers that depend on seed and step (``[rows]``) and token only."""
     state = _mix(seed & 0xFFFFFFFF)
     state = _mix(state ^ (seed >> 32 & 0xFFFFFFFF))
     state = _mix(state ^ (step & 0xFFFFFFFF))

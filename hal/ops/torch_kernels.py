@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

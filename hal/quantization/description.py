@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
+from hal.files import read_json
 from hal.quantization.arithmetic import AGAIN, Activation, DynamicLayer, StaticLayer
 
 Scheme = Literal["w8a8", "w8a8_dynamic"]
@@ -145,6 +145,8 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization |
     from hal.quantization.modelslim import ModelSlim
 
     section = config.get("quantization_config")
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(f"quantization_config in config.json is {section!r:.60}, no table", AGAIN)
     descriptions = sorted(folder.glob(ModelSlim.PATTERN))
     if len(descriptions) > 1:
         raise CheckpointError(
@@ -158,11 +160,9 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization |
             "remove the one that is not meant",
         )
     if descriptions:
-        return ModelSlim.read(descriptions[0].name, _read_json(descriptions[0]))
+        return ModelSlim.read(descriptions[0].name, read_json(descriptions[0]))
     if not section:
         return None
-    if not isinstance(section, dict):
-        raise ConfigError(f"quantization_config in config.json is {section!r:.60}, no table", AGAIN)
     method = section.get("quant_method")
     if method != CompressedTensors.format:
         named = "without naming a quant_method" if method is None else f"by the method {method!r:.60}"
@@ -181,13 +181,3 @@ def zeros(name: str, what: str, values: Tensor | None) -> None:
     """
     if values is not None and bool(values.double().ne(0).any()):
         raise CheckpointError(f"{name} has a {what} other than 0: its weights are asymmetric", SUPPORTED)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}", AGAIN) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object", AGAIN)
-    return value

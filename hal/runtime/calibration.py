@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hal.backend import Backend
 from hal.errors import CheckpointError, NumericsError
+from hal.execution.runner import Runner
 from hal.nn import CausalLM
 from hal.runtime.quantization import linear_layers
-from hal.runtime.runner import Runner
 
 WINDOW = 512
 """Tokens that are read at once, each time from an empty cache."""
@@ -43,10 +43,10 @@ def input_ranges(
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [layer.register_forward_pre_hook(partial(_observe, seen, path)) for path, layer in linear_layers(model)]
     try:
-        runner = Runner(model, backend)
-        blocks = runner.blocks.take(runner.spec.blocks_for(length)) or []
-        for start in range(0, len(tokens), length):
-            runner.prefill(runner.batch([tokens[start : start + length]], [blocks]))
+        with Runner(model, backend) as runner:
+            blocks = runner.blocks.take(runner.spec.blocks_for(length)) or []
+            for start in range(0, len(tokens), length):
+                runner.step(runner.batch([tokens[start : start + length]], [blocks]))
     finally:
         for hook in hooks:
             hook.remove()

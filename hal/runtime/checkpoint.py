@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hal.errors import CheckpointError, nearest
+from hal.files import AGAIN, is_there, read_json, regular_file
 from hal.quantization.description import KEYS, Quantization, read_quantization
 from hal.runtime.checkpoint_files import (
     DTYPES,
     TensorInfo,
-    read_json,
     read_rows,
     read_tensors,
     tensors_of,
@@ -86,12 +86,12 @@ class Checkpoint:
             CheckpointError: config.json names none that there is, or one of integers.
         """
         for key in ("dtype", "torch_dtype"):
-            if named := self.config.get(key):
+            if (named := self.config.get(key)) is not None:
                 dtype = getattr(torch, named, None) if isinstance(named, str) else None
                 if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
                     return dtype
                 raise CheckpointError(
-                    f"{self.path / 'config.json'} says {key} {named!r}, which is no floating-point dtype",
+                    f"{self.path / 'config.json'} says {key} {named!r:.60}, which is no floating-point dtype",
                     "write float32, bfloat16 or float16; or choose one yourself (dtype in the config, --dtype)",
                 )
         sizes: Counter[torch.dtype] = Counter()
@@ -117,25 +117,36 @@ class Checkpoint:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end a text, by generation_config.json, or else by config.json."""
+        """The tokens that end a text, by generation_config.json, or else by config.json.
+
+        Raises:
+            CheckpointError: the file is damaged, or says something else of them.
+        """
         file = self.path / "generation_config.json"
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
+        ids = read_json(file).get("eos_token_id") if is_there(file) else None
         if ids is None:  # left out, or null
             ids = self.config.get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(each) is int for each in listed):
-            raise CheckpointError(f"eos_token_id in {self.path} is {ids!r}", "make it a token id, or a list of them")
+            raise CheckpointError(
+                f"eos_token_id in {self.path} is {ids!r:.60}", "make it a token id, or a list of them"
+            )
         return frozenset(listed)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of tokenizer.json."""
+        """The tokenizer of tokenizer.json.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
         file = self.path / "tokenizer.json"
-        if not file.is_file():
+        if not is_there(file):
             raise CheckpointError(f"{self.path} has no tokenizer.json", "save the fast tokenizer beside the weights")
+        regular_file(file)
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
-            raise CheckpointError(f"{file} is not a tokenizer: {error}", "download or save it again") from None
+            raise CheckpointError(f"{file} is not a tokenizer: {error}", AGAIN) from None
         # Some are saved with the settings of their training; a prompt is neither cut short nor filled up.
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -1,11 +1,10 @@
-"""The files of a checkpoint's folder: JSON, and safetensors with their index.
+"""The safetensors of a checkpoint's folder, and their index.
 
 Only safetensors are read. Nothing is unpickled, and no code from a checkpoint runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hal.errors import CheckpointError
+from hal.errors import LISTED, CheckpointError
+from hal.files import AGAIN, is_plain_name, is_there, read_json, regular_file, shown
 
 INDEX = "model.safetensors.index.json"
 REMAP_BYTES = 32 << 20
@@ -48,28 +48,9 @@ class TensorInfo:
         return DTYPES[self.dtype].is_floating_point
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: there is no such file, or it holds none.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file.parent} is no checkpoint: it has no {file.name}", "give the folder that holds config.json"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}", "download or save it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object", "download or save it again")
-    return value
-
-
 def _index(folder: Path) -> Path | None:
     """The index of several files; ModelSlim names it after its own."""
-    if (folder / INDEX).exists():
+    if is_there(folder / INDEX):
         return folder / INDEX
     found = sorted(folder.glob("*.safetensors.index.json"))
     if len(found) > 1:
@@ -90,16 +71,17 @@ def weight_files(folder: Path) -> list[Path]:
     if index is not None:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map", "download or save it again")
+            raise CheckpointError(f"{index} has no weight_map", AGAIN)
         names = sorted(set(weight_map.values()))
         # A name with a path in it could point anywhere on the machine.
-        if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+        if outside := [name for name in names if not (is_plain_name(name) and name.endswith(".safetensors"))]:
             raise CheckpointError(
-                f"{index.name} names {outside[0]!r}, which is no safetensors file of the folder",
-                "download or save it again",
+                f"{index.name} names {shown(outside[0])}, which is no safetensors file of the folder", AGAIN
             )
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {index.name} names", "download it again")
+        if missing := [name for name in names if not is_there(folder / name)]:
+            listed = ", ".join(map(shown, missing[:LISTED]))
+            more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+            raise CheckpointError(f"{folder} lacks {listed}{more}, which {index.name} names", "download it again")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
@@ -120,12 +102,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _opened(file: Path) -> Any:
+    regular_file(file)
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error}", "it may be truncated; download or save it again"
-        ) from None
+        raise CheckpointError(f"{file} cannot be read: {error}", f"it may be truncated; {AGAIN}") from None
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, TensorInfo]]:

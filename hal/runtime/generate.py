@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hal.errors import BatchError, ConfigError, NumericsError
+from hal.execution.runner import Runner
 from hal.runtime.blocks import BlockAllocator
 from hal.runtime.prefixes import PrefixCache
-from hal.runtime.runner import Runner
 from hal.runtime.sampling import SamplingParams, choose, rows_of_nan
+from hal.step import Batch
 
 log = logging.getLogger("hal.runtime")
 
@@ -43,6 +44,7 @@ class _Sequence:
     params: SamplingParams
     limit: int
     blocks: list[int] = attrs.field(factory=list)
+    slots: list[int] = attrs.field(factory=list)
     cached: int = 0
     new: int = 0
 
@@ -64,6 +66,7 @@ def generate(
             checked before the first step.
         ConfigError: ``params`` are none.
         NumericsError: the model gave NaN.
+        ClosedError: the runner is closed; from the iterator, if that happens between two steps.
     """
     if not isinstance(prompts, Iterable):
         raise BatchError(f"prompts is {prompts!r:.70}", "give a list of prompts, each a list of token ids")
@@ -130,25 +133,37 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                     [each.tokens[each.cached :] for each in admitted],
                     [each.blocks for each in admitted],
                     cached=[each.cached for each in admitted],
+                    **_slots(runner, admitted),
                 )
-                chosen = _choose(runner, admitted, runner.prefill(batch))
+                chosen = _step(runner, admitted, batch)
                 _remember(runner, admitted)  # not before: a failure on the device shows where the host waits
                 yield from _append(admitted, chosen)
             elif not running:
                 raise BatchError(
-                    f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks",
-                    "finish or close the other generate() of this runner, or raise cache.num_tokens",
+                    f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks, or all slots",
+                    "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
                 )
             running = _without_finished(running, runner)
             if running:
                 cached = [len(each.tokens) - 1 for each in running]
                 last = [each.tokens[-1:] for each in running]
-                batch = runner.batch(last, [each.blocks for each in running], cached=cached)
-                yield from _append(running, _choose(runner, running, runner.decode(batch)))
+                blocks = [each.blocks for each in running]
+                batch = runner.batch(last, blocks, cached=cached, **_slots(runner, running))
+                yield from _append(running, _step(runner, running, batch))
                 running = _without_finished(running, runner)
     finally:
         for sequence in running:  # of a caller that stops early
-            _blocks(runner).give_back(sequence.blocks)
+            _give_back(runner, sequence)
+
+
+def _give_back(runner: Runner, sequence: _Sequence) -> None:
+    _blocks(runner).give_back(sequence.blocks)
+    runner.slots.give_back(sequence.slots)
+
+
+def _slots(runner: Runner, sequences: list[_Sequence]) -> dict[str, Any]:
+    """The field of a batch whose model keeps a state for each sequence."""
+    return {"slots": [slot for each in sequences for slot in each.slots]} if runner.slots.needed else {}
 
 
 def _blocks(runner: Runner) -> BlockAllocator | PrefixCache:
@@ -175,13 +190,20 @@ def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
         tokens += len(first.tokens) - cached
         joins = not admitted or tokens <= most
         needed = runner.spec.blocks_for(len(first.tokens) + first.limit) - len(shared)
-        blocks = _blocks(runner).take(needed) if joins else None
+        has_slot = not runner.slots.needed or runner.slots.num_free > 0
+        blocks = _blocks(runner).take(needed) if joins and has_slot else None
         if blocks is None:
             _blocks(runner).give_back(shared)
             break
         first.blocks, first.cached = shared + blocks, cached
+        first.slots = (runner.slots.take(1) or []) if runner.slots.needed else []
         admitted.append(waiting.popleft())
     return admitted
+
+
+def _step(runner: Runner, sequences: list[_Sequence], batch: Batch) -> list[int]:
+    with runner.uses:  # which nobody closes before the logits are read: they may lie in a graph's memory
+        return _choose(runner, sequences, runner.step(batch).logits)
 
 
 def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> list[int]:
@@ -212,5 +234,5 @@ def _without_finished(running: list[_Sequence], runner: Runner) -> list[_Sequenc
     finished = [sequence for sequence in running if _finished(sequence)]
     _remember(runner, finished)
     for sequence in finished:
-        _blocks(runner).give_back(sequence.blocks)
+        _give_back(runner, sequence)
     return [sequence for sequence in running if not _finished(sequence)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hal.backend import Backend
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import CausalLM, Embedding
+from hal.nn import Attention, CausalLM, Embedding
 from hal.runtime.checkpoint import Checkpoint
 from hal.runtime.fitting import check_fit, check_tied
 from hal.runtime.layers import put_layers
@@ -51,16 +51,19 @@ def load_model(
         ConfigError: its config, or the dtype, is not one that the model or the backend can do.
         ModelError: the model's class cannot be imported, or is none, or makes no whole model.
         DriverIncompatible: a layer of the backend's own does not fit the place of the one that it replaces.
+        ClosedError: the backend is closed.
     """
+    backend.uses.check_open()
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
     model, quantized = _build(checkpoint, model_class)
     own_layers = put_layers(model, backend)
-    if (dims := backend.limits.head_dims) and model.head_dim not in dims:
+    used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
+    if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
         raise ConfigError(
-            f"the backend {backend.name} has no attention for head_dim {model.head_dim}",
+            f"the backend {backend.name} has no attention for head_dim {others[0]}",
             f"it takes {', '.join(map(str, dims))}; choose another backend",
         )
     places = dict(places_of(model))

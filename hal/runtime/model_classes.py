@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hal.errors import CheckpointError, HalError, ModelError, nearest
 from hal.nn import CausalLM
+from hal.step import SEQUENCE, Batch, SlotBatch, State, fields_of
 
 GROUP = "hal.models"
 
@@ -72,8 +73,29 @@ def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> Causal
         ) from error
     if not isinstance(model, CausalLM):
         raise ModelError(f"{name}.from_config returned {model!r:.100}, no hal.nn.CausalLM", "return the model")
-    for attribute in ("vocab_size", "max_length", "num_layers", "num_kv_heads", "head_dim"):
+    for attribute in ("vocab_size", "max_length"):
         value = getattr(model, attribute, None)
         if type(value) is not int or value < 1:
             raise ModelError(f"{name}.{attribute} is {value!r}", "set it in the model's constructor, to 1 or more")
+    _check_states(name, getattr(model, "states", None))
+    if not (isinstance(model.batch_type, type) and issubclass(model.batch_type, Batch)):
+        raise ModelError(f"{name}.batch_type is {model.batch_type!r:.70}", "set it to hal.step.Batch or a subclass")
+    fields_of(model.batch_type)  # an undeclared field is refused here
+    in_slots = any(state.per is SEQUENCE for layer in model.states for state in layer.values())
+    if in_slots and not issubclass(model.batch_type, SlotBatch):
+        raise ModelError(
+            f"{name} keeps a state for each sequence, and its batches have no slots",
+            f"set {name}.batch_type to hal.step.SlotBatch, or a subclass of it",
+        )
     return model
+
+
+def _check_states(name: str, states: Any) -> None:
+    """Raise ModelError unless a model declares the states of each layer."""
+    remedy = "set it in the model's constructor: for each layer, a mapping from names to hal.step.State"
+    if not isinstance(states, Sequence) or not all(isinstance(layer, Mapping) for layer in states):
+        raise ModelError(f"{name}.states is {states!r:.70}", remedy)
+    for index, layer in enumerate(states):
+        for state, declared in layer.items():
+            if not (isinstance(state, str) and state.isidentifier() and isinstance(declared, State)):
+                raise ModelError(f"{name}.states[{index}] has {state!r}: {declared!r:.70}", remedy)

@@ -181,11 +181,11 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dic
     if len(tokens) > most:
         log.info("the calibration text has %d tokens; the first %d are read", len(tokens), most)
     before = active_backend()
-    backend = open_backend("cpu")
     try:
-        ranges = input_ranges(load_model(checkpoint, backend), backend, tokens[:most])
+        with open_backend("cpu") as backend:
+            ranges = input_ranges(load_model(checkpoint, backend), backend, tokens[:most])
     finally:
-        if before is not None:
+        if before is not None and not before.closed:
             before.activate()
     writer = WRITERS[job.format]
     dtype = writer.activation_dtype(checkpoint.dtype)

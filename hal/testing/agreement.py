@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hal.backend import active_backend
+from hal.execution.runner import Runner
 from hal.runtime.loading import load_model
-from hal.runtime.runner import Runner
 from hal.testing.checkpoints import checkpoint
 from hal.testing.target import reference_backend
 
@@ -108,7 +108,7 @@ def _logits(family: str, head_dim: int, loaded: torch.dtype, computed: torch.dty
     free = iter(range(1, 1 + sum(needed)))
     blocks = [[next(free) for _ in range(count)] for count in needed]
     return [
-        runner.prefill(runner.batch([text], [owned], all_logits=True)).double()
+        runner.step(runner.batch([text], [owned], all_logits=True)).logits.double()
         for text, owned in zip(texts, blocks, strict=True)
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hal import ops
+from hal.ops.axes import LEADING, STEP_AXES, Shape
 from hal.ops.declaration import Operation
 from hal.ops.samples import Draw, Sample
 
@@ -60,25 +60,23 @@ def calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
     for number in range(sample_count(operation)):
         yield Call(operation, dtype, number, f"sample-{number}")
     yield Call(operation, dtype, widest(operation), "rows-apart", partial(rows_apart, operation))
-    found = rows_of(operation)
-    if found is None or operation.host:  # whose lengths would no longer be those of the rows
+    several = with_rows(operation)
+    if several is None or operation.host:  # whose lengths would no longer be those of the rows
         return
-    number, places = found
     for count in (1, 0):
-        yield Call(operation, dtype, number, f"rows-{count}", partial(first_rows, places, count))
-    yield Call(operation, dtype, number, "large", partial(scaled, operation, places, 4096.0))
+        yield Call(operation, dtype, several, f"rows-{count}", partial(first_rows, operation, count))
+    yield Call(operation, dtype, several, "large", partial(scaled, operation, 4096.0))
 
 
 def special_calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
     """Where results are floating, one row with NaN, and one with an infinity."""
-    found = rows_of(operation)
-    if found is None:
+    number = with_rows(operation)
+    if number is None:
         return
-    number, places = found
     sample = nth_sample(operation, Draw(), number)
-    if any(sample[place].is_floating_point() for place in places) and _floats(reference(operation, sample)):
+    if first_floating(operation, sample) is not None and _floats(reference(operation, copied(sample))):
         for name, value in (("nan", float("nan")), ("infinity", float("inf"))):
-            yield Call(operation, dtype, number, name, partial(with_special, places, value))
+            yield Call(operation, dtype, number, name, partial(with_special, operation, value))
 
 
 @lru_cache(maxsize=512)
@@ -89,63 +87,53 @@ def widest(operation: Operation) -> int:
 
 
 @lru_cache(maxsize=512)
-def rows_of(operation: Operation) -> tuple[int, tuple[int, ...]] | None:
-    """A sample with several rows, and which of its arguments hold them; None if the operation has no such.
-
-    Rows are found by trying: arguments of one leading size are cut to fewer rows, and if the reference then gives the
-    same rows as before, it computes row by row.
-    """
+def with_rows(operation: Operation) -> int | None:
+    """The number of the first sample with several rows; None if the operation does not compute row by row."""
     for number, sample in enumerate(operation.samples(Draw())):
-        places = _of_leading_size(operation, sample)
-        if places and _is_by_rows(operation, sample, places):
-            return number, places
+        places = row_dims(operation, sample)
+        if any(sample[place].shape[dim] > 1 for place, dim in places.items()):
+            return number
     return None
 
 
-def _of_leading_size(operation: Operation, sample: Sample) -> tuple[int, ...]:
-    names = list(operation.signature.parameters)
-    free = [
-        place for place, value in enumerate(sample)
-        if isinstance(value, Tensor) and value.dim() and names[place] not in (*state_names(), *operation.host)
-    ]  # fmt: skip
-    if not free or sample[free[0]].shape[0] < 2:
-        return ()
-    rows = sample[free[0]].shape[0]
-    return tuple(place for place in free if sample[place].shape[0] == rows)
+def row_dims(operation: Operation, sample: Sample) -> dict[int, int]:
+    """Which arguments have the axis over which the operation computes row by row, and which dimension it is there."""
+    found = {}
+    for place, (name, value) in enumerate(zip(operation.constraints.arguments, sample, strict=True)):
+        dim = _row_dim(operation, operation.constraints.shape(name), value)
+        if dim is not None:
+            found[place] = dim
+    return found
 
 
-def _is_by_rows(operation: Operation, sample: Sample, places: tuple[int, ...]) -> bool:
-    whole = tree_leaves(reference(operation, copied(sample)))
-    rows = sample[places[0]].shape[0]
-    try:
-        part = tree_leaves(reference(operation, first_rows(places, 1, copied(sample))))
-    except (RuntimeError, IndexError, ValueError):
-        return False
-    pairs = [(one, all_) for one, all_ in zip(part, whole, strict=True) if isinstance(one, Tensor)]
-    return all(
-        all_.dim() and all_.shape[0] == rows and one.shape == all_[:1].shape and torch.allclose(one, all_[:1], 1e-4)
-        for one, all_ in pairs
-    )
+def result_row_dims(operation: Operation, results: Sequence[Tensor]) -> list[int | None]:
+    """The dimension of that axis in each result."""
+    return [_row_dim(operation, *each) for each in zip(operation.constraints.results, results, strict=True)]
 
 
-@lru_cache(maxsize=1)
-def state_names() -> frozenset[str]:
-    """Names of arguments that some operation writes: such as caches, whose layout is not the caller's to choose."""
-    return frozenset(name for each in ops.catalogue().values() for name in each.mutates)
+def _row_dim(operation: Operation, shape: Shape | None, value: Any) -> int | None:
+    if operation.rowwise is None or shape is None or not isinstance(value, Tensor):
+        return None
+    return shape.dim(operation.rowwise, value.dim())
 
 
-def first_rows(places: tuple[int, ...], count: int, sample: Sample) -> Sample:
-    """The arguments at ``places`` cut to their first rows."""
-    return tuple(value[:count] if place in places else value for place, value in enumerate(sample))
+def first_rows(operation: Operation, count: int, sample: Sample) -> Sample:
+    """The arguments that have rows, cut to the first ones."""
+    dims = row_dims(operation, sample)
+    return tuple(value.narrow(dims[place], 0, count) if place in dims else value for place, value in enumerate(sample))
 
 
 def rows_apart(operation: Operation, sample: Sample) -> Sample:
-    """Every floating argument of two dimensions or more as a slice of a wider tensor, as of a merged projection."""
+    """Every floating argument of two dimensions or more as a slice of a wider tensor, as of a merged projection.
+
+    Weights and state stay as they are: their layout is not the caller's to choose.
+    """
 
     def apart(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
+        shape = operation.constraints.shape(name)
+        if shape is None or not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
             return value
-        if name in state_names() or name in operation.host or name == "weight":
+        if {*operation.state, *operation.host} & {name} or not _of_a_step(operation, shape):
             return value
         width = value.shape[-1]
         wide = value.new_full((*value.shape[:-1], 3 * width), float("nan"))
@@ -155,9 +143,14 @@ def rows_apart(operation: Operation, sample: Sample) -> Sample:
     return tuple(apart(name, value) for name, value in zip(operation.signature.parameters, sample, strict=True))
 
 
-def scaled(operation: Operation, places: tuple[int, ...], factor: float, sample: Sample) -> Sample:
+def _of_a_step(operation: Operation, shape: Shape) -> bool:
+    """Whether a tensor is made anew at each step, as its axes tell."""
+    return not {*STEP_AXES, LEADING, operation.rowwise}.isdisjoint(shape.names)
+
+
+def scaled(operation: Operation, factor: float, sample: Sample) -> Sample:
     """The first floating argument with rows times the largest power of two that leaves finite results."""
-    place = next((each for each in places if sample[each].is_floating_point()), None)
+    place = first_floating(operation, sample)
     if place is None:
         return sample
     on_cpu = tuple(value.cpu() if isinstance(value, Tensor) else value for value in sample)
@@ -171,12 +164,20 @@ def scaled(operation: Operation, places: tuple[int, ...], factor: float, sample:
     return tuple(value * factor if at == place else value for at, value in enumerate(sample))
 
 
-def with_special(places: tuple[int, ...], special: float, sample: Sample) -> Sample:
+def with_special(operation: Operation, special: float, sample: Sample) -> Sample:
     """The first row of the first floating argument with rows begins with ``special``."""
-    place = next(each for each in places if sample[each].is_floating_point())
+    place = first_floating(operation, sample)
+    if place is None:
+        return sample
     changed = sample[place].clone()
-    changed[0].view(-1)[0] = special
+    row = changed.select(row_dims(operation, sample)[place], 0)
+    row[(0,) * row.dim()] = special
     return tuple(changed if at == place else value for at, value in enumerate(sample))
+
+
+def first_floating(operation: Operation, sample: Sample) -> int | None:
+    """The first floating argument that has rows."""
+    return next((place for place in row_dims(operation, sample) if sample[place].is_floating_point()), None)
 
 
 def reference(operation: Operation, sample: Any) -> Any:

@@ -58,7 +58,7 @@ class Case:
         try:
             self.check()
         finally:
-            if before is not None:
+            if before is not None and not before.closed:
                 before.activate()
 
 

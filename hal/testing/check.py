@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hal.backend import Backend
-from hal.ops.declaration import Kernel
-from hal.testing.calls import Call, described, reference, tensors
+from hal.ops.binding import Kernel
+from hal.testing.calls import Call, described, reference, result_row_dims, tensors
 from hal.testing.case import Failure
 from hal.testing.examined import Examined, poison, storages
 
@@ -54,10 +54,11 @@ def check_special(backend: Backend, call: Call, run: Kernel) -> None:
         examined.run(run)
         backend.device.synchronize()
         problems = []
-        for place, (got, want) in enumerate(zip(tensors(examined.results), expected, strict=True)):
-            got = got.cpu()
-            if not want.is_floating_point():
+        dims = result_row_dims(operation, expected)
+        for place, (got, want, dim) in enumerate(zip(tensors(examined.results), expected, dims, strict=True)):
+            if dim is None or not want.is_floating_point():
                 continue
+            got, want = got.cpu().movedim(dim, 0), want.movedim(dim, 0)
             if bool((got[0].isfinite() & ~want[0].isfinite()).any()):
                 problems.append(f"result {place} is finite where the reference's is not")
             problems += examined.differences(got[1:], want[1:], f"result {place}, in the other rows,")

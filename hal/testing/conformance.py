@@ -10,15 +10,28 @@ from typing import Any
 
 import attrs
 
-from hal import registry
+from hal import opening
 from hal.backend import Backend
 from hal.errors import ConfigError, DriverUnavailable, nearest
-from hal.testing import devices, errors, graphs, leaks, limits, memory, models, operations, rewrites, runners, streams
+from hal.testing import (
+    closing,
+    devices,
+    errors,
+    graphs,
+    leaks,
+    limits,
+    memory,
+    models,
+    operations,
+    rewrites,
+    runners,
+    streams,
+)
 from hal.testing.case import Case, NotApplicable, raised_in
 from hal.testing.target import Target
 
 AREAS: tuple[ModuleType, ...] = (
-    devices, streams, memory, operations, rewrites, graphs, runners, models, errors, limits, leaks,
+    devices, streams, memory, operations, rewrites, graphs, runners, models, errors, limits, leaks, closing,
 )  # fmt: skip
 """The modules that make cases."""
 
@@ -132,7 +145,7 @@ def _subject(name: str) -> str:
 def _not_opened(error: Exception) -> None:
     if isinstance(error, DriverUnavailable):
         # What hal made of an exception that the driver did not expect, after its probe had said that it can run here.
-        if error.__cause__ is not None and raised_in(error) == registry.__name__:
+        if error.__cause__ is not None and raised_in(error) == opening.__name__:
             raise AssertionError(
                 f"its probe says that it can run here, and {error.problem}; let the probe look for that, or raise "
                 "DriverUnavailable with a remedy"

@@ -71,12 +71,12 @@ def _opened_twice(target: Target) -> None:
 
 def _constant(target: Target) -> None:
     backend = target.activated()
-    before = backend.limits, backend.capabilities, backend.compilers, backend.cache_layout
+    before = backend.limits, backend.capabilities, backend.compilers, backend.state_layout
     x = Draw(backend.limits.dtypes[0], backend.device.torch).normal(4, 64)
     backend.ops.rms_norm(x, x[0].clone(), 1e-6)
     backend.device.synchronize()
     require(
-        before == (backend.limits, backend.capabilities, backend.compilers, backend.cache_layout),
+        before == (backend.limits, backend.capabilities, backend.compilers, backend.state_layout),
         "limits, capabilities or compilers changed when the backend was used",
     )
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from hal.backend import Backend
 from hal.ops.agreement import assert_agree
-from hal.ops.declaration import Kernel
+from hal.ops.binding import Kernel
 from hal.testing.calls import Call, copied, described, reference, tensors
 from hal.testing.case import Failure
 

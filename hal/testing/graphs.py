@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.backend import Backend
-from hal.errors import CaptureError, GraphError
+from hal.errors import BatchError, CaptureError, DeviceError, GraphError
 from hal.graph import Graph
 from hal.testing import host_values
 from hal.testing.case import Case, require
@@ -20,6 +21,8 @@ from hal.testing.replays import check_replay
 from hal.testing.target import Target
 
 SHAPE = (32, 64)
+SECONDS = 60
+"""That another thread gets for a capture, before what holds it up counts as held for good."""
 Check = Callable[[Backend], None]
 
 
@@ -28,7 +31,8 @@ def cases(target: Target) -> Iterator[Case]:
     checks: list[tuple[str, Check]] = [
         ("inputs-in-place", _inputs_in_place), ("addresses", _addresses), ("structure", _structure),
         ("no-python", _glue), ("pool", _pool), ("several", _several), ("hold", _hold), ("reset", _reset),
-        ("order-of-use", _order_of_use), ("error-inside", _error_inside), ("value-read", _value_read),
+        ("order-of-use", _order_of_use), ("memory-inside", _lacks_memory), ("value-read", _value_read),
+        *((f"error-inside/{name}", partial(_error_inside, make)) for name, make in RAISED.items()),
         ("on-a-stream", _on_a_stream), ("back-to-back", _back_to_back), ("written-in-place", _written_in_place),
         ("dump", _dump), *((f"host-values/{name}", check) for name, check in host_values.CHECKS.items()),
     ]  # fmt: skip
@@ -170,25 +174,76 @@ def _order_of_use(backend: Backend) -> None:
     raise AssertionError("a second capture() without reset() raised no GraphError")
 
 
-def _error_inside(backend: Backend) -> None:
-    """What the function raises comes out, and leaves the graph and the device as if nothing had happened."""
+class Planted(RuntimeError):
+    """Raised on purpose."""
+
+
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "exception": lambda: KeyError("planted"),
+    "runtime-error": lambda: RuntimeError("planted"),
+    "own": lambda: Planted("planted"),
+    "hal-error": lambda: BatchError("planted", "none"),
+    "device-error": lambda: DeviceError("planted", "none"),
+    "interrupt": lambda: KeyboardInterrupt("planted"),
+    "exit": lambda: SystemExit(3),
+}
+"""By the name that cases have: what functions raise, and what has nothing to do with being captured."""
+
+
+def _error_inside(make: Callable[[], BaseException], backend: Backend) -> None:
+    """What the function raises comes out as it is, and leaves the graph and the device as if nothing had happened."""
     x, graph = _input(backend), backend.graph()
+    found: BaseException | None = None
+    error, cause = make(), ValueError("the cause")
 
     def broken() -> Tensor:
         y = x + 1
-        raise KeyError(f"planted, behind {y.shape}")
+        del y
+        raise error from cause
 
-    raised = False
     try:
         graph.capture(broken)
-    except (CaptureError, KeyError):
-        raised = True
-    require(raised, "capture() swallowed what the captured function raised")
+    except BaseException as raised:
+        found = raised
+    require(found is not None, "capture() swallowed what the captured function raised")
+    require(found is error, f"the captured function raised {error!r}, and capture() {found!r} in place of it")
+    require(error.__cause__ is cause, f"the cause of the exception became {error.__cause__!r}")
+    _works_again(backend, graph, x)
+
+
+def _works_again(backend: Backend, graph: Graph, x: Tensor) -> None:
+    """After a capture that failed: the graph is empty, and it, eager work and another thread's graph go on."""
     _refused(graph, "replay() after a capture that failed")
-    output = graph.capture(lambda: x * 2)
     x.fill_(4.0)
+    _holds(x * 3, 12.0, "an eager computation after a capture that failed")
+    backend.device.empty_cache()
+    output = graph.capture(lambda: x * 2)
     graph.replay()
     _holds(output, 8.0, "a capture after one that failed")
+    with ThreadPoolExecutor(1) as thread:
+        captured = thread.submit(_captured_elsewhere, backend).result(timeout=SECONDS)
+    _holds(captured, 3.0, "a capture in another thread after one that failed")
+
+
+def _captured_elsewhere(backend: Backend) -> Tensor:
+    x, graph = _input(backend), backend.graph()
+    output: Tensor = graph.capture(lambda: x + 2)
+    graph.replay()
+    return output.cpu()
+
+
+def _lacks_memory(backend: Backend) -> None:
+    """A capture for which there is no memory says so, whichever exception that is on the device."""
+    x, graph = _input(backend), backend.graph()
+    found: BaseException | None = None
+    try:
+        graph.capture(lambda: x + torch.empty(1 << 60, dtype=torch.uint8, device=x.device)[0])
+    except CaptureError as error:
+        found = error
+    require(found is not None, "an exabyte was allocated in a capture")
+    require(found is not None and found.__cause__ is not None, "the CaptureError does not have its cause chained")
+    del found
+    _works_again(backend, graph, x)
 
 
 def _value_read(backend: Backend) -> None:

@@ -29,7 +29,7 @@ class Attend:
         draw = Draw(dtype, backend.device.torch, seed)
         self.scale = head_dim**-0.5
         self.query = draw.normal(ROWS, HEADS, head_dim)
-        if backend.cache_layout == "canonical":
+        if backend.state_layout == "canonical":
             shape = (ROWS * BLOCKS_EACH, size, KV_HEADS, head_dim)
             self.caches = draw.normal(*shape), draw.normal(*shape)
         else:
@@ -81,10 +81,11 @@ class Attend:
 
 
 def _filled(backend: Backend, draw: Draw, head_dim: int) -> tuple[Tensor, Tensor]:
-    from hal.kv_cache import KVCacheSpec
+    from hal.step import StateSpec
 
     blocks, size = ROWS * BLOCKS_EACH, backend.block_size
-    cache = backend.kv_cache(KVCacheSpec(1, KV_HEADS, head_dim, draw.dtype, blocks, size)).layers[0]
+    state = backend.allocate(StateSpec.key_value(1, KV_HEADS, head_dim, draw.dtype, blocks, size)).layers[0]
+    cache = state["key"], state["value"]
     values = draw.normal(blocks * size, KV_HEADS, head_dim), draw.normal(blocks * size, KV_HEADS, head_dim)
     with torch.inference_mode():
         ops.store_kv_cache(*values, *cache, torch.arange(blocks * size, dtype=torch.int32, device=draw.device))

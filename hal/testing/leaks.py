@@ -14,7 +14,7 @@ from torch import Tensor
 from hal import ops
 from hal.ops.declaration import Operation
 from hal.testing.calls import Call, widest
-from hal.testing.case import Case, NotApplicable
+from hal.testing.case import Case
 from hal.testing.models import ModelRun
 from hal.testing.target import Target
 
@@ -126,8 +126,7 @@ def _streams(target: Target) -> None:
 
 def _operation(target: Target, operation: Operation) -> None:
     backend = target.activated()
-    if backend.cache_layout != "canonical" and "key_cache" in operation.signature.parameters:
-        raise NotApplicable(f"the cache's layout is {backend.cache_layout}, which samples do not have")
+    target.require_canonical(operation)
     given = Call(operation, backend.limits.dtypes[0], widest(operation), "leak").arguments(backend.device.torch)
 
     def once() -> None:
@@ -144,7 +143,7 @@ def _steps(target: Target, mode: str) -> None:
     prompt = runner.batch([[1, 2, 3]], [[4]])
 
     def once() -> None:
-        runner.prefill(prompt)
-        runner.decode(batch)
+        runner.step(prompt)
+        runner.step(batch)
 
     check_growth(target, once, f"steps with the compiler {mode}")

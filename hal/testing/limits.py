@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hal.execution.runner import Runner
 from hal.runtime.loading import load_model
-from hal.runtime.runner import Runner
 from hal.testing.agreement import check_logits, truth
 from hal.testing.case import Case, NotApplicable, require
 from hal.testing.checkpoints import checkpoint

@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import torch
 
-from hal.compilers import IN_PIECES
+from hal.drivers.compilers import EAGER
+from hal.execution.runner import Runner
 from hal.runtime.generate import generate
 from hal.runtime.loading import load_model
-from hal.runtime.runner import Runner
 from hal.runtime.sampling import SamplingParams
 from hal.testing.agreement import check_choice, check_logits, truth
 from hal.testing.case import Case, require
@@ -77,7 +77,7 @@ class ModelRun:
     def config(self) -> dict[str, Any]:
         """That it is opened with."""
         compilation: dict[str, Any] = {"compiler": self.mode, "capture_sizes": list(BUCKETS)}
-        if self.mode in IN_PIECES:
+        if self.mode != EAGER and self.target.backend.compiler(self.mode).any_shape:
             compilation["prefill"] = {"capture_sizes": [16, PREFILL_TOKENS]}
         return {
             "dtype": dtype_name(self.dtype), "max_prefill_tokens": PREFILL_TOKENS, "compilation": compilation,
@@ -86,7 +86,7 @@ class ModelRun:
 
     def open(self) -> Runner:
         """The runner, made at the first call; its backend is active."""
-        runner: Runner = self.target.keep(self._key, self._made)
+        runner: Runner = self.target.keep(self._key, self.made)
         runner.backend.activate()
         return runner
 
@@ -94,7 +94,8 @@ class ModelRun:
     def _key(self) -> tuple[str, ...]:
         return ("runner", self.family, dtype_name(self.dtype), self.mode)
 
-    def _made(self) -> Runner:
+    def made(self) -> Runner:
+        """A new runner, on a new backend, which is active."""
         backend = self.target.open(**self.config())
         return Runner(load_model(checkpoint(self.family, head_dim_of(self.target)), backend), backend)
 

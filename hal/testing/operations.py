@@ -1,4 +1,4 @@
-"""Operations: every one, over its samples and what is derived from them, in every dtype of the backend's."""
+"""Operations: every declaration, and each call of its samples and what is derived from them, in every dtype."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from functools import partial
 
 from hal import ops
 from hal.testing.calls import Call, calls_of, special_calls_of, widest
-from hal.testing.case import Case, NotApplicable
+from hal.testing.case import Case
 from hal.testing.check import check_call, check_node, check_special
+from hal.testing.declarations import check_declaration
 from hal.testing.target import Target, dtype_name
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``operations/<operation>/<dtype>/<call>``."""
+    """``operations/<operation>/declaration``, and ``operations/<operation>/<dtype>/<call>``."""
     for operation in ops.catalogue().values():
+        yield Case(f"operations/{operation.name}/declaration", partial(check_declaration, operation))
         for dtype in target.backend.limits.dtypes:
             subject = f"operations/{operation.name}/{dtype_name(dtype)}"
             for call in calls_of(operation, dtype):
@@ -25,21 +27,15 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def _values(target: Target, call: Call) -> None:
-    _require_canonical(target, call)
+    target.require_canonical(call.operation)
     check_call(target.activated(), call, call.operation.function)
 
 
 def _special(target: Target, call: Call) -> None:
-    _require_canonical(target, call)
+    target.require_canonical(call.operation)
     check_special(target.activated(), call, call.operation.function)
 
 
 def _node(target: Target, call: Call) -> None:
-    _require_canonical(target, call)
+    target.require_canonical(call.operation)
     check_node(target.activated(), call)
-
-
-def _require_canonical(target: Target, call: Call) -> None:
-    layout = target.backend.cache_layout
-    if layout != "canonical" and "key_cache" in call.operation.signature.parameters:
-        raise NotApplicable(f"the cache's layout is {layout}, which samples do not have; runners and models do")

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hal import ops
 from hal.backend import Backend
-from hal.kv_cache import KVCacheSpec, canonical_kv_cache
 from hal.ops.agreement import assert_agree
 from hal.ops.samples import Draw
+from hal.step.state import StateSpec, canonical_states
 
 ATTENTION = "paged_attention"
 
@@ -41,7 +41,7 @@ class Paged:
     ) -> Paged:  # fmt: skip
         """A cache with sequences of these lengths, in blocks from all over it."""
         needed = [math.ceil(length / block_size) for length in lengths]
-        spec = KVCacheSpec(1, kv_heads, head_dim, dtype, sum(needed) + 2, block_size)
+        spec = StateSpec.key_value(1, kv_heads, head_dim, dtype, sum(needed) + 2, block_size)
         draw = Draw(dtype, seed=seed)
         free = (1 + draw.permutation(sum(needed))).tolist()
         table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
@@ -54,10 +54,10 @@ class Paged:
         where = torch.tensor(slots, dtype=torch.int32)
         with torch.inference_mode():
             caches, reference = (
-                backend.kv_cache(spec).layers[0],
-                canonical_kv_cache(spec, torch.device("cpu")).layers[0],
+                (each.layers[0]["key"], each.layers[0]["value"])
+                for each in (backend.allocate(spec), canonical_states(spec, torch.device("cpu")))
             )
-            for cache in (*reference, *(caches if backend.cache_layout == "canonical" else ())):
+            for cache in (*reference, *(caches if backend.state_layout == "canonical" else ())):
                 cache.fill_(math.nan)
             device = backend.device.torch
             ops.store_kv_cache(keys.to(device), values.to(device), *caches, where.to(device))

@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.kv_cache import DUMMY_BLOCK
-from hal.runtime.runner import Runner
+from hal.execution.runner import Runner
+from hal.step.state import DUMMY_BLOCK
 from hal.testing.agreement import Texts
 
 SPARE = 3
@@ -62,18 +62,18 @@ def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
     Raises:
         AssertionError: a step wrote where no token of its belongs.
     """
-    canonical = runner.backend.cache_layout == "canonical"
+    canonical = runner.backend.state_layout == "canonical"
     if canonical:
         with torch.inference_mode():
-            for cache in (cache for layer in runner.cache.layers for cache in layer):
-                cache.fill_(math.nan)
+            for _, state in runner.states.tensors():
+                state.fill_(math.nan)
     size = runner.spec.block_size
     texts = plan.texts(runner.model.vocab_size)
     blocks = plan.blocks(texts, size)
     batch = runner.batch([text[:length] for text, length in zip(texts, plan.lengths, strict=True)], blocks)
-    logits = runner.prefill(batch)
+    logits = runner.step(batch).logits
     at = {row: length - 1 for row, length in enumerate(plan.lengths)}
-    found = {(row, at[row]): each for row, each in enumerate(logits.cpu())}
+    found = {(row, at[row]): each for row, each in enumerate(logits.cpu().clone())}
     for rows in plan.decodes:
         for row in rows:
             at[row] += 1
@@ -81,7 +81,7 @@ def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
             [[texts[row][at[row]]] for row in rows], [blocks[row] for row in rows], cached=[at[row] for row in rows]
         )
         with torch.inference_mode():
-            logits = runner.decode(batch).clone()
+            logits = runner.step(batch).logits.clone()
         found |= {(row, at[row]): each for row, each in zip(rows, logits.cpu(), strict=True)}
     if canonical:
         _check_untouched(runner, [(at[row] + 1, owned) for row, owned in enumerate(blocks)])
@@ -96,12 +96,11 @@ def _check_untouched(runner: Runner, sequences: list[tuple[int, list[int]]]) -> 
     for length, owned in sequences:
         for position in range(length):
             free[owned[position // size], position % size] = False
-    for number, layer in enumerate(runner.cache.layers):
-        for cache in layer:
-            there = cache.cpu().float()
-            written = (free & ~there.isnan().flatten(2).all(-1)).nonzero().tolist()
-            if written:
-                raise AssertionError(
-                    f"layer {number}: a step wrote to block {written[0][0]}, offset {written[0][1]}, where no token "
-                    f"belongs (and {len(written) - 1} more such slots)"
-                )
+    for name, state in runner.states.tensors():
+        there = state.cpu().float()
+        written = (free & ~there.isnan().flatten(2).all(-1)).nonzero().tolist()
+        if written:
+            raise AssertionError(
+                f"state {name}: a step wrote to block {written[0][0]}, offset {written[0][1]}, where no token belongs "
+                f"(and {len(written) - 1} more such slots)"
+            )

@@ -10,7 +10,7 @@ from torch import Tensor
 from hal.ops.agreement import assert_agree
 from hal.ops.declaration import Operation
 from hal.testing.calls import Call, described, reference, tensors, widest
-from hal.testing.case import Failure, NotApplicable
+from hal.testing.case import Failure
 from hal.testing.examined import PREPARED
 from hal.testing.target import Target
 
@@ -23,8 +23,7 @@ def check_replay(target: Target, operation: Operation) -> None:
         NotApplicable: samples do not have the cache's layout.
     """
     backend = target.activated()
-    if backend.cache_layout != "canonical" and "key_cache" in operation.signature.parameters:
-        raise NotApplicable(f"the cache's layout is {backend.cache_layout}, which samples do not have")
+    target.require_canonical(operation)
     dtype, names = backend.limits.dtypes[0], list(operation.signature.parameters)
     call = Call(operation, dtype, widest(operation), "replay")
     prepared = {PREPARED.get(operation.name, ""), "deq_scale"} & set(names)

@@ -66,8 +66,7 @@ def _another_reader(target: Target, operation: Operation, dtype: torch.dtype) ->
 def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: int | None) -> bool:
     """Run it with and without the backend's passes; False if there are not that many intermediates."""
     backend = target.activated()
-    if backend.cache_layout != "canonical" and "key_cache" in operation.signature.parameters:
-        raise NotApplicable(f"the cache's layout is {backend.cache_layout}, which samples do not have")
+    target.require_canonical(operation)
     call = Call(operation, dtype, widest(operation), "rewrite")
     given, wanted = call.arguments(backend.device.torch), call.arguments("cpu")
     shown = described(operation, wanted)

@@ -14,6 +14,9 @@ from hal.backend import Backend
 from hal.config import Config, read
 from hal.device import Device
 from hal.driver import Driver
+from hal.ops.declaration import Operation
+from hal.step.state import KEY_VALUE
+from hal.testing.case import NotApplicable
 
 Opener = Callable[[], Backend]
 
@@ -52,6 +55,12 @@ class Target:
         """The backend, active."""
         self.backend.activate()
         return self.backend
+
+    def require_canonical(self, operation: Operation) -> None:
+        """Raise NotApplicable if the backend lays out a state of the operation's as no sample has it."""
+        layout = self.backend.state_layout
+        if layout != "canonical" and KEY_VALUE.intersection(operation.state):
+            raise NotApplicable(f"the cache's layout is {layout}, which samples do not have; runners and models do")
 
     def open(self, **config: Any) -> Backend:
         """A new backend with these keys of the configuration beside the hook's, active."""

@@ -47,7 +47,7 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
     weights = [
         (each.input_layernorm.weight, each.self_attn.qkv_proj.weight, each.self_attn.q_norm.weight,
          each.self_attn.k_norm.weight, each.self_attn.o_proj.weight, each.post_attention_layernorm.weight,
-         each.mlp.gate_up_proj.weight, each.mlp.down_proj.weight, *cache)
+         each.mlp.gate_up_proj.weight, each.mlp.down_proj.weight, cache["key"], cache["value"])
         for each, cache in zip(layers, caches, strict=True)
     ]  # fmt: skip
     weights = [
@@ -88,8 +88,9 @@ def elapsed(run: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    from hal.compile.trace import batch_tensors
-    from hal.runtime.optimised import OptimisedModel
+    from hal.execution.context import FormContext
+    from hal.execution.optimised_model import OptimisedModel
+    from hal.step import StepShape
 
     torch.set_num_threads(1)
     backend = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 256}})
@@ -101,12 +102,14 @@ def main() -> None:
         )  # fmt: skip
         model = hal.load_model(folder, backend)
     runner = hal.Runner(model, backend)
-    caches = runner.cache.layers
+    caches = runner.states.layers
     blocks = [[1 + row] for row in range(ROWS)]
-    runner.prefill(runner.batch([[5] * 20] * ROWS, blocks))
+    runner.step(runner.batch([[5] * 20] * ROWS, blocks))
     batch = runner.batch([[7]] * ROWS, blocks, cached=[20] * ROWS)
-    optimised = OptimisedModel(model, backend, runner.cache, backend.config.compilation)
-    lowered, tensors = optimised.prepare(ROWS), batch_tensors(batch)
+    optimised = OptimisedModel(FormContext(
+        model, backend, runner.states, backend.config.compilation, "decode", None, model.max_length
+    ))  # fmt: skip
+    lowered, tensors = optimised.prepare(StepShape.uniform(ROWS)), batch.tensors()
     hand = hand_written(model, backend, caches)
     ways: dict[str, Callable[[], object]] = {
         "hand_us": lambda: hand(batch),

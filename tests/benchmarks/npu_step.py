@@ -85,36 +85,37 @@ def main() -> None:
     torch.set_num_threads(1)
     runner = opened_runner()
     blocks = [[1 + row] for row in range(ROWS)]
-    runner.prefill(runner.batch([[5] * 20] * ROWS, blocks))
+    runner.step(runner.batch([[5] * 20] * ROWS, blocks))
     batch = runner.batch([[7]] * ROWS, blocks, cached=[20] * ROWS)
-    runner.decode(batch)
+    runner.step(batch)
     torch.npu.synchronize()
-    (bucket,) = runner._decode._buckets.values()  # type: ignore[attr-defined]
-    graph: Any = bucket.graph
+    form: Any = runner.forms["decode"]
+    bucket = form.bucket_for(batch.shape)
+    graph: Any = bucket.graphs[0]
     native = graph._graph
     update_stream = native.graph_dispatch_mode.update_stream
     updates = [{"actual_seq_lengths_kv": [21] * ROWS}] * LAYERS
 
     def update_then_wait_then_replay() -> None:
-        bucket.padded.fill(batch)
+        bucket.static.fill(batch)
         native.update(cpu_update_input=updates)
         update_stream.synchronize()
         native.replay()
         torch.npu.synchronize()
 
     def step_and_wait() -> None:
-        runner.decode(batch)
+        runner.step(batch)
         torch.npu.synchronize()
 
     calls: list[tuple[str, float]] = []
     graph._graph = Stamped(native, ("replay", "update"), calls)
     graph._replayed = Stamped(graph._replayed, ("record",), calls)
-    bucket.padded.fill = stamped("fill", bucket.padded.fill, calls)
+    bucket.static.fill = stamped("fill", bucket.static.fill, calls)
     figures: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         for place in range(4):
             calls.clear()
-            step = elapsed(lambda: runner.decode(batch))
+            step = elapsed(lambda: runner.step(batch).logits)
             spent = sum(taken for _, taken in calls)
             figures["own_us" if place else "own_cold_us"].append(step - spent)
             if place:

@@ -26,7 +26,9 @@ import hal
 from hal import ops
 from hal.compile.passes import PassManager
 from hal.compile.rewrite import of_operation
-from hal.compile.trace import TracedStep, example_batch, trace_step
+from hal.compile.trace import StepSizes, TracedStep, trace_step
+from hal.step import StateSpec
+from hal.step.state import canonical_states
 
 DEPTHS, ROUNDS = (16, 32, 64), 3
 REWRITES = (
@@ -42,10 +44,9 @@ def traced(layers: int) -> TracedStep:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
         "rms_norm_eps": EPS,
     })  # fmt: skip
-    shape = (8, 16, model.num_kv_heads, model.head_dim)
-    caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]
-    batch = example_batch(4, 4, 4, columns=9, device=torch.device("cpu"))
-    return trace_step(model, batch, caches, whole=ops.catalogue(), any_size=True, decompose=False)
+    spec = StateSpec(tuple(model.states), torch.float32, num_blocks=8, block_size=16)
+    states = canonical_states(spec, torch.device("cpu"))
+    return trace_step(model, states, StepSizes(4), whole=ops.catalogue(), decompose=False)
 
 
 def copied(step: TracedStep) -> fx.GraphModule:

@@ -206,6 +206,13 @@ class ForgetsErrors(Tape):
             return None
 
 
+class WrapsErrors(Tape):
+    """Raises CaptureError for whatever the function raises."""
+
+    def _explain(self, error: Exception) -> hal.HalError:
+        return CaptureError(str(error), "look at it")
+
+
 class NeverDies(Tape):
     """Keeps every graph."""
 
@@ -231,6 +238,26 @@ class Few(Tape):
     def reset(self) -> None:
         super().reset()
         Few.alive.discard(self)
+
+
+class KeepsOutputs(Tape):
+    """Keeps what a capture gave, whatever becomes of it."""
+
+    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+        captured = super()._capture(fn, pool, stream)
+        self.kept = captured[0]
+        return captured
+
+
+# Caches
+
+
+class KeepsCaches(Twin):
+    """Has every cache in a list."""
+
+    def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
+        self.caches = [*getattr(self, "caches", ()), super().allocate(spec)]
+        return self.caches[-1]
 
 
 # Rewrites

@@ -129,7 +129,21 @@ FLAWS = (
     ),
     Flaw(
         "an error swallowed by a capture", lambda: Twin(tape=broken.ForgetsErrors),
-        {"graphs/error-inside": "capture\\(\\) swallowed"}, ("graphs/inputs-in-place",),
+        {"graphs/error-inside/exception": "capture\\(\\) swallowed"}, ("graphs/inputs-in-place",),
+    ),
+    Flaw(
+        "an error wrapped by a capture", lambda: Twin(tape=broken.WrapsErrors),
+        {"graphs/error-inside/own": "raised Planted\\('planted'\\), and capture\\(\\) CaptureError"},
+        ("graphs/error-inside/interrupt", "graphs/error-inside/hal-error"),
+    ),
+    Flaw(
+        "a cache kept when it is closed", broken.KeepsCaches,
+        {"closing/runner/eager": "4 of 4 tensors of the cache are alive after the runner was closed"},
+        ("closing/backend",),
+    ),
+    Flaw(
+        "a graph's memory kept when it is closed", lambda: Twin(tape=broken.KeepsOutputs),
+        {"closing/graphs": "a graph's outputs are alive after its backend was closed"}, ("closing/runner/eager",),
     ),
     Flaw(
         "a rewrite that ignores another reader", lambda: Twin(rewrites=(broken.blind,)),

@@ -35,7 +35,7 @@ WITHOUT_LIBRARY = """
 import sys, types, hal
 
 class Acme(hal.Driver):
-    name, api_version = "acme", (1, 0)
+    name, api_version = "acme", (2, 0)
     def probe(self):
         return hal.Probe(True)
     def open(self, options):
@@ -52,13 +52,16 @@ def opened():
     raise DriverUnavailable("there is no Acme card", "buy one")
 """
 DECLARES = """
-from hal.ops import op
+from hal.ops import FLOATING, op
 
 def _samples(draw):
-    for rows in (1, 5):
-        yield (draw.normal(rows, 32),)
+    for rows, width in ((1, 32), (5, 48)):
+        yield (draw.normal(rows, width),)
 
-@op(samples=_samples, namespace="acme")
+@op(
+    samples=_samples, namespace="acme", axes={"x": "rows width", "return": "rows width"},
+    dtypes={"x": FLOATING, "return": "x"}, rowwise="rows",
+)
 def acme_halve(x: "Tensor") -> "Tensor":
     return x / 2
 
@@ -251,7 +254,7 @@ def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:
     assert len(set(names)) == len(names)
     assert {each.area for each in conformance.cases} == {
         "devices", "streams", "events", "memory", "operations", "rewrites", "graphs", "runners", "models", "errors",
-        "limits", "leaks",
+        "limits", "leaks", "closing",
     }  # fmt: skip
     for operation in ops.catalogue().values():
         assert f"graphs/replay/{operation.name}" in names

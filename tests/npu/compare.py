@@ -21,7 +21,6 @@ from torch import Tensor
 
 import checkpoints
 import hal
-from hal.compilers import IN_PIECES
 from hal.runtime.checkpoint import Checkpoint
 from hal.testing.agreement import Agreement, Truth, check_choice, check_logits
 
@@ -235,7 +234,7 @@ class Run:
 def open_backend(name: str, dtype: str, compiler: str, plan: Plan, buckets: Sequence[int] | None) -> hal.Backend:
     """A backend for a plan; it becomes the active one."""
     compilation: dict[str, Any] = {"compiler": compiler, "capture_sizes": buckets and list(buckets)}
-    if compiler in IN_PIECES:
+    if compiler in ("piecewise", "piecewise_eager"):
         compilation["prefill"] = {"capture_sizes": list(PREFILLS)}
     return hal.open(
         {
@@ -252,7 +251,7 @@ def new_runner(model: Any, backend: hal.Backend, fill: float = math.nan) -> hal.
     """A runner whose cache is filled with NaN, as no slot may be read before it is written."""
     runner = hal.Runner(model, backend)
     with torch.inference_mode():
-        for cache in (cache for layer in runner.cache.layers for cache in layer):
+        for _, cache in runner.states.tensors():
             cache[1:] = fill
     return runner
 
@@ -278,7 +277,7 @@ def run(
             batch = tamper(number, batch)
         # A copy: a replay's logits are valid until the next. Under inference mode, as they were made.
         with torch.inference_mode():
-            logits = (runner.decode if call.phase == "decode" else runner.prefill)(batch).clone()
+            logits = runner.step(batch).logits.clone()
         results.append(logits.cpu() if call.waits else logits)
         if texts is None:
             ends = torch.tensor([len(tokens) for tokens in new]).cumsum(0) - 1

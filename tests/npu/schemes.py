@@ -104,7 +104,7 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
     blocks = on.blocks.take(on.spec.blocks_for(window))
     assert blocks is not None
     with torch.inference_mode():
-        logits = on.prefill(on.batch([stream[:window]], [blocks], all_logits=True)).float().cpu()
+        logits = on.step(on.batch([stream[:window]], [blocks], all_logits=True)).logits.float().cpu()
     on.blocks.give_back(blocks)
     best = logits.topk(2).values
     return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])

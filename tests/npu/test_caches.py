@@ -30,7 +30,7 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
     )
     with emulator.trace() as trace:
         runner = hal.Runner(hal.load_model(trained, backend), backend)
-    caches = [cache for layer in runner.cache.layers for cache in layer]
+    caches = [cache for _, cache in runner.states.tensors()]
     assert sum(cache.nbytes for cache in caches) >= 256 << 20
     one = min(cache.nbytes for cache in caches)
     places = [cache.data_ptr() for cache in caches]
@@ -41,9 +41,9 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
 
     with emulator.trace() as trace:
         blocks = [[row + 1] for row in range(2)]
-        runner.prefill(runner.batch([[5] * 20] * 2, blocks))
+        runner.step(runner.batch([[5] * 20] * 2, blocks))
         for step in range(3):
-            runner.decode(runner.batch([[7]] * 2, blocks, cached=[20 + step] * 2))
+            runner.step(runner.batch([[7]] * 2, blocks, cached=[20 + step] * 2))
         torch.npu.synchronize()
     ran = trace.ran()
     assert {each.name for each in ran} & WRITES_OR_READS_A_CACHE
@@ -51,4 +51,4 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
              and each.kind in ("kernel", "copy", "fill") and each.name not in WRITES_OR_READS_A_CACHE]  # fmt: skip
     # The largest of what else runs reads the table of the embedding; a cache is ten times as large.
     assert max(size for _, _, size in moved) < one / 4, sorted(moved, key=lambda each: -each[2])[:3]
-    assert [cache.data_ptr() for layer in runner.cache.layers for cache in layer] == places
+    assert [cache.data_ptr() for _, cache in runner.states.tensors()] == places

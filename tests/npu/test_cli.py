@@ -49,6 +49,15 @@ def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
     assert result.stdout == run("generate", trained, *arguments, "--backend", "cpu").stdout
 
 
+def test_what_torch_npu_prints_is_no_text(trained: Path, tmp_path: Path) -> None:
+    """When npugraph_ex compiles something for the first time, torch_npu warns on stdout."""
+    arguments = ("--prompt", PROMPTS[0], "--max-new-tokens", "8", "--dtype", "float16")
+    cold = ("--compiler", "npugraph_ex", "--compilation-config", json.dumps({"cache_dir": str(tmp_path)}))
+    result = processes.hal("generate", str(trained), *arguments, "--backend", "npu", "--emulate", *cold)
+    assert result.stdout == run("generate", trained, *arguments, "--backend", "cpu").stdout
+    assert "Warning: torch.save" in result.stderr
+
+
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     file = tmp_path_factory.mktemp("bench") / "trace.json"

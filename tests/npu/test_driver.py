@@ -53,7 +53,7 @@ class TestOptions:
         assert backend.compilers == ("eager", "graph", "npugraph_ex", "piecewise", "piecewise_eager")
         assert backend.limits.block_sizes == soc.BLOCK_SIZES
         assert backend.limits.max_streams == 2048 - soc.RESERVED_STREAMS
-        assert backend.cache_layout == "canonical"
+        assert backend.state_layout == "canonical"
 
     def test_every_operation_has_a_kernel(self, npu: Opened) -> None:
         assert {each.name for each in ops.catalogue().values() if each.namespace == "hal" and not each.fused} <= set(
@@ -129,7 +129,7 @@ class TestOpening:
             backend = npu(options={"device": 1})
             assert backend.device.torch == torch.device("npu", 1)
             assert torch_npu.npu.current_device() == 1
-            made = backend.kv_cache(hal.KVCacheSpec(1, 2, 16, torch.float16, 3, 128)).layers[0][0]
+            made = backend.allocate(hal.StateSpec.key_value(1, 2, 16, torch.float16, 3, 128)).layers[0]["key"]
             assert made.device == backend.device.torch
         finally:
             npu()
@@ -194,7 +194,7 @@ x = torch.ones(2, 16, dtype=torch.float16, device=backend.device.torch)
 print(hal.ops.rms_norm(x, x[0], 1e-6).tolist() == x.tolist())
 """
         graphs, bfloat16, computed = on_a_soc("Ascend310P3", program).splitlines()
-        assert graphs.startswith("ConfigError: the backend npu has no compiler 'graph' | ")
+        assert graphs.startswith("ConfigError: the backend npu has no compiler 'graph': it captures no graphs | ")
         assert bfloat16.startswith("ConfigError: the backend npu does not compute in torch.bfloat16 | ")
         assert "set dtype to one of float16" in bfloat16
         assert computed == "True"
@@ -215,5 +215,5 @@ class TestAskingForAnEmulatedOne:
         assert lines[-1] == "* what auto takes: cpu"
 
         lines = processes.hal("backends", HAL_NPU_EMULATOR="1").stdout.splitlines()
-        assert lines[1].split(maxsplit=5) == ["npu", "*", "yes", "20", "1.1", "an emulated NPU"]
+        assert lines[1].split(maxsplit=5) == ["npu", "*", "yes", "20", "2.0", "an emulated NPU"]
         assert lines[-1] == "* what auto takes: npu"

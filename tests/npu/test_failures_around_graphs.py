@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_graph
@@ -62,6 +63,23 @@ def test_graphs_of_two_devices_and_another_thread(npu: Opened) -> None:
         thread.start()
         thread.join()
         torch.testing.assert_close(found[0], wanted, rtol=0, atol=0)
+
+
+def test_every_thread_that_lost_work_is_told(npu: Opened) -> None:
+    """Each once; and threads that lost none, not at all. What is launched afterwards runs."""
+    npu()
+    x, y, z = (torch.zeros(4).npu() for _ in range(3))
+    torch.npu.synchronize()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, emulator.faults.execution():
+        first.submit(x.add_, 1).result()
+        second.submit(y.add_, 1).result()
+        for thread in (second, first):
+            with pytest.raises(RuntimeError, match="507015"):
+                thread.submit(torch.npu.synchronize).result()
+            thread.submit(torch.npu.synchronize).result()
+        torch.npu.synchronize()
+        second.submit(z.add_, 1).result()
+    assert [each.cpu().tolist() for each in (y, z)] == [[0] * 4, [1] * 4]
 
 
 def test_activation_makes_the_device_current(npu: Opened) -> None:

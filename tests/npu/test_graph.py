@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,9 @@ class TestCapture:
             (lambda x: torch.ones(8).to(x.device), "reading a value back or copying from unpinned memory"),
             (lambda x: torch.npu.synchronize(), "synchronis|does not allow"),
             (lambda x: torch.npu.Stream().wait_stream(torch.npu.current_stream()), None),
-            (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),
+            (lambda x: hal.active_backend().device.synchronize(), "synchronis|does not allow"),
         ],
-        ids=["item", "cpu", "unpinned", "synchronize", "unjoined", "exception"],
+        ids=["item", "cpu", "unpinned", "synchronize", "unjoined", "device-error"],
     )
     def test_what_cannot_be_captured_is_said_and_the_process_goes_on(
         self, npu: Opened, breaks: Callable[[Tensor], Any], message: str | None
@@ -219,6 +220,36 @@ class TestCapture:
         del output
         graph.reset()
         assert emulator.live_handles()["graph"] == handles
+
+    @pytest.mark.parametrize("make", [KeyError, RuntimeError, KeyboardInterrupt])
+    def test_what_the_function_raises_wins_over_the_captures_end(self, npu: Opened, make: type[BaseException]) -> None:
+        """Raised after a call that a capture refuses; or between a fork and its join, where the end fails, too."""
+        backend = npu()
+        x, graph = torch.ones(8, device="npu", dtype=torch.float16), backend.graph()
+
+        def forked() -> None:
+            side = torch.npu.Stream()
+            side.wait_stream(torch.npu.current_stream())
+            with torch.npu.stream(side):
+                x.add(1)
+            raise error
+
+        def refused() -> None:
+            with suppress(RuntimeError):
+                x.cpu()
+            raise error
+
+        for function in (refused, forked):
+            error = make("mine")
+            with pytest.raises(make) as caught:
+                graph.capture(function)
+            assert caught.value is error
+            assert caught.value.__cause__ is None
+            assert not torch.npu.is_current_stream_capturing()
+        assert any("the capture's end" in note for note in error.__notes__)
+        output = graph.capture(lambda: x + 2)
+        graph.replay()
+        assert output.cpu().tolist() == [3.0] * 8
 
     def test_pools_are_shared_and_checked(self, npu: Opened) -> None:
         backend = npu()

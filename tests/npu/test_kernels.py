@@ -363,6 +363,9 @@ class TestLaunches:
         fused = {"FusedInferAttentionScoreV3": 1}
         for new, lens, given, expected in (
             ([1, 1], [9, 200], {}, {decode: 1}),
+            ([1, 1], [9, 200], {"head_dim": 192}, fused),  # a block of ATB's holds 16,384 elements of such a head
+            ([1, 1], [9, 200], {"head_dim": 256}, {decode: 1}),
+            ([1, 1], [9, 200], {"head_dim": 288}, {decode: 1}),
             ([1, 1], [9, 200], {"window": 60}, fused),
             ([9, 20], [9, 200], {}, fused),
             ([9], [200], {"head_dim": 64}, fused),
@@ -468,8 +471,8 @@ class TestFractalWeights:
             backend = npu(dtype="float16", options={"nz_weights": nz_weights}, cache={"num_tokens": 1024})
             model = hal.load_model(trained, backend)
             runner = hal.Runner(model, backend)
-            prefill = runner.prefill(runner.batch([[5, 6, 7, 8], [9] * 130], [[1], [2, 3]])).cpu()
-            decode = runner.decode(runner.batch([[10], [11]], [[1], [2, 3]], cached=[4, 130])).cpu()
+            prefill = runner.step(runner.batch([[5, 6, 7, 8], [9] * 130], [[1], [2, 3]])).logits.cpu()
+            decode = runner.step(runner.batch([[10], [11]], [[1], [2, 3]], cached=[4, 130])).logits.cpu()
             logits.append((prefill, decode))
             table = next(module for module in model.modules() if isinstance(module, Embedding))
             assert torch_npu.get_npu_format(table.weight) != FRACTAL_NZ

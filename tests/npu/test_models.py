@@ -19,7 +19,7 @@ from hal.backends.npu import emulator
 from hal.backends.npu.soc import CAPTURE_SIZES
 
 import hal
-from hal.kv_cache import DUMMY_BLOCK
+from hal.step.state import DUMMY_BLOCK
 
 CONFIGURATIONS = (0, 1, 6, 11)
 

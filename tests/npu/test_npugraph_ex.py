@@ -20,6 +20,7 @@ import torch
 from click.testing import CliRunner
 from hal.backends.npu import emulator
 from hal.backends.npu.compiled_code import CodeCache, _digest, _write
+from pieces import eagerly
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 
@@ -27,6 +28,9 @@ import hal
 from checkpoints import random_checkpoint
 from hal.cli import main
 from hal.errors import CaptureError, CompileError, ConfigError, DeviceError, GraphError, HostValueError
+from hal.execution.full_graph import FullGraphForm
+from hal.nn import Batch
+from hal.step import StaticBatch, StepShape
 
 Opened = Callable[..., hal.Backend]
 ATTENTION = "FusedInferAttentionScoreV3"
@@ -69,7 +73,7 @@ def opened(npu: Opened, folder: Path) -> Opened:
 def prefilled(runner: hal.Runner, lengths: Sequence[int]) -> list[list[int]]:
     """Fill the cache with a sequence of each length; their blocks."""
     blocks = [[1 + 3 * row + block for block in range(3)] for row in range(len(lengths))]
-    runner.prefill(runner.batch([[7 + row] * length for row, length in enumerate(lengths)], blocks))
+    runner.step(runner.batch([[7 + row] * length for row, length in enumerate(lengths)], blocks))
     return blocks
 
 
@@ -88,8 +92,8 @@ def check(runner: hal.Runner, seed: int = 0, steps: int = 2) -> None:
             cached=[draw.randint(1, longest[row]) for row in rows],
         )  # fmt: skip
         with runner.backend.explaining():
-            found = runner.decode(batch).cpu()
-            same(found, runner.prefill(batch).cpu(), f"seed {seed}, step {number}")
+            found = runner.step(batch).logits.cpu()
+            same(found, eagerly(runner, batch).cpu(), f"seed {seed}, step {number}")
 
 
 def same(found: Tensor, expected: Tensor, where: str = "") -> None:
@@ -141,24 +145,42 @@ class TestTokens:
         check(loaded(tmp_path, opened(capture_sizes=[2])), seed=3)
 
     @pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
-    def test_a_window_that_is_packed(self, opened: Opened, tmp_path: Path, compiler: str) -> None:
-        """In bfloat16, with heads of 128: captured for more sequences than the cache has blocks, which lengths obey."""
+    def test_a_window_that_is_packed(
+        self, opened: Opened, tmp_path: Path, compiler: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """In bfloat16, with heads of 128: captured for more sequences than the cache has blocks, which lengths obey.
+
+        Lengths that do not are refused before anything is launched, and the runner runs such a step eagerly.
+        """
         window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
         path = random_checkpoint(tmp_path / "qwen3", head_dim=128, num_hidden_layers=1, **window)
         own = {} if compiler == "npugraph_ex" else {"cache_dir": None}
         runner = loaded(path, opened(dtype="bfloat16", num_tokens=384, compiler=compiler, capture_sizes=[8], **own))
         blocks = [[1, 2], [1, 3]]
-        runner.prefill(runner.batch([[5] * 130, [5] * 128 + [9]], blocks))
+        runner.step(runner.batch([[5] * 130, [5] * 128 + [9]], blocks))
         alone = runner.batch([[7]], blocks[:1], cached=[130])
-        same(runner.decode(alone).cpu(), runner.prefill(alone).cpu())
+        same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
         both = runner.batch([[7], [7]], [blocks[0], [1, 2]], cached=[130, 200])
         assert runner.spec.num_blocks == 4
-        same(runner.decode(both).cpu(), runner.prefill(both).cpu())
+        same(runner.step(both).logits.cpu(), eagerly(runner, both).cpu())
         three = runner.batch([[7], [7], [7]], [*blocks, [1, 2]], cached=[130, 129, 200])
+        form = runner.forms["decode"]
+        assert isinstance(form, FullGraphForm)
+        bucket = form.bucket_for(three.shape)
+        assert bucket is not None
+        bucket.static.fill(three)
+        graph, host_values = bucket.graphs[0], bucket.static.host_values(three)
         with emulator.trace() as trace, pytest.raises(HostValueError, match=r"captured over 4 blocks, .* which share"):
-            runner.decode(three)
+            graph.replay(**{name: each for name, each in host_values.items() if name in graph.host_values})
         assert not trace.ran(kind="graph")
-        same(runner.decode(alone).cpu(), runner.prefill(alone).cpu())
+        with emulator.trace() as trace:
+            for _ in range(2):
+                same(runner.step(three).logits.cpu(), eagerly(runner, three).cpu())
+        assert not trace.ran(kind="graph")
+        told = [each.getMessage() for each in caplog.records if "runs eagerly" in each.getMessage()]
+        assert len(told) == 1
+        assert told[0].startswith("a step of 3 sequences runs eagerly: its attention was captured over 4 blocks")
+        same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
 
     def test_as_it_is_written(self, npu: Opened, small: Path) -> None:
         backend = npu(dtype="float16", cache={"num_tokens": 256}, compilation={"compiler": "npugraph_ex"})
@@ -176,7 +198,7 @@ class TestTrace:
         model = hal.load_model(small, backend)
         with emulator.trace() as trace:
             runner = hal.Runner(model, backend)
-        assert trace.counts(phase="capture")[ATTENTION] == len(SIZES) * model.num_layers
+        assert trace.counts(phase="capture")[ATTENTION] == len(SIZES) * len(model.states)
         blocks = prefilled(runner, [300] * 4)
         draw = random.Random(11)
         sets = [[1 + 14 * step + row for row in range(4)] for step in range(8)]
@@ -185,11 +207,11 @@ class TestTrace:
         batches = [runner.batch([[9], [8], [7], [6]], blocks, cached=lengths) for lengths in sets]
         with emulator.trace() as trace:
             for lengths, batch in zip(sets, batches, strict=True):
-                found = runner.decode(batch).cpu()
-                assert torch.equal(found, runner.prefill(batch).cpu()), lengths
+                found = runner.step(batch).logits.cpu()
+                assert torch.equal(found, eagerly(runner, batch).cpu()), lengths
         assert not trace.ran(phase="capture")
         assert len(trace.ran(kind="graph")) == len(sets) == 20
-        assert trace.counts(phase="replay")[ATTENTION] == 20 * model.num_layers
+        assert trace.counts(phase="replay")[ATTENTION] == 20 * len(model.states)
 
     @pytest.mark.parametrize("options", [{}, {"nz_cache": True}], ids=str)
     def test_it_launches_what_the_compiler_graph_does(
@@ -200,34 +222,34 @@ class TestTrace:
             own = {} if compiler == "npugraph_ex" else {"cache_dir": None}
             runner = loaded(small, opened(options, compiler=compiler, capture_sizes=[4], **own))
             batch = runner.batch([[1]] * 4, prefilled(runner, [8] * 4), cached=[8] * 4)
-            runner.decode(batch)
+            runner.step(batch)
             torch.npu.synchronize()
             with emulator.trace() as trace:
-                runner.decode(batch)
+                runner.step(batch)
             counts.append(trace.counts(phase="replay"))
         graph, ex = counts
         for each in counts:  # torch_npu's compiler takes what is in place where it can
             each["Sin"] += each.pop("InplaceSin", 0)
         assert ex == graph
-        assert ex["Matmul"] == 4 * runner.model.num_layers + 1
+        assert ex["Matmul"] == 4 * len(runner.model.states) + 1
 
     @pytest.mark.parametrize("options", [{}, {"attention": "atb"}, {"nz_cache": True}], ids=str)
     def test_a_cache_of_1_gib_is_not_copied(self, opened: Opened, small: Path, options: dict[str, Any]) -> None:
         runner = loaded(small, opened(options, num_tokens=1 << 19, capture_sizes=[2]))
-        caches = [cache for layer in runner.cache.layers for cache in layer]
+        caches = [cache for _, cache in runner.states.tensors()]
         assert sum(cache.nbytes for cache in caches) >= 1 << 30
         places = [cache.data_ptr() for cache in caches]
         blocks = [[4095, 3], [1, 4000]]
-        runner.prefill(runner.batch([[5] * 150, [6] * 20], blocks))
+        runner.step(runner.batch([[5] * 150, [6] * 20], blocks))
         batch = runner.batch([[1], [2]], blocks, cached=[150, 20])
         before = emulator.memory_in_use()
         with emulator.trace() as trace:
-            found = runner.decode(batch).cpu()
+            found = runner.step(batch).logits.cpu()
         moved = {each.name or each.kind for each in trace.records if each.bytes > 4 << 20}
         assert moved <= CACHE_READERS, moved
         assert emulator.memory_in_use() - before < 8 << 20
         assert places == [cache.data_ptr() for cache in caches]
-        same(found, runner.prefill(batch).cpu())
+        same(found, runner.step(batch).logits.cpu())
 
 
 class TestCache:
@@ -319,15 +341,16 @@ def tiny_step() -> Any:
     """The native step of a model that adds up the rows of its embedding."""
     from hal.backends.npu.native import native_step
 
-    from hal.runtime.buckets import PaddedBatch
-
     weight = torch.ones(8, 16, dtype=torch.float16, device="npu")
-    batch = PaddedBatch(2, 1, 128, torch.device("npu", 0)).batch
 
     def step(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
         return (rest[-1][token_ids].cumsum(-1),)
 
-    return native_step(step, [weight], batch)
+    return native_step(step, [weight], two_sequences())
+
+
+def two_sequences() -> StaticBatch:
+    return StaticBatch(Batch, StepShape.uniform(2), max_blocks=1, block_size=128, device=torch.device("npu", 0))
 
 
 class TestErrors:
@@ -346,9 +369,12 @@ class TestErrors:
             return
         runner = hal.Runner(model, backend)
         for size in SIZES:
-            assert f"decode batches of {size} run eagerly: npugraph_ex failed: this pass is broken" in caplog.text
+            told = (
+                f"decode batches of {size} sequences run in a larger bucket or eagerly: npugraph_ex failed: this pass"
+            )
+            assert f"{told} is broken" in caplog.text
         check(runner, steps=4)
-        assert caplog.text.count("above the largest captured size (none) and runs eagerly") == 1
+        assert caplog.text.count("runs eagerly: no size was captured") == 1
 
     @pytest.mark.parametrize("policy", ["raise", "eager"])
     def test_a_failing_capture(
@@ -363,22 +389,18 @@ class TestErrors:
                     hal.Runner(model, backend)
             else:
                 check(hal.Runner(model, backend), steps=4)
-                assert "decode batches of 4 run eagerly" in caplog.text
+                assert "decode batches of 4 sequences run in a larger bucket or eagerly" in caplog.text
         check(hal.Runner(model, opened()), steps=4)
 
     def test_lengths_that_a_kernel_reads_as_numbers(self) -> None:
         """Such a graph would be right for the lengths of its capture only."""
         from hal.backends.npu.native import native_step
 
-        from hal.runtime.buckets import PaddedBatch
-
-        batch = PaddedBatch(2, 1, 128, torch.device("npu", 0)).batch
-
         def reads(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
             return (token_ids + rest[7].tolist()[0],)
 
         with pytest.raises(CompileError, match=r"new lengths to 0 of the \d operations that read them \(aten\.add"):
-            CodeCache(None, {}).compile(native_step(reads, [], batch))
+            CodeCache(None, {}).compile(native_step(reads, [], two_sequences()))
 
     @pytest.mark.parametrize("kernel", [ATTENTION, "Matmul", "SwiGlu"])
     def test_a_kernel_timeout(self, opened: Opened, small: Path, kernel: str) -> None:
@@ -391,7 +413,7 @@ class TestErrors:
                 pytest.raises(DeviceError, match="507014"),
                 runner.backend.explaining(),
             ):
-                runner.decode(batch).cpu()
+                runner.step(batch).logits.cpu()
             check(runner, steps=4)
 
     @pytest.mark.parametrize(
@@ -422,7 +444,7 @@ class TestErrors:
         norm = runner.model.get_parameter("model.norm.weight")
         norm.data = norm.data.clone()
         with pytest.raises(GraphError, match=r"model\.norm\.weight no longer lies"):
-            runner.decode(runner.batch([[1], [2]], blocks, cached=[20, 30]))
+            runner.step(runner.batch([[1], [2]], blocks, cached=[20, 30]))
 
 
 def test_a_runner_gives_everything_back(opened: Opened, small: Path) -> None:
@@ -440,7 +462,7 @@ def test_a_runner_gives_everything_back(opened: Opened, small: Path) -> None:
     now, taken = left()
     assert [now[name] for name in GRAPHS] == [handles[name] for name in GRAPHS]
     # torch_npu never frees the word of an external event: one for each captured attention.
-    assert taken - memory <= len(SIZES) * model.num_layers * 512
+    assert taken - memory <= len(SIZES) * len(model.states) * 512
     assert backend.streams_in_graphs == 0
 
 

@@ -17,8 +17,8 @@ import hal
 from checkpoints import random_checkpoint
 from hal import ops
 from hal.errors import ConfigError, OperationError
-from hal.kv_cache import KVCacheSpec
 from hal.ops import Draw, Sample
+from hal.step import StateSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILE = 16
@@ -140,18 +140,17 @@ def test_blocks_that_prefill_does_not_take(fractal: hal.Backend) -> None:
 
 def test_a_cache_of_the_backend_is_such(fractal: hal.Backend) -> None:
     """What is stored in it is found by attention."""
-    spec = KVCacheSpec(2, num_kv_heads=2, head_dim=48, dtype=torch.float16, num_blocks=3, block_size=128)
-    cache = fractal.kv_cache(spec)
-    assert len(cache.layers) == 2
-    assert not any(bool(each.any()) for layer in cache.layers for each in layer)
-    draw, (keys, values) = Draw(torch.float16, "npu"), cache.layers[1]
+    states = fractal.allocate(StateSpec.key_value(2, 2, 48, torch.float16, num_blocks=3, block_size=128))
+    assert len(states.layers) == 2
+    assert not any(bool(each.any()) for _, each in states.tensors())
+    draw, (keys, values) = Draw(torch.float16, "npu"), states.layers[1].values()
     key, value = draw.normal(9, 2, 48), draw.normal(9, 2, 48)
     slots = torch.arange(128, 137, dtype=torch.int32, device="npu")
     with torch.inference_mode():
         fractal.ops.store_kv_cache(key, value, keys, values, slots)
     assert torch.equal(from_tiles(keys)[1, :9], key)
     assert torch.equal(from_tiles(values)[1, :9], value)
-    assert not cache.layers[0][0].any()
+    assert not states.layers[0]["key"].any()
 
 
 def test_a_model_with_another_head_dimension_is_refused(npu: Opened, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch_npu  # noqa: F401 (it brings torch.npu)
 from hal.backends.npu import emulator
-from pieces import drawn, eagerly, marked, step_of, uncaptured
+from pieces import drawn, eagerly, form_of, marked, tokens_of, uncaptured
 from torch import Tensor
 
 import hal
 from hal import ops
 from hal.errors import CaptureError, ConfigError, GraphError
 from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
-from hal.runtime.markers import MarkedStep
+from hal.nn.model import LayerState
 
 Opened = Callable[..., hal.Backend]
 DECODE, PREFILL = [2, 4], [8, 16, 140]
@@ -31,13 +31,13 @@ NATIVE = ("atb._npu_paged_attention", "npu.npu_fused_infer_attention_score")
 class Deep(CausalLM):
     """Tables of the first piece, read by all layers; each layer wide inside."""
 
-    vocab_size, max_length, num_kv_heads, head_dim = 13, 512, 2, 16
+    vocab_size, max_length = 13, 512
 
     def __init__(self, layers: int = 3, width: int = 64) -> None:
         super().__init__()
-        self.num_layers = layers
         self.embedding, self.qkv = Embedding(13, 32), Linear(32, 6 * 16)
-        self.attention, self.out, self.norm = Attention(16), Linear(32, 32), RMSNorm(32, 1e-6)
+        self.attention, self.out, self.norm = Attention(2, 16), Linear(32, 32), RMSNorm(32, 1e-6)
+        self.states = [self.attention.states] * layers
         self.up, self.down = Linear(32, width), Linear(width // 2, 32)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
@@ -47,14 +47,14 @@ class Deep(CausalLM):
     def from_config(cls, config: Mapping[str, Any]) -> Deep:
         return cls()
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
         angles = (batch.positions.float()[:, None] * torch.arange(1, 9, device="npu")).repeat(1, 2)
         cos, sin = angles.cos().half(), angles.sin().half()
-        for cache in caches:
+        for state in states:
             query, key, value = self.qkv(hidden).view(-1, 6, 16).split([2, 2, 2], dim=1)
             query, key = ops.rotary_embedding(query, key, cos, sin)
-            hidden = hidden + self.out(self.attention(query, key, value, batch, cache))
+            hidden = hidden + self.out(self.attention(query, key, value, batch, state))
             hidden = hidden + self.down(ops.silu_and_mul(self.up(self.norm(hidden))))
         return self.embedding.as_linear(self.norm(hidden)[batch.logits_indices])
 
@@ -79,10 +79,10 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 def check(runner: hal.Runner, sizes: Sequence[int] = (1, 7, 8, 9, 16, 17, 139, 140, 141)) -> None:
     for size in sizes:
         batch = drawn(runner, size, [size], [0])
-        assert_same(runner.prefill(batch), eagerly(runner, batch))
+        assert_same(runner.step(batch).logits, eagerly(runner, batch))
     for rows in (1, 2, 3, 4, 5) if len(sizes) > 1 else (2, 3):
         batch = drawn(runner, rows, [1] * rows, [63 * row for row in range(rows)])
-        assert_same(runner.decode(batch), eagerly(runner, batch))
+        assert_same(runner.step(batch).logits, eagerly(runner, batch))
 
 
 def settle() -> None:
@@ -94,8 +94,8 @@ def settle() -> None:
 class TestSameAsEager:
     def test_around_every_bucket(self, opened: Opened) -> None:
         runner = hal.Runner(Deep(), opened(debug=True))
-        assert (step_of(runner, "decode").sizes, step_of(runner, "prefill").sizes) == (DECODE, PREFILL)
-        assert step_of(runner, "prefill").num_pieces == 4
+        assert (tokens_of(runner, "decode"), tokens_of(runner, "prefill")) == (DECODE, PREFILL)
+        assert form_of(runner, "prefill").num_graphs == 4
         check(runner)
         check(runner)
 
@@ -107,7 +107,7 @@ class TestSameAsEager:
             count = draw.randint(2, 6)
             lengths, cached = ([draw.randint(low, 100) for _ in range(count)] for low in (1, 0))
             batch = drawn(runner, seed, lengths, cached, all_logits=seed % 2 == 0)
-            assert_same(runner.prefill(batch), eagerly(runner, batch))
+            assert_same(runner.step(batch).logits, eagerly(runner, batch))
 
     @pytest.mark.parametrize("at", [["store_kv_cache", "paged_attention"], ["linear", "paged_attention"]])
     def test_at_several_operations(self, opened: Opened, at: list[str]) -> None:
@@ -129,7 +129,7 @@ class TestSameAsEager:
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_names(opened: Opened, name: str) -> None:
     runner = hal.Runner(Deep(), opened(splitting_ops=[name]))
-    split = step_of(runner, "decode").split
+    split = form_of(runner, "decode").split
     assert split is not None
     assert [each.operations for each in split.segments if not each.captured][:3] == [("paged_attention",)] * 3
 
@@ -142,10 +142,10 @@ def test_unknown_names(opened: Opened) -> None:
 def test_attention_is_launched_and_the_rest_replayed(opened: Opened) -> None:
     runner = hal.Runner(Deep(), opened())
     batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
-    runner.decode(batch)
+    runner.step(batch)
     torch.npu.synchronize()
     with emulator.trace() as trace:
-        runner.decode(batch)
+        runner.step(batch)
         torch.npu.synchronize()
     assert sum(record.kind == "graph" for record in trace.records) == 4
     assert trace.counts(phase="replay")["FusedInferAttentionScoreV3"] == 0
@@ -160,11 +160,7 @@ class TestMemory:
         before = torch.npu.memory_reserved()
         runner = hal.Runner(model, backend)
         settle()
-        return (
-            torch.npu.memory_reserved()
-            - before
-            - sum(tensor.nbytes for layer in runner.cache.layers for tensor in layer)
-        )
+        return torch.npu.memory_reserved() - before - sum(tensor.nbytes for _, tensor in runner.states.tensors())
 
     def test_eight_buckets_take_little_more_than_the_largest(self, opened: Opened) -> None:
         model = Deep(2, 2 * 8192)
@@ -215,7 +211,7 @@ class TestFaults:
         caplog.set_level(logging.WARNING)
         with emulator.faults.streams(first=6):
             runner = hal.Runner(model, opened(on_capture_error="eager"))
-        assert "decode batches of 2 tokens run eagerly or in a larger bucket" in caplog.text
+        assert "decode batches of 2 tokens run in a larger bucket or eagerly" in caplog.text
         check(runner, (9,))
 
     def test_out_of_memory_in_a_capture(self, opened: Opened) -> None:
@@ -230,11 +226,11 @@ class TestFaults:
 
     def test_a_replaced_weight_is_named(self, opened: Opened) -> None:
         runner = hal.Runner(Deep(), opened(debug=True))
-        batch = drawn(runner, 1, [1], [0])
+        batches = [drawn(runner, 1, [1], [0]), drawn(runner, 1, [2, 1], [0, 0])]
         runner.model.out.weight.data = runner.model.out.weight.data.clone()
-        for run in (runner.prefill, runner.decode):
+        for batch in batches:
             with emulator.trace() as trace, pytest.raises(GraphError, match=r"out\.weight no longer lies"):
-                run(batch)
+                runner.step(batch)
             assert "graph" not in {record.kind for record in trace.records}
 
 
@@ -247,29 +243,30 @@ class TestMarkers:
         check(runner)
         for seed in range(3):
             batch = drawn(runner, seed, [60, 9, 30], [0, 130, 5], all_logits=seed != 0)
-            assert_same(runner.prefill(batch), eagerly(runner, batch))
+            assert_same(runner.step(batch).logits, eagerly(runner, batch))
 
     def test_attention_is_launched_and_the_rest_replayed(self, opened: Opened) -> None:
         runner = marked(Deep(), opened())
         batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
-        runner.decode(batch)
+        runner.step(batch)
         torch.npu.synchronize()
         with emulator.trace() as trace:
-            runner.decode(batch)
+            runner.step(batch)
             torch.npu.synchronize()
         assert sum(record.kind == "graph" for record in trace.records) == 4
         assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3
 
     def test_pieces_and_buckets_share_memory(self, opened: Opened) -> None:
         def taken(sizes: Sequence[int], layers: int = 2) -> int:
-            backend = opened(prefill={"capture_sizes": list(sizes)})
-            runner = uncaptured(Deep(layers, 2 * 8192), backend)
+            backend = opened(prefill={"capture_sizes": list(sizes)}, decode={"compiler": "eager"})
+            model = Deep(layers, 2 * 8192)
+            states = uncaptured(model, backend).spec.nbytes
             settle()
             before = torch.npu.memory_reserved()
-            step = MarkedStep(runner.model, backend, runner.cache, "prefill")
+            runner = marked(model, backend)
             settle()
-            assert step.sizes == sizes
-            return torch.npu.memory_reserved() - before
+            assert tokens_of(runner, "prefill") == sizes
+            return torch.npu.memory_reserved() - before - states
 
         taken([512])  # and what is made once
         few, many, buckets = taken([512]), taken([512], 5), taken([4, 8, 16, 32, 64, 128, 256, 512])

@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu import emulator
+from pieces import eagerly
 from torch import Tensor
 
 import hal
 from hal.errors import CaptureError, CompileError, DeviceError, DeviceOutOfMemory, GraphError
 from hal.nn import Attention, Batch, CausalLM, Embedding, Linear
+from hal.nn.model import LayerState
 
 Opened = Callable[..., hal.Backend]
 SIZES = [1, 2, 4]
@@ -29,13 +31,14 @@ GRAPHS = ("graph", "group", "captured")
 class Toy(CausalLM):
     """One attention; it reads a value back if the batch is larger than ``reads_above``."""
 
-    vocab_size, max_length, num_layers, num_kv_heads, head_dim = 13, 512, 1, 2, 16
+    vocab_size, max_length = 13, 512
 
     def __init__(self, *, reads_above: int = 1000, vocab_size: int = 13) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.embedding, self.qkv = Embedding(vocab_size, 32), Linear(32, 6 * 16)
-        self.attention, self.out = Attention(16), Linear(32, 32)
+        self.attention, self.out = Attention(2, 16), Linear(32, 32)
+        self.states = [self.attention.states]
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator).half().npu()
@@ -45,10 +48,10 @@ class Toy(CausalLM):
     def from_config(cls, config: Mapping[str, Any]) -> Toy:
         return cls()
 
-    def forward(self, batch: Batch, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
         query, key, value = self.qkv(hidden).view(-1, 6, 16).split([2, 2, 2], dim=1)
-        hidden = hidden + self.out(self.attention(query, key, value, batch, caches[0]))
+        hidden = hidden + self.out(self.attention(query, key, value, batch, states[0]))
         if batch.num_sequences > self.reads_above:
             hidden = hidden * float(hidden.abs().max())
         return self.embedding.as_linear(hidden[batch.logits_indices])
@@ -67,7 +70,7 @@ def prefilled(runner: hal.Runner, lengths: Sequence[int] = (150, 3, 20, 128)) ->
     """Fill the cache with a sequence of each length; their blocks."""
     blocks = [[1 + 4 * row + block for block in range(4)] for row in range(len(lengths))]
     prompts = [[(7 * row + token) % 13 for token in range(length)] for row, length in enumerate(lengths)]
-    runner.prefill(runner.batch(prompts, blocks))
+    runner.step(runner.batch(prompts, blocks))
     return blocks
 
 
@@ -82,8 +85,8 @@ def check(runner: hal.Runner) -> None:
     for rows in (4, 1, 3, 2):
         batch = step(runner, blocks, rows)
         with runner.backend.explaining():
-            found = runner.decode(batch).cpu()
-        torch.testing.assert_close(found, runner.prefill(batch).cpu(), rtol=2e-2, atol=2e-2)
+            found = runner.step(batch).logits.cpu()
+        torch.testing.assert_close(found, eagerly(runner, batch).cpu(), rtol=2e-2, atol=2e-2)
 
 
 def settle() -> None:
@@ -103,12 +106,12 @@ def cached() -> list[Tensor]:
 
 class TestBudget:
     def test_it_is_said_before_the_captures(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "hal.runtime")
+        caplog.set_level(logging.INFO, "hal.execution")
         hal.Runner(Toy(), opened())
-        said = [record.getMessage() for record in caplog.records if record.name == "hal.runtime"]
+        said = [record.getMessage() for record in caplog.records if record.name == "hal.execution"]
         said = [message for message in said if not message.startswith("optimised")]
-        assert said[0].startswith("capturing the decode batch sizes 1, 2, 4: 3 of 1920 streams, about 0.")
-        assert said[1] == "captured decode graphs for batch sizes [1, 2, 4]"
+        assert said[0].startswith("capturing decode steps of 4, 2, 1 sequences: 3 of 1920 streams, about 0.")
+        assert said[1] == "captured decode for whole steps: 1 sequence, 2 sequences, 4 sequences"
 
     def test_streams(self, opened: Opened) -> None:
         message = r"3 sizes take 3 streams, and 2 are left for graphs\n.*compilation.max_capture_size.*capture_sizes"
@@ -129,7 +132,7 @@ class TestBudget:
         stats = backend.device.memory_stats()
         # Enough for a step, but not with the margin.
         taken = [torch.empty(stats.free - (105 << 20), dtype=torch.uint8, device="npu")]
-        message = r"batch of 4 take about 115\.\d MiB, and 1\d\d\.\d are free\n.*cache.num_tokens"
+        message = r"graphs up to 4 tokens take about 115\.\d MiB, and 1\d\d\.\d are free\n.*cache.num_tokens"
         try:
             with pytest.raises(CaptureError, match=message):
                 hal.Runner(model, backend)
@@ -143,7 +146,7 @@ class TestBudget:
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(warnings) == 2, warnings
         assert "decode batches run eagerly: graphs of 3 sizes take 3 streams" in warnings[0]
-        assert "above the largest captured size (none) and runs eagerly" in warnings[1]
+        assert "a step of 4 sequences runs eagerly: graphs of 3 sizes take 3 streams" in warnings[1]
 
 
 class Wasteful(torch.nn.Module):
@@ -169,7 +172,7 @@ class TestMemory:
         runner = hal.Runner(model, backend)
         settle()
         taken = emulator.memory_in_use() - before
-        assert sum(tensor.nbytes for layer in runner.cache.layers for tensor in layer) < 0.02 * taken
+        assert sum(tensor.nbytes for _, tensor in runner.states.tensors()) < 0.02 * taken
         return taken
 
     def test_eight_buckets_take_little_more_than_the_largest(self, opened: Opened) -> None:
@@ -180,7 +183,7 @@ class TestMemory:
     def test_outputs_of_a_bucket_keep_their_address(self, opened: Opened) -> None:
         runner = hal.Runner(Toy(), opened(capture_sizes=[4]))
         blocks = prefilled(runner)
-        assert len({runner.decode(step(runner, blocks, rows)).data_ptr() for rows in (1, 4, 2, 3)}) == 1
+        assert len({runner.step(step(runner, blocks, rows)).logits.data_ptr() for rows in (1, 4, 2, 3)}) == 1
 
     def test_a_runner_gives_everything_back(self, opened: Opened) -> None:
         backend, model = opened(), Toy()
@@ -207,12 +210,11 @@ class TestDebug:
         if what == "weight":
             runner.model.out.weight.data = runner.model.out.weight.data.clone()
         else:
-            keys, values = runner.cache.layers[0]
-            runner.cache = hal.KVCache(runner.spec, ((keys, values.clone()),))
-            runner._decode._addresses._cache = runner.cache  # type: ignore[attr-defined]
-        named = {"weight": r"out\.weight no longer lies", "cache": "value cache 0 no longer lies"}[what]
+            layer: Any = runner.states.layers[0]
+            layer["value"] = layer["value"].clone()
+        named = {"weight": r"out\.weight no longer lies", "cache": "state 0.value no longer lies"}[what]
         with emulator.trace() as trace, pytest.raises(GraphError, match=named):
-            runner.decode(step(runner, blocks))
+            runner.step(step(runner, blocks))
         assert "graph" not in {record.kind for record in trace.records}
 
 
@@ -237,10 +239,11 @@ class TestFaults:
         runner = hal.Runner(model, npu(cache={"num_tokens": 2048}))
         blocks = prefilled(runner)
         taken = cached()
-        run = runner.prefill if phase == "prefill" else runner.decode
         batch = step(runner, blocks)
+        if phase == "prefill":
+            batch = runner.batch([[1, 2], [3]], blocks[:2], cached=[150, 3])
         with emulator.faults.allocation(), pytest.raises(DeviceOutOfMemory, match="no memory left") as caught:
-            run(batch)
+            runner.step(batch)
         del taken
         assert "cache.num_tokens" in caught.value.remedy
         check(runner)
@@ -254,7 +257,10 @@ class TestFaults:
         caplog.clear()
         with emulator.faults.streams(first=2):
             runner = hal.Runner(model, opened(on_capture_error="eager"))
-        assert "decode batches of 2 are padded to 4: the captured function cannot be captured" in caplog.text
+        told = (
+            "decode batches of 2 sequences run in a larger bucket or eagerly: the captured function cannot be captured"
+        )
+        assert told in caplog.text
         check(runner)
 
     def test_a_synchronising_call(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +270,7 @@ class TestFaults:
         with pytest.raises(CaptureError, match=r"cannot be captured: it (synchronises|calls what)"):
             hal.Runner(Toy(reads_above=2), opened(torch_compile_max_bs=2))
         runner = hal.Runner(Toy(reads_above=2), opened(on_capture_error="eager"))
-        assert caplog.text.count("decode batches of 4 run eagerly") == 1
+        assert caplog.text.count("decode batches of 4 sequences run in a larger bucket or eagerly") == 1
         caplog.clear()
         check(runner)
         check(runner)
@@ -297,16 +303,16 @@ def test_a_step_is_one_graph_and_one_update(opened: Opened, trained: Path) -> No
             calls[frame.f_code.co_qualname] += 1
 
     batch = step(runner, blocks)
-    runner.decode(batch)
+    runner.step(batch)
     torch.npu.synchronize()
     with emulator.trace() as trace:
         sys.setprofile(count)
-        runner.decode(batch)
+        runner.step(batch)
         sys.setprofile(None)
     assert calls["NPUGraph.replay"] == calls["NPUGraph.update"] == 1
     assert sum(record.kind == "graph" for record in trace.records) == 1
-    assert trace.counts(phase="replay")[ATTENTION] == runner.model.num_layers
-    assert sum(record.kind == "update" for record in trace.records) == runner.model.num_layers
+    assert trace.counts(phase="replay")[ATTENTION] == len(runner.model.states)
+    assert sum(record.kind == "update" for record in trace.records) == len(runner.model.states)
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -316,9 +322,9 @@ def test_a_sequence_that_grows_over_blocks(opened: Opened, padding: int) -> None
     blocks = prefilled(runner)
     for shift in range(130):
         batch = step(runner, blocks, 4 - padding, shift)
-        found = runner.decode(batch).cpu()
+        found = runner.step(batch).logits.cpu()
         if shift % 13 == 0 or shift > 120:
-            torch.testing.assert_close(found, runner.prefill(batch).cpu(), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(found, eagerly(runner, batch).cpu(), rtol=2e-2, atol=2e-2)
 
 
 def test_torch_npu_is_left_as_it_was() -> None:

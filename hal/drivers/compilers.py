@@ -1,0 +1,155 @@
+"""The compilers that a backend has, and what a configuration may ask of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import attrs
+
+from hal.config import CompilationConfig
+from hal.drivers.compiler import Compiler
+from hal.errors import ConfigError, DriverIncompatible, nearest
+
+GROUP = "hal.compilers"
+EAGER = "eager"
+"""The name of no compiler: the model's own Python runs."""
+SPLITTING_OPS = ("paged_attention",)
+"""Where steps are split, unless the config says otherwise."""
+
+
+def registered() -> Mapping[str, Compiler]:
+    """The compilers of all installed packages, by name.
+
+    Raises:
+        ConfigError: an entry point cannot be imported, or is no compiler of that name.
+    """
+    return _registered(tuple(sys.path))
+
+
+@cache
+def _registered(path: tuple[str, ...]) -> Mapping[str, Compiler]:
+    """As found on an import path; a search takes milliseconds, and each backend that is opened asks."""
+    found: dict[str, Compiler] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            made = entry.load()()
+        except Exception as error:  # importing runs code of others, which may raise anything
+            raise ConfigError(
+                f"the compiler {entry.name}, {entry.value}, cannot be imported: {type(error).__name__}: {error}",
+                "correct or uninstall its package",
+            ) from error
+        if not isinstance(made, Compiler) or made.name != entry.name:
+            raise ConfigError(
+                f"the entry point {entry.name} in {GROUP} is {made!r:.70}",
+                "point it at a subclass of hal.drivers.compiler.Compiler of the same name",
+            )
+        found[entry.name] = made
+    return found
+
+
+def compilers_of(backend: Any, own: Iterable[Compiler]) -> dict[str, Compiler]:
+    """The compilers that serve a backend: its driver's, and of the registered ones those that support it."""
+    mine = {each.name: each for each in own}
+    others = {name: each for name, each in registered().items() if each.unsupported(backend) is None}
+    return dict(sorted((others | mine).items()))
+
+
+def check_compilers(driver: str, own: Sequence[Any]) -> None:
+    """Raise DriverIncompatible unless each is a compiler with a name of its own."""
+    for each in own:
+        if not isinstance(each, Compiler):
+            raise DriverIncompatible(
+                f"the driver {driver} has {each!r:.70} among its compilers",
+                "give objects of hal.drivers.compiler.Compiler; hal's own need no mention (graphs=True offers them)",
+            )
+        if each.name == EAGER or [other.name for other in own].count(each.name) > 1 or each.name in registered():
+            raise DriverIncompatible(
+                f"the driver {driver} has a compiler named {each.name!r}, and there is another of that name",
+                "give each a name of its own",
+            )
+
+
+def check_aliases(driver: str, aliases: Mapping[str, str], served: Collection[str]) -> None:
+    """Raise DriverIncompatible for an alias that is a compiler's own name, or stands for none."""
+    known = dict.fromkeys((EAGER, *registered(), *served))
+    if wrong := [each for each, own in aliases.items() if each in served or own not in known]:
+        raise DriverIncompatible(
+            f"the driver {driver} has the alias {wrong[0]!r} for the compiler {aliases[wrong[0]]!r}",
+            f"give new names for some of {', '.join(known)}",
+        )
+
+
+def check_compilation(backend: Any, config: CompilationConfig) -> None:
+    """Raise ConfigError for what a :class:`hal.Backend` does not have, and for settings that nothing would read."""
+    decode, prefill = config.of("decode"), config.of("prefill")
+    any_shape = [name for name in backend.compilers if name == EAGER or backend.compiler(name).any_shape]
+    for phase, served, where in ((decode, backend.compilers, ""), (prefill, any_shape, " for prefill")):
+        if phase.compiler not in served:
+            known = registered().get(phase.compiler)
+            why = "" if where or known is None else f": {known.unsupported(backend)}"
+            raise ConfigError(
+                f"the backend {backend.name} has no compiler {phase.compiler!r}{where}{why}",
+                nearest(phase.compiler, served),
+            )
+        for name in phase.splitting_ops or ():
+            backend.operation_named(name)
+        for name in phase.passes:
+            if name not in backend.pass_names:
+                raise ConfigError(f"the backend {backend.name} has no pass {name!r}", nearest(name, backend.pass_names))
+    _check_readers(backend, config, {"decode": decode.compiler, "prefill": prefill.compiler})
+
+
+_DEFAULTS = attrs.asdict(CompilationConfig(), recurse=False)
+
+
+def _check_readers(backend: Any, config: CompilationConfig, compilers: Mapping[str, str]) -> None:
+    """Refuse what would be ignored without a word: keys of a phase that it does not read, and of both if none does."""
+    known = [backend.compiler(name) for name in backend.compilers if name != EAGER]
+    for key in ("splitting_ops", "passes", "torch_compile_max_bs", "cache_dir", "queries"):
+        readers = {each.name for each in known if key in each.reads}
+        held = []  # the compilers of the phases for which the key of both holds
+        for phase, compiler in compilers.items():
+            own = getattr(getattr(config, phase), key, None)
+            if own and compiler not in readers:
+                raise _unread(f"{phase}.{key}", f"the compiler {compiler!r} does not read it", readers)
+            if not own or key == "passes":
+                held.append(compiler)
+        given = getattr(config, key) != _DEFAULTS[key]
+        if given and not readers.intersection(held):
+            why = f"the compiler {held[0]!r} does not read it" if held else "decode and prefill each have their own"
+            raise _unread(key, why, readers)
+    if set(compilers.values()) == {EAGER}:
+        return  # a configuration of other compilers, run without them to compare
+    captures = {each.name for each in known}
+    for phase, readers in (("decode", captures), ("prefill", {each.name for each in known if each.any_shape})):
+        given = [name for name in ("capture_sizes", "max_capture_size") if getattr(getattr(config, phase), name)]
+        if given and compilers[phase] == EAGER:
+            raise _unread(
+                f"{phase}.{given[0]}", f"{phase} is eager, which captures nothing", readers, f"{phase}.compiler "
+            )
+
+
+def _unread(key: str, why: str, readers: Collection[str], where: str = "") -> ConfigError:
+    return ConfigError(
+        f"compilation.{key} is given, and {why}",
+        f"leave it out, or use {where}{', '.join(sorted(readers)) or 'another backend'}",
+    )
+
+
+def by_own_names(config: CompilationConfig, aliases: Mapping[str, str]) -> CompilationConfig:
+    """With hal's names of the compilers in place of a driver's."""
+    decode, prefill = (
+        attrs.evolve(each, compiler=each.compiler and aliases.get(each.compiler, each.compiler))
+        for each in (config.decode, config.prefill)
+    )
+    compiler = aliases.get(config.compiler, config.compiler)
+    return attrs.evolve(config, compiler=compiler, decode=decode, prefill=prefill)
+
+
+def pass_name(each: Any) -> str:
+    """What a rewrite, or a function of a graph, is called in configurations and reports."""
+    return str(getattr(each, "__name__", repr(each)) if callable(each) else getattr(each, "name", repr(each)))

@@ -1,0 +1,91 @@
+"""Steps through Inductor: compiled once for one sequence, and once for any larger number of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hal.compile.inductor import compile_step
+from hal.compile.trace import StepSizes, trace_step
+from hal.drivers.compiler import Form
+from hal.errors import CompileError
+from hal.execution.capture_sizes import capture_sizes, queries_to_capture
+from hal.execution.context import FormContext
+from hal.step import Batch, StepShape
+
+log = logging.getLogger("hal.execution")
+
+Step = Callable[[list[Tensor]], Tensor]
+
+
+class InductorForm(Form):
+    """Compiles the model's step for each number of queries, and runs it on batches of any size, unpadded.
+
+    The config's ``capture_sizes`` say which of the two forms are compiled: the one for a single sequence if 1 is among
+    them, the one for more if any other is. A single sequence without a form of its own is padded to two.
+
+    Raises:
+        CompileError: the model could not be traced or compiled, and ``on_capture_error`` is ``raise``.
+    """
+
+    def __init__(self, context: FormContext) -> None:
+        self._context = context
+        config = context.config
+        sizes, numbers = capture_sizes(config, context.backend.limits.capture_sizes), queries_to_capture(config)
+        self._pairs = {queries: context.static_batch(StepShape.uniform(2, queries)) for queries in numbers}
+        self._one: dict[int, Step] = {}
+        self._many: dict[int, Step] = {}
+        try:
+            for queries in numbers:
+                if 1 in sizes:
+                    self._one[queries] = self._compile(1, queries)
+                if sizes[-1] > 1:
+                    self._many[queries] = self._compile(sizes[-1], queries)
+        except CompileError as error:
+            if config.on_capture_error == "raise":
+                raise
+            log.warning("%s batches run eagerly: %s", context.phase, error)
+
+    def refusal(self, batch: Batch, shape: StepShape) -> str | None:
+        queries, rows = shape.queries, batch.logits_indices.shape[0]
+        if queries in self._one and shape.sequences == 1 and rows == queries:
+            return None
+        if queries not in self._many:
+            known = queries in self._one
+            return "what is compiled is for a single sequence" if known else "nothing is compiled for such steps"
+        if shape.sequences == 1:
+            pair = self._pairs[queries].batch
+            if batch.block_table.shape[1] > pair.block_table.shape[1] or rows > pair.logits_indices.shape[0]:
+                return "its block table or its rows of logits are more than a padded batch holds"
+        elif rows != shape.tokens:
+            return "it asks for some rows of logits, and what is compiled gives those of all tokens"
+        return None
+
+    def run(self, batch: Batch, shape: StepShape) -> Tensor:
+        queries, rows = shape.queries, batch.logits_indices.shape[0]
+        if shape.sequences > 1:
+            return self._many[queries](batch.tensors())
+        if queries in self._one and rows == queries:
+            return self._one[queries](batch.tensors())
+        pair = self._pairs[queries]
+        pair.fill(batch)
+        for name, value in pair.host_values(batch).items():  # which a graph would take apart from the batch
+            getattr(pair.batch, name).copy_(value)
+        return self._many[queries](pair.batch.tensors())[:rows]
+
+    def _compile(self, sequences: int, queries: int) -> Step:
+        context = self._context
+        sizes = StepSizes(sequences, queries)
+        step = trace_step(context.model, context.states, sizes, whole=context.backend.inductor or ())
+        if sequences > 1:
+            step.demand_any_size(context.model)
+        log.info("compiling steps of %s", "one sequence" if sequences == 1 else "two or more sequences")
+        compiled = compile_step(step)
+        if pinned := step.pinned:
+            raise CompileError(
+                f"the step cannot be compiled for other sizes than the example's: it fixes {', '.join(pinned)}",
+                "give the operations that it runs kernels of their own, or use the compiler graph",
+            )
+        return compiled

@@ -1,0 +1,49 @@
+"""The shape of a step, by which the form that runs it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+
+@attrs.frozen
+class StepShape:
+    """How much one step holds.
+
+    Attributes:
+        tokens: new tokens of all sequences.
+        sequences: sequences in the batch.
+        queries: new tokens of each sequence, if all have the same number; else 0.
+    """
+
+    tokens: int
+    sequences: int
+    queries: int
+
+    @classmethod
+    def uniform(cls, sequences: int, queries: int = 1) -> StepShape:
+        """The shape of a step with ``queries`` new tokens for each of ``sequences`` sequences."""
+        return cls(sequences * queries, sequences, queries)
+
+    @classmethod
+    def of_starts(cls, tokens: int, starts: Sequence[int]) -> StepShape:
+        """The shape of a step of ``tokens`` tokens whose ``query_start_loc`` holds ``starts``."""
+        sequences = len(starts) - 1
+        queries = tokens // sequences if sequences else 0
+        if not queries or list(starts) != list(range(0, tokens + 1, queries)):
+            queries = 0
+        return cls(tokens, sequences, queries)
+
+    def __str__(self) -> str:
+        if not self.sequences:
+            return _count(self.tokens, "token")
+        if self.queries == 1:
+            return _count(self.sequences, "sequence")
+        if self.queries:
+            return f"{_count(self.sequences, 'sequence')} of {self.queries} tokens each"
+        return f"{self.tokens} tokens of {_count(self.sequences, 'sequence')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

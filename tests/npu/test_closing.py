@@ -1,0 +1,115 @@
+"""Closing on the NPU: graphs, streams and memory go back at once, whatever the compiler."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+
+import hal
+from hal.errors import ClosedError, DeviceError
+
+Opened = Callable[..., hal.Backend]
+COMPILERS = ("eager", "graph", "piecewise", "piecewise_eager", "npugraph_ex")
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No collection but those that closing asks for."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def opened_for(npu: Opened, compiler: str) -> hal.Backend:
+    return npu(
+        dtype="bfloat16", cache={"num_tokens": 2048}, compilation={"compiler": compiler, "capture_sizes": [1, 2]}
+    )
+
+
+def allocated() -> int:
+    torch.npu.synchronize()
+    return torch.npu.memory_allocated()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_runner_gives_all_back_at_once(npu: Opened, trained: Path, compiler: str) -> None:
+    backend = opened_for(npu, compiler)
+    empty = allocated()
+    model = hal.load_model(trained, backend)
+    with hal.Runner(model, backend) as warm:  # what a process makes once, such as masks and workspaces
+        list(hal.generate(warm, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=3)))
+    loaded, graphs, reserved = allocated(), emulator.live_handles()["graph"], torch.npu.memory_reserved()
+    runner = hal.Runner(model, backend)
+    list(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=3)))
+    assert allocated() >= loaded + runner.spec.nbytes
+    assert (backend.streams_in_graphs > 0) == (compiler != "eager")
+    runner.close()
+    assert backend.streams_in_graphs == 0
+    assert emulator.live_handles()["graph"] == graphs
+    assert allocated() == loaded
+    assert torch.npu.memory_reserved() <= reserved
+    del model, warm
+    backend.close()
+    assert allocated() <= empty
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_backend_closes_its_runners_and_graphs(npu: Opened, trained: Path) -> None:
+    graphs = emulator.live_handles()["graph"]
+    with opened_for(npu, "graph") as backend:
+        runner = hal.Runner(hal.load_model(trained, backend), backend)
+        x, graph = torch.ones(1 << 20, device="npu"), backend.graph()
+        graph.capture(lambda: x * 2)
+        assert emulator.live_handles()["graph"] == graphs + 3
+    assert emulator.live_handles()["graph"] == graphs
+    assert (backend.streams_in_graphs, runner.closed) == (0, True)
+    with pytest.raises(ClosedError, match="replay was asked of a graph that is closed"):
+        graph.replay()
+
+
+def test_work_that_failed_is_said_and_all_is_freed(npu: Opened, trained: Path) -> None:
+    backend = opened_for(npu, "graph")
+    runner, graphs = hal.Runner(hal.load_model(trained, backend), backend), emulator.live_handles()["graph"]
+    batch = runner.batch([[5]], [[1]])
+    runner.step(batch)
+    backend.device.synchronize()
+    with emulator.faults.execution("FusedInferAttentionScoreV3"):
+        runner.step(batch)
+        with pytest.raises(DeviceError, match="507015"):
+            backend.close()
+    assert runner.closed
+    assert emulator.live_handles()["graph"] == graphs - 2
+    backend.close()
+
+
+@pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
+def test_while_another_thread_generates(npu: Opened, trained: Path, compiler: str) -> None:
+    """It gets ClosedError between two steps, and nothing that runs is freed under it."""
+    backend = opened_for(npu, compiler)
+    runner = hal.Runner(hal.load_model(trained, backend), backend)
+    begun, raised = threading.Event(), []
+
+    def generate() -> None:
+        try:
+            for _ in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=1000)):
+                begun.set()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert begun.wait(60)
+    backend.close()
+    thread.join(60)
+    assert [type(each) for each in raised] == [ClosedError]
+    assert not runner.blocks._taken
+    npu()
+    assert torch.ones(2, device="npu").add(1).tolist() == [2.0, 2.0]

@@ -1,0 +1,185 @@
+"""(b) A recurrent matrix and a convolution window for each sequence, beside a layer of ordinary attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn.model import LayerState
+from hal.ops import FLOATING, Draw, Sample
+from hal.step import SEQUENCE, SlotBatch, State
+
+LAGS = 3
+"""Rows that a convolution sees: a token's own, and those of the two before it."""
+
+
+def _steps(draw: Draw) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """The queries of each sequence, its slots and starts."""
+    for queries in ([1], [4, 1, 2], [1, 1, 1], [3, 5]):
+        starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(draw.device)
+        yield queries, (1 + draw.permutation(5)[: len(queries)]).to(torch.int32), starts
+
+
+def _owners(tokens: int, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token, its sequence, and its place among the sequence's new tokens."""
+    token = torch.arange(tokens, device=query_start_loc.device)
+    starts = query_start_loc.long()
+    owner = torch.searchsorted(starts[1:], token, right=True).clamp(max=query_start_loc.shape[0] - 2)
+    return owner, token - starts[owner]
+
+
+def _conv_samples(draw: Draw) -> Iterator[Sample]:
+    for index, (queries, slots, starts) in enumerate(_steps(draw)):
+        width = (16, 32)[index % 2]
+        yield (
+            draw.normal(sum(queries), width), draw.normal(LAGS, width), draw.normal(6, LAGS - 1, width), slots, starts
+        )  # fmt: skip
+
+
+@ops.op(
+    samples=_conv_samples,
+    axes={
+        "x": "tokens width", "weight": "lags width", "window": "num_slots lags-1 width", "slots": "sequences",
+        "query_start_loc": "sequences+1", "return": "tokens width",
+    },
+    dtypes={
+        "x": FLOATING, "weight": "x", "window": "x", "slots": torch.int32, "query_start_loc": torch.int32, "return": "x"
+    },
+    rowwise=None,
+    state=("window",),
+    mutates=("window",),
+    namespace="hal_toys",
+)  # fmt: skip
+def causal_conv(x: Tensor, weight: Tensor, window: Tensor, slots: Tensor, query_start_loc: Tensor) -> Tensor:
+    """A convolution over each sequence, whose last rows before this step are in ``window``."""
+    owner, place = _owners(x.shape[0], query_start_loc)
+    before, kept = window[slots.long()], window.shape[1]
+    token = torch.arange(x.shape[0], device=x.device)
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for lag in range(weight.shape[0]):
+        old = before[owner, (kept + place - lag).clamp(0, kept - 1)]
+        row = torch.where((place >= lag)[:, None], x[(token - lag).clamp(min=0)], old)
+        total = total + row.float() * weight[weight.shape[0] - 1 - lag].float()
+    starts = query_start_loc.long()
+    count = starts[1:] - starts[:-1]
+    rows = []
+    for back in range(kept, 0, -1):
+        source = count - back
+        new = x[(starts[:-1] + source).clamp(0, x.shape[0] - 1)]
+        sequence = torch.arange(count.shape[0], device=x.device)
+        old = before[sequence, (kept + source).clamp(0, kept - 1)]
+        rows.append(torch.where((source >= 0)[:, None], new, old))
+    window[slots.long()] = torch.stack(rows, dim=1)
+    return total.to(x.dtype)
+
+
+def _linear_attention_samples(draw: Draw) -> Iterator[Sample]:
+    for index, (queries, slots, starts) in enumerate(_steps(draw)):
+        keys, values = ((8, 16), (4, 8))[index % 2]
+        rows = sum(queries)
+        yield (
+            draw.normal(rows, keys), draw.normal(rows, keys), draw.normal(rows, values), draw.normal(6, keys, values),
+            slots, starts, 0.9,
+        )  # fmt: skip
+
+
+@ops.op(
+    samples=_linear_attention_samples,
+    axes={
+        "query": "tokens key_dim", "key": "tokens key_dim", "value": "tokens value_dim",
+        "matrix": "num_slots key_dim value_dim", "slots": "sequences", "query_start_loc": "sequences+1",
+        "return": "tokens value_dim",
+    },
+    dtypes={
+        "query": FLOATING, "key": "query", "value": "query", "matrix": "query", "slots": torch.int32,
+        "query_start_loc": torch.int32, "return": "query",
+    },
+    rowwise=None,
+    state=("matrix",),
+    mutates=("matrix",),
+    namespace="hal_toys",
+)  # fmt: skip
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, matrix: Tensor, slots: Tensor, query_start_loc: Tensor, decay: float
+) -> Tensor:
+    """``matrix = decay * matrix + key value``, then ``query matrix``, for each token of each sequence in turn."""
+    owner, place = _owners(query.shape[0], query_start_loc)
+    starts = query_start_loc.long()
+    count, before = starts[1:] - starts[:-1], matrix[slots.long()].float()
+    wide = [each.float() for each in (query, key, value)]
+    apart = (place[:, None] - place[None, :]).float()
+    sees = (owner[:, None] == owner[None, :]) & (apart >= 0)
+    weights = torch.where(sees, decay ** apart.clamp(min=0), torch.zeros_like(apart))
+    result = ((wide[0] @ wide[1].t()) * weights) @ wide[2]
+    old = torch.einsum("tk,tkv->tv", wide[0], before[owner])
+    result = result + old * (decay ** (place + 1).float())[:, None]
+    left = (count[owner] - 1 - place).float()
+    own = (owner[None, :] == torch.arange(count.shape[0], device=query.device)[:, None]).float() * decay**left
+    added = torch.einsum("st,tk,tv->skv", own, wide[1], wide[2])
+    matrix[slots.long()] = (before * (decay ** count.float())[:, None, None] + added).to(matrix.dtype)
+    return result.to(query.dtype)
+
+
+class RecurrentLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys, self.values = 8, 16
+        self.norm, self.project = RMSNorm(width, 1e-6), Linear(width, 2 * self.keys + self.values)
+        self.conv = nn.Parameter(torch.empty(LAGS, width), requires_grad=False)
+        self.out = Linear(self.values, width)
+        self.states = {
+            "matrix": State(SEQUENCE, (self.keys, self.values)), "window": State(SEQUENCE, (LAGS - 1, width))
+        }  # fmt: skip
+
+    def forward(self, hidden: Tensor, batch: SlotBatch, state: LayerState) -> Tensor:
+        mixed = causal_conv(self.norm(hidden), self.conv, state["window"], batch.slots, batch.query_start_loc)
+        query, key, value = self.project(mixed).split([self.keys, self.keys, self.values], dim=-1)
+        attended = linear_attention(query, key, value, state["matrix"], batch.slots, batch.query_start_loc, 0.9)
+        return hidden + self.out(attended)
+
+
+class AttentionLayer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, width // heads
+        self.norm, self.qkv, self.out = RMSNorm(width, 1e-6), Linear(width, 3 * width), Linear(width, width)
+        self.attention = Attention(heads, self.head_dim)
+        self.states = self.attention.states
+
+    def forward(self, hidden: Tensor, batch: SlotBatch, state: LayerState) -> Tensor:
+        heads = self.qkv(self.norm(hidden)).view(-1, 3, self.heads, self.head_dim)
+        query, key, value = heads.unbind(1)
+        return hidden + self.out(self.attention(query, key, value, batch, state))
+
+
+class RecurrentForCausalLM(CausalLM):
+    batch_type = SlotBatch
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.vocab_size, self.max_length = config["vocab_size"], 256
+        width = config["hidden_size"]
+        self.embed_tokens, self.lm_head = Embedding(self.vocab_size, width), Linear(width, self.vocab_size)
+        heads = config["num_attention_heads"]
+        layers = [
+            AttentionLayer(width, heads) if index % 2 else RecurrentLayer(width)
+            for index in range(config["num_hidden_layers"])
+        ]
+        self.layers = nn.ModuleList(layers)
+        self.states = [layer.states for layer in layers]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RecurrentForCausalLM:
+        return cls(config)
+
+    def forward(self, batch: SlotBatch, states: Sequence[LayerState]) -> Tensor:
+        hidden = self.embed_tokens(batch.token_ids)
+        for layer, state in zip(self.layers, states, strict=True):
+            hidden = layer(hidden, batch, state)
+        logits: Tensor = self.lm_head(hidden[batch.logits_indices])
+        return logits

@@ -1,0 +1,309 @@
+"""Closing runners and backends: what goes, who waits, and what is said afterwards."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cpu.driver import CpuBackend, CpuOptions
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.closing import Uses
+from hal.errors import ClosedError, DeviceError, GraphError
+
+NORM = (torch.ones(2, 8), torch.ones(8), 1e-6)
+CACHE = 64 << 20
+"""Bytes of each tensor of the cache, so that the process's memory shows them."""
+
+
+@pytest.fixture(autouse=True)
+def active_again() -> Iterator[None]:
+    yield
+    hal.open("cpu")
+
+
+def made(trained: Path, compiler: str = "eager", num_tokens: int = 2048) -> hal.Runner:
+    backend = hal.open({
+        "backend": "cpu", "dtype": "float32", "cache": {"num_tokens": num_tokens},
+        "compilation": {"compiler": compiler, "capture_sizes": [1, 2]},
+    })  # fmt: skip
+    return hal.Runner(hal.load_model(trained, backend), backend)
+
+
+def tokens(runner: hal.Runner, count: int = 4) -> list[int]:
+    return [each.token_id for each in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=count))]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "piecewise_eager"])
+def test_a_runner_gives_its_memory_back_at_once(trained: Path, compiler: str) -> None:
+    num_tokens = CACHE // 4 // 128
+    gc.disable()
+    try:
+        with made(trained, compiler, num_tokens) as runner:
+            backend = runner.backend
+            tokens(runner)
+            assert runner.spec.nbytes >= 8 * CACHE // 2
+            tensors = [weakref.ref(each) for _, each in runner.states.tensors()]
+            during = backend.device.memory_stats().allocated
+        assert during - backend.device.memory_stats().allocated > runner.spec.nbytes * 0.9
+        assert not [each for each in tensors if each() is not None]
+        assert (backend.streams_in_graphs, len(backend.captured_graphs), len(backend.runners)) == (0, 0, 0)
+    finally:
+        gc.enable()
+
+
+def test_whatever_is_used_afterwards_says_so(trained: Path) -> None:
+    runner = made(trained, "graph")
+    backend, model, batch = runner.backend, runner.model, runner.batch([[5]], [[1]])
+    norm, graph = backend.ops.rms_norm, backend.graph()
+    graph.capture(lambda: torch.ones(2) * 2)
+    runner.close()
+    for use in (
+        lambda: runner.batch([[5]], [[1]]), lambda: runner.step(batch),
+        lambda: runner.states, lambda: runner.slots, lambda: runner.model, lambda: tokens(runner), runner.__enter__,
+    ):  # fmt: skip
+        with pytest.raises(ClosedError, match="this runner on the backend cpu is closed\n  remedy: make another"):
+            use()
+    assert not backend.closed
+    graph.replay()
+    backend.close()
+    for use in (
+        backend.graph, backend.activate, backend.__enter__, lambda: backend.configure(hal.Config()),
+        lambda: backend.allocate(runner.spec), lambda: hal.Runner(model, backend), lambda: norm(*NORM),
+        lambda: hal.load_model(trained, backend), lambda: backend.ops.rms_norm(*NORM),
+    ):  # fmt: skip
+        with pytest.raises(ClosedError, match="the backend cpu is closed\n  remedy: open it again"):
+            use()
+    for use in (graph.replay, lambda: graph.outputs, lambda: graph.pool, lambda: graph.capture(lambda: None)):
+        with pytest.raises(ClosedError, match="a graph that is closed"):
+            use()
+    backend.close()
+    runner.close()
+    graph.close()
+
+
+def test_operations_after_the_active_backend_was_closed() -> None:
+    """No reference steps in, as before any backend is opened."""
+    with hal.open("cpu"):
+        expected = ops.rms_norm(*NORM)
+    assert hal.active_backend() is None
+    with pytest.raises(
+        ClosedError, match=r"rms_norm was called, and the backend cpu, which hal\.ops went to, is closed"
+    ):
+        ops.rms_norm(*NORM)
+    with pytest.raises(ClosedError, match=r"open a backend with hal\.open, or call activate\(\)"):
+        torch.ops.hal.rms_norm(*NORM)
+    torch.testing.assert_close(ops.operation("rms_norm").reference(*NORM), expected)
+    hal.open("cpu")
+    torch.testing.assert_close(ops.rms_norm(*NORM), expected)
+
+
+def test_a_backend_that_is_not_active_takes_nothing_from_the_one_that_is() -> None:
+    with hal.open("cpu") as active:
+        with hal.open("cpu", activate=False):
+            pass
+        assert active.active
+        ops.rms_norm(*NORM)
+
+
+def test_what_torch_compile_made_says_that_its_backend_is_closed() -> None:
+    with hal.open("cpu"):
+        compiled = torch.compile(lambda x: ops.rms_norm(x, *NORM[1:]), backend="hal")
+        compiled(NORM[0])
+    with pytest.raises(ClosedError, match="the backend cpu is closed"):
+        compiled(NORM[0])
+
+
+class Slow(CpuBackend):
+    """Waits in the middle of a step, until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuOptions(native=False, pack_weights=False))
+        self.reached, self.go_on, self.released = threading.Event(), threading.Event(), 0
+        kernel = self.kernels["silu_and_mul"]
+
+        def slowly(x: Tensor) -> Tensor:
+            self.reached.set()
+            assert self.go_on.wait(60)
+            return kernel(x)
+
+        self.kernels = MappingProxyType({**self.kernels, "silu_and_mul": slowly})
+
+    def _release(self) -> None:
+        self.released += 1
+
+
+def started(run: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def noted() -> None:
+        try:
+            found.append(run())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=noted)
+    thread.start()
+    return thread, found
+
+
+def slow_runner(trained: Path) -> tuple[Slow, hal.Runner]:
+    backend = Slow()
+    backend.configure(hal.config.load({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 256}}))
+    backend.activate()
+    return backend, hal.Runner(hal.load_model(trained, backend), backend)
+
+
+def test_closing_waits_for_steps_and_refuses_new_ones(trained: Path) -> None:
+    backend, runner = slow_runner(trained)
+    batch = runner.batch([[5]], [[1]])
+    stepping, stepped = started(lambda: runner.step(batch))
+    assert backend.reached.wait(60)
+    closing, _ = started(backend.close)
+    also, _ = started(backend.close)
+    while not runner.closed:
+        time.sleep(0.001)
+    with pytest.raises(ClosedError):
+        runner.step(batch)
+    assert [closing.is_alive(), also.is_alive(), backend.released] == [True, True, 0]
+    backend.go_on.set()
+    for thread in (stepping, closing, also):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert stepped[0].logits.shape[0] == 1
+    assert backend.released == 1
+
+
+def test_a_thread_that_generates_is_told_between_two_steps(trained: Path) -> None:
+    runner, begun = made(trained, "graph"), threading.Event()
+
+    def generate() -> None:
+        for _ in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=1000)):
+            begun.set()
+
+    thread, found = started(generate)
+    assert begun.wait(60)
+    free = runner.spec.num_blocks - 1
+    runner.backend.close()
+    thread.join(60)
+    assert [type(each) for each in found] == [ClosedError]
+    assert runner.blocks.num_free == free
+
+
+def test_closing_inside_a_step_or_a_capture_is_refused(trained: Path) -> None:
+    runner = made(trained)
+    backend, closes = runner.backend, [runner.close, runner.backend.close]
+    hook = runner.model.register_forward_hook(lambda *_: closes.pop()())
+    batch = runner.batch([[5]], [[1]])
+    while closes:
+        with pytest.raises(ClosedError, match="would be closed by a call that uses it"):
+            runner.step(batch)
+    hook.remove()
+    for close in (runner.close, backend.close):
+        with pytest.raises(GraphError, match="closed inside a capture"):
+            backend.graph().capture(close)
+    assert tokens(runner)
+    backend.close()
+
+
+class Mistaken(CpuBackend):
+    """A kernel of it raises for one row; it notes its caches and graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuOptions(native=False, pack_weights=False))
+        self.caches: list[weakref.ref[Tensor]] = []
+        self.captured: list[hal.Graph] = []
+        kernel = self.kernels["silu_and_mul"]
+
+        def mistaken(x: Tensor) -> Tensor:
+            if x.shape[0] == 1:
+                raise KeyError("mine")
+            return kernel(x)
+
+        self.kernels = MappingProxyType({**self.kernels, "silu_and_mul": mistaken})
+
+    def graph(self) -> hal.Graph:
+        self.captured.append(super().graph())
+        return self.captured[-1]
+
+    def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
+        cache = super().allocate(spec)
+        self.caches += [weakref.ref(each) for _, each in cache.tensors()]
+        return cache
+
+
+@pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager"])
+@pytest.mark.parametrize("on_capture_error", ["raise", "eager"])
+def test_a_mistake_in_a_captured_step_comes_out_and_leaves_nothing(
+    trained: Path, compiler: str, on_capture_error: str
+) -> None:
+    """The graph of four rows is captured by then."""
+    compilation = {"compiler": compiler, "capture_sizes": [1, 4], "on_capture_error": on_capture_error}
+    with Mistaken() as backend:
+        backend.configure(hal.config.load({"backend": "cpu", "dtype": "float32", "compilation": compilation}))
+        backend.activate()
+        model = hal.load_model(trained, backend)
+        with pytest.raises(KeyError, match="mine"):
+            hal.Runner(model, backend)
+        gc.collect()
+        assert len(backend.captured) > 1
+        assert backend.streams_in_graphs == 0
+        for graph in backend.captured:
+            with pytest.raises((ClosedError, GraphError)):
+                graph.replay()
+        assert not [each for each in backend.caches if each() is not None]
+
+
+class Failing(CpuBackend):
+    """A device that fails when it is waited for, and a driver that fails when it gives back what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuOptions(native=False, pack_weights=False))
+        self.device.synchronize = self._fails  # type: ignore[method-assign]
+
+    def _fails(self) -> None:
+        raise DeviceError("a kernel failed", "run it again")
+
+
+def test_a_device_that_failed_is_said_and_all_is_freed() -> None:
+    backend = Failing()
+    graph = backend.graph()
+    output = weakref.ref(graph.capture(lambda: torch.ones(4) + 1))
+    with pytest.raises(DeviceError, match="a kernel failed"):
+        backend.close()
+    assert output() is None
+    backend.close()
+    with pytest.raises(ClosedError):
+        graph.replay()
+
+
+def test_what_the_block_raised_comes_first() -> None:
+    def block() -> None:
+        with Failing() as backend:
+            graph = backend.graph()
+            graph.capture(lambda: torch.ones(4) + 1)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        block()
+    assert any("a kernel failed" in note for note in caught.value.__notes__)
+
+
+def test_uses_nest_and_count_by_thread() -> None:
+    uses = Uses("it", "open it")
+    with uses, uses, pytest.raises(ClosedError, match="it would be closed by a call that uses it"):
+        uses.check_not_mine()
+    uses.check_not_mine()
+    uses.end()
+    with pytest.raises(ClosedError, match="it is closed\n  remedy: open it"), uses:
+        raise AssertionError

@@ -1,0 +1,224 @@
+"""What a driver's ``open`` may give: a backend that was made whole, or an error that names the driver."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stevedore.extension import ExtensionManager
+
+import hal
+from hal.errors import ConfigError, DriverError, DriverUnavailable, HalError, OperationError
+from hal.registry import load_driver
+
+MODULE = """
+import hal
+
+class Acme(hal.Driver):
+    name = "acme"
+    api_version = (2, 0)
+    priority = 100
+
+    def probe(self):
+        return hal.Probe(True)
+
+    def open(self, options):
+        return Acme.make(self.name)
+"""
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("it has no repr")
+
+
+VALUES: dict[str, Any] = {
+    "None": None, "a text": "x", "an empty text": "", "a number": 3, "zero": 0, "NaN": float("nan"), "true": True,
+    "bytes": b"x", "a class": int, "an object": object(), "without a repr": Unprintable(), "an iterator": iter("x"),
+    "numbers": [1, 2], "texts and a number": ["x", 1], "names of nothing": ["x"], "a table of numbers": {1: 2},
+    "a table of nothing": {"x": 1}, "a table of texts": {"x": "y"}, "a tensor": torch.ones(2),
+    "a number of torch": torch.tensor(1), "a device of torch": torch.device("cpu"), "the class Device": hal.Device,
+    "a Device of a text": hal.Device("cpu"), "a layer": torch.nn.Linear(1, 1), "the class Limits": hal.Limits,  # type: ignore[arg-type]
+}  # fmt: skip
+ARGUMENTS = tuple(inspect.signature(hal.Backend).parameters)
+TAKEN = {
+    "capabilities": {"names of nothing"}, "limits": {"None"}, "inductor": {"None"},
+    "native_names": {"a table of texts"}, "sources": {"a table of texts"},
+}  # fmt: skip
+"""What is of the right type after all."""
+
+
+@pytest.fixture
+def opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], Any]], None]]:
+    """Install the driver acme, which ``auto`` prefers, and decide what it gives."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hal.drivers]\nacme = acme_that_opens:Acme\n")
+    (tmp_path / "acme_that_opens.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
+    driver: Any = type(load_driver("acme"))
+    before = hal.active_backend()
+
+    def decide(make: Callable[[str], Any]) -> None:
+        driver.make = staticmethod(make)
+
+    yield decide
+    del sys.modules["acme_that_opens"]
+    if before is not None:
+        before.activate()
+
+
+Opens = Callable[[Callable[[str], Any]], None]
+
+
+def refused(opens: Opens, make: Callable[[str], Any], *messages: str) -> None:
+    """By name, chosen by ``auto``, and with a compiler that it may not have."""
+    opens(make)
+    before = hal.active_backend()
+    for config in ("acme", {}, {"backend": "acme", "compilation": {"compiler": "graph"}}):
+        with pytest.raises(HalError) as caught:
+            hal.open(config)
+        assert isinstance(caught.value, DriverError | OperationError), repr(caught.value)
+        assert re.search(r"\bacme\b", caught.value.problem), caught.value.problem
+        assert caught.value.remedy
+        assert len(str(caught.value)) < 1000
+        for message in messages:
+            assert message in str(caught.value)
+        assert hal.active_backend() is before
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+@pytest.mark.parametrize("value", VALUES)
+def test_arguments_of_other_types(argument: str, value: str, opens: Opens) -> None:
+    given: dict[str, Any] = {"name": "acme", "device": hal.HostDevice(), "kernels": {}, argument: VALUES[value]}
+    if value in TAKEN.get(argument, ()):
+        opens(lambda name: hal.Backend(**given))
+        assert hal.open("acme").ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6).shape == (1, 4)
+    else:
+        refused(opens, lambda name: hal.Backend(**given))
+
+
+@pytest.mark.parametrize("value", [None, "cpu", torch.device("cpu"), hal.Device, hal.Device("cpu")])  # type: ignore[arg-type]
+def test_a_device_that_is_none(value: Any, opens: Opens) -> None:
+    refused(
+        opens,
+        lambda name: hal.Backend(name, value, kernels={}),
+        "the driver acme has device = ",
+        "make it a hal.Device",
+    )
+
+
+@pytest.mark.parametrize("value", ["x", 0, {}, hal.Limits])
+def test_limits_that_are_none(value: Any, opens: Opens) -> None:
+    given: dict[str, Any] = {"kernels": {}, "limits": value}
+    refused(opens, lambda name: hal.Backend(name, hal.HostDevice(), **given), "the driver acme has limits = ")
+
+
+def test_limits_of_wrong_values(opens: Opens) -> None:
+    """Their own error cannot know the driver."""
+    sizes: Any = 64
+    refused(
+        opens, lambda name: hal.Limits(head_dims=sizes), "the driver acme: the limits of a backend have head_dims=64"
+    )
+
+
+def test_a_kernel_for_no_operation(opens: Opens) -> None:
+    refused(opens, lambda name: hal.Backend(name, hal.HostDevice(), kernels={"rms_nrom": print}), "did you mean")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "acme", 3, hal.Backend, hal.HostDevice(), Unprintable(), "x" * 10**6],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_backend(value: Any, opens: Opens) -> None:
+    refused(opens, lambda name: value, "opening the driver acme gave ", "not a hal.Backend")
+
+
+class Bare(hal.Backend):
+    def __init__(self, name: str) -> None:
+        pass
+
+
+class Half(hal.Backend):
+    def __init__(self, name: str) -> None:
+        self.name, self.device = name, hal.HostDevice()
+
+
+class Whole(hal.Backend):
+    def __init__(self, name: str) -> None:
+        super().__init__(name, hal.HostDevice(), kernels={})
+
+
+@pytest.mark.parametrize("cls", [Bare, Half])
+def test_a_subclass_that_does_not_call_the_constructor(cls: type[hal.Backend], opens: Opens) -> None:
+    refused(opens, cls, f"gave a {cls.__name__} that has no", "call super().__init__")
+
+
+@pytest.mark.parametrize("attribute", sorted({*ARGUMENTS} - {"inductor"}))
+def test_a_subclass_that_spoils_what_it_was_made_with(attribute: str, opens: Opens) -> None:
+    class Spoilt(Whole):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            setattr(self, attribute, None)
+
+    refused(opens, Spoilt, f"{attribute} = None")
+
+
+def test_a_subclass_whose_configuring_raises(opens: Opens) -> None:
+    class Raising(Whole):
+        def configure(self, config: hal.Config) -> None:
+            raise KeyError("card")
+
+    refused(opens, Raising, "configuring the backend of the driver acme raised KeyError: 'card'")
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("x"), DriverError("it broke", "mend it"), RuntimeError(), AssertionError(), SystemExit(3)]
+)
+def test_exceptions_become_errors_that_name_the_driver(error: BaseException, opens: Opens) -> None:
+    def raising(name: str) -> None:
+        raise error
+
+    refused(opens, raising)
+
+
+def test_errors_keep_their_kind_and_cause(opens: Opens) -> None:
+    def unavailable(name: str) -> None:
+        try:
+            raise OSError("libacme.so")
+        except OSError as error:
+            raise DriverUnavailable("the firmware is too old", "update it") from error
+
+    def unreadable(name: str) -> None:
+        raise ConfigError("cards is -1", "make it 1 or more")
+
+    opens(unavailable)
+    with pytest.raises(DriverUnavailable, match="the driver acme: the firmware is too old") as caught:
+        hal.open("acme")
+    assert isinstance(caught.value.__cause__, OSError)
+    opens(unreadable)
+    with pytest.raises(ConfigError, match=r"^cards is -1"):
+        hal.open({})
+
+
+def test_an_error_of_the_drivers_own_class_stays_as_it_is(opens: Opens) -> None:
+    class Gone(DriverError):
+        def __init__(self, card: int) -> None:
+            super().__init__(f"card {card} is gone", "plug it in")
+
+    def raising(name: str) -> None:
+        raise Gone(3)
+
+    opens(raising)
+    with pytest.raises(Gone, match="card 3 is gone"):
+        hal.open("acme")
