@@ -14,8 +14,10 @@ from hal.errors import HostValueError
 HostValues = Mapping[str, Tensor]
 Update = Callable[[HostValues], Any]
 
+FUSED, DEFAULT_LAYOUT = "npu_fused_infer_attention_score", "BSH"
+"""The operation, and its layout where a record names none: arguments that have their defaults are not recorded."""
 UPDATES: dict[str, dict[str, Update]] = {
-    "npu_fused_infer_attention_score.out": {
+    f"{FUSED}.out": {
         "actual_seq_lengths": lambda values: values["query_start_loc_host"][1:].tolist(),
         "actual_seq_lengths_kv": lambda values: values["kv_lens_host"].tolist(),
     },
@@ -87,17 +89,19 @@ def updates_of(record: Any) -> dict[str, Update] | None:
     if known is None or not name.endswith(".out"):
         return known
     found = {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
-    if counts_blocks(record):
+    if counts_blocks(record.op_cache_entry, record):
         found["actual_seq_lengths_kv"] = packed_lengths(record)
     return found
 
 
-def counts_blocks(record: Any) -> bool:
-    """Whether a captured launch of fused attention refuses sequences whose blocks, counted for each, are too many.
+def counts_blocks(operation: Any, record: Any) -> bool:
+    """Whether a captured launch is one of fused attention that counts the blocks of each sequence, shared or not.
 
     It does where a sequence has more than one query: in the layout TND, and in BSH with several rows.
     """
-    layout = record.kwargs.get("input_layout")
+    if operation.__name__.partition(".")[0] != FUSED:
+        return False
+    layout = record.kwargs.get("input_layout", DEFAULT_LAYOUT)
     return bool(layout == "TND" or (layout == "BSH" and record.args[0].shape[1] > 1))
 
 

@@ -92,7 +92,7 @@ class CompiledGraph(NpuGraph):
         # What is let go on after a failure.
         mode = self._graph.graph_dispatch_mode
         mode.graph_dispatch_records = self._replay._updated_node_infos
-        packed = [each for each in mode.graph_dispatch_records if counts_blocks(each)]
+        packed = [each for each in mode.graph_dispatch_records if counts_blocks(each.updated_func, each)]
         self._checks = list(dict.fromkeys(map(packed_lengths, packed)))
         self.may_refuse = bool(self._checks)
         # Held weakly, as by NpuGraph: their memory is the pool's.

@@ -56,17 +56,27 @@ def head_dim_of(target: Target) -> int:
 
 @attrs.frozen
 class ModelRun:
-    """A model of a family on the backend, in one dtype and mode."""
+    """A model of a family on the backend, in one dtype and mode.
+
+    Attributes:
+        queries: new tokens a sequence that whole steps are captured for.
+    """
 
     target: Target
     family: str
     dtype: torch.dtype
     mode: str
+    queries: tuple[int, ...] = (1,)
 
     @property
     def block_size(self) -> int:
         """Of its cache: what the backend prefers."""
         return self.target.backend.block_size
+
+    @property
+    def any_shape(self) -> bool:
+        """Whether steps of any shape are captured, those that mix prompts and running sequences too."""
+        return self.mode != EAGER and self.target.backend.compiler(self.mode).any_shape
 
     @property
     def plan(self) -> Plan:
@@ -77,8 +87,10 @@ class ModelRun:
     def config(self) -> dict[str, Any]:
         """That it is opened with."""
         compilation: dict[str, Any] = {"compiler": self.mode, "capture_sizes": list(BUCKETS)}
-        if self.mode != EAGER and self.target.backend.compiler(self.mode).any_shape:
+        if self.any_shape:
             compilation["prefill"] = {"capture_sizes": [16, PREFILL_TOKENS]}
+        if self.queries != (1,):
+            compilation["queries"] = list(self.queries)
         return {
             "dtype": dtype_name(self.dtype), "max_prefill_tokens": PREFILL_TOKENS, "compilation": compilation,
             "cache": {"num_tokens": 16 * self.block_size, "block_size": self.block_size},
@@ -92,7 +104,7 @@ class ModelRun:
 
     @property
     def _key(self) -> tuple[str, ...]:
-        return ("runner", self.family, dtype_name(self.dtype), self.mode)
+        return ("runner", self.family, dtype_name(self.dtype), self.mode, *map(str, self.queries))
 
     def made(self) -> Runner:
         """A new runner, on a new backend, which is active."""

@@ -23,34 +23,49 @@ class Plan:
 
     Attributes:
         lengths: of the prompts.
-        decodes: which sequences each decode step has, in which order.
+        decodes: which sequences each step behind the first has, in which order.
         seed: of the tokens, and of which blocks belong to whom.
+        queries: new tokens of a running sequence in each step; if several, logits of all of them are asked for.
+        first: the sequences whose prompts the first step has; None for all. Another one's prompt comes in the first of
+            ``decodes`` that names it, beside the running sequences there.
+        shared: tokens that all prompts begin with: a whole number of blocks, which all sequences share. A step before
+            the first computes them.
     """
 
     lengths: tuple[int, ...]
     decodes: tuple[tuple[int, ...], ...]
     seed: int = 0
+    queries: int = 1
+    first: tuple[int, ...] | None = None
+    shared: int = 0
+
+    @property
+    def steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The sequences of each step, the first included, and how many tokens each has then."""
+        began = tuple(range(len(self.lengths))) if self.first is None else self.first
+        at = dict.fromkeys(range(len(self.lengths)), 0)
+        found = []
+        for rows in (began, *self.decodes):
+            for row in rows:
+                at[row] += self.queries if at[row] else self.lengths[row]
+            found.append(tuple((row, at[row]) for row in rows))
+        return tuple(found)
 
     def texts(self, vocab_size: int) -> Texts:
         """Each sequence's tokens, those that decode steps add included."""
         draw = random.Random(self.seed)
-        more = [sum(row in step for step in self.decodes) for row in range(len(self.lengths))]
-        return tuple(
-            tuple(draw.randrange(vocab_size) for _ in range(length + count))
-            for length, count in zip(self.lengths, more, strict=True)
-        )
+        ends = {row: end for step in self.steps for row, end in step}
+        texts = [tuple(draw.randrange(vocab_size) for _ in range(ends[row])) for row in range(len(self.lengths))]
+        return tuple(texts[0][: self.shared] + text[self.shared :] for text in texts)
 
     def blocks(self, texts: Texts, block_size: int) -> list[list[int]]:
         """Each sequence's blocks, from all over the cache."""
-        needed = [math.ceil(len(text) / block_size) for text in texts]
-        free = list(range(DUMMY_BLOCK + 1, DUMMY_BLOCK + 1 + sum(needed) + SPARE))
+        common = self.shared // block_size
+        needed = [math.ceil(len(text) / block_size) - common for text in texts]
+        free = list(range(DUMMY_BLOCK + 1, DUMMY_BLOCK + 1 + common + sum(needed) + SPARE))
         random.Random(self.seed).shuffle(free)
-        return [[free.pop() for _ in range(count)] for count in needed]
-
-    def num_tokens(self, block_size: int) -> int:
-        """Tokens that a cache for it holds."""
-        texts = self.texts(2)
-        return (sum(math.ceil(len(text) / block_size) for text in texts) + SPARE) * block_size
+        prefix = [free.pop() for _ in range(common)]
+        return [prefix + [free.pop() for _ in range(count)] for count in needed]
 
 
 def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
@@ -70,21 +85,23 @@ def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
     size = runner.spec.block_size
     texts = plan.texts(runner.model.vocab_size)
     blocks = plan.blocks(texts, size)
-    batch = runner.batch([text[:length] for text, length in zip(texts, plan.lengths, strict=True)], blocks)
-    logits = runner.step(batch).logits
-    at = {row: length - 1 for row, length in enumerate(plan.lengths)}
-    found = {(row, at[row]): each for row, each in enumerate(logits.cpu().clone())}
-    for rows in plan.decodes:
-        for row in rows:
-            at[row] += 1
+    if plan.shared:
+        runner.step(runner.batch([texts[0][: plan.shared]], [blocks[0]]))
+    done = dict.fromkeys(range(len(texts)), plan.shared)
+    found: dict[tuple[int, int], Tensor] = {}
+    for index, step in enumerate(plan.steps):
+        several = index > 0 and plan.queries > 1
         batch = runner.batch(
-            [[texts[row][at[row]]] for row in rows], [blocks[row] for row in rows], cached=[at[row] for row in rows]
-        )
+            [texts[row][done[row] : end] for row, end in step], [blocks[row] for row, _ in step],
+            cached=[done[row] for row, _ in step], all_logits=several,
+        )  # fmt: skip
         with torch.inference_mode():
-            logits = runner.step(batch).logits.clone()
-        found |= {(row, at[row]): each for row, each in zip(rows, logits.cpu(), strict=True)}
+            logits = runner.step(batch).logits.cpu().clone()
+        asked = [(row, at) for row, end in step for at in range(done[row] if several else end - 1, end)]
+        found |= dict(zip(asked, logits, strict=True))
+        done |= dict(step)
     if canonical:
-        _check_untouched(runner, [(at[row] + 1, owned) for row, owned in enumerate(blocks)])
+        _check_untouched(runner, [(done[row], owned) for row, owned in enumerate(blocks)])
     return found
 
 
