@@ -152,6 +152,31 @@ def test_attention_is_launched_and_the_rest_replayed(opened: Opened) -> None:
     assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3
 
 
+@pytest.mark.parametrize("markers", [False, True])
+def test_a_step_of_prompts_and_running_sequences_replays(opened: Opened, markers: bool) -> None:
+    """By the trace: what it launches beside graphs is attention, for each layer and number of queries."""
+    backend = opened()
+    runner = marked(Deep(), backend) if markers else hal.Runner(Deep(), backend)
+    batch = drawn(runner, 1, [1, 6, 1], [9, 0, 100])
+
+    def of_layers(trace: emulator.Trace) -> int:
+        counts = trace.counts(phase="eager").items()
+        return sum(count for name, count in counts if any(part in name for part in ("Mat", "Rms", "Swi")))
+
+    with emulator.trace() as trace:
+        expected = eagerly(runner, batch).cpu()
+    assert of_layers(trace) >= 3 * 6
+    runner.step(batch)
+    torch.npu.synchronize()
+    with emulator.trace() as trace:
+        found = runner.step(batch).logits
+        torch.npu.synchronize()
+    assert sum(record.kind == "graph" for record in trace.records) == 4
+    assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3 * 3
+    assert of_layers(trace) == (0 if markers else 1)  # the logits, of as many rows as the batch asks for
+    assert_same(found, expected)
+
+
 class TestMemory:
     def taken(self, opened: Opened, model: CausalLM, sizes: Sequence[int]) -> int:
         """Bytes that the graphs of these sizes reserve."""
