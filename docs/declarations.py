@@ -66,6 +66,7 @@ class Operations(SphinxDirective):
             "state": _code(operation.state),
             "writes in place": _code(operation.mutates),
             "reads on the host": _code(operation.host),
+            "weights": _code(operation.weights),
             "fused of": ", ".join(f":func:`{name}`" for name in _parts(operation)) if operation.fused else "",
             "tolerance": "; ".join(
                 f"{str(dtype).removeprefix('torch.')}: relative {relative:g}, absolute {absolute:g}"

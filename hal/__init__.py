@@ -27,6 +27,8 @@ if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.envi
 if TYPE_CHECKING:
     from hal import nn, ops
     from hal.backend import Backend, active_backend
+    from hal.checkpoint.checkpoint import Checkpoint
+    from hal.checkpoint.loading import load_model
     from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
     from hal.device import Device
     from hal.driver import Driver, Probe
@@ -38,9 +40,7 @@ if TYPE_CHECKING:
     from hal.limits import Limits
     from hal.memory import MemoryStats
     from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
-    from hal.runtime.checkpoint import Checkpoint
     from hal.runtime.generate import Token, generate
-    from hal.runtime.loading import load_model
     from hal.runtime.sampling import SamplingParams
     from hal.step import Batch, State, StateMemory, StateSpec, StepShape
     from hal.stream import Event, Stream
@@ -49,7 +49,7 @@ _HOME = {
     "Backend": "hal.backend",
     "Batch": "hal.step",
     "CacheConfig": "hal.config",
-    "Checkpoint": "hal.runtime.checkpoint",
+    "Checkpoint": "hal.checkpoint.checkpoint",
     "CompilationConfig": "hal.config",
     "Compiler": "hal.drivers.compiler",
     "Config": "hal.config",
@@ -75,7 +75,7 @@ _HOME = {
     "Token": "hal.runtime.generate",
     "active_backend": "hal.backend",
     "generate": "hal.runtime.generate",
-    "load_model": "hal.runtime.loading",
+    "load_model": "hal.checkpoint.loading",
     "open": "hal.registry:open_backend",
 }
 _MODULES = ("nn", "ops")

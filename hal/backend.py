@@ -44,6 +44,7 @@ from hal.errors import (
 from hal.graph import CAPTURING, Graph, check_not_capturing
 from hal.limits import DEFAULT_BLOCK_SIZE, Limits
 from hal.memory import lacking_memory
+from hal.nn.weight import WeightUse
 from hal.ops.binding import Kernel, Table, enter, leave
 from hal.ops.calling import check_kernel
 from hal.ops.declaration import Operation
@@ -279,16 +280,20 @@ class Backend(Closable):
         """
         raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
 
-    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
-        """Bring a projection's weight into the form that this backend's ``linear`` computes on; called once, at load.
+    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+        """Bring a weight into the form that this backend's kernels take it in; called once for each, at load.
+
+        It gets the tensors that an operation takes as one of its ``weights``, as a layer declares it
+        (:class:`hal.nn.Weight`), or a quantisation scheme. Answer by ``use``: an operation that is not known, such as
+        one of another package's, takes its weights as they are.
 
         Args:
-            weight: ``[out_features, in_features]``, on the backend's device.
-            shared: whether the weight is an embedding's table too, and stays as it is beside what is returned.
+            weight: on the backend's device, of the shape that the operation takes.
+            use: the operation and its argument, what the model computes in, and whether the tensor stays for another
+                use.
 
         Returns:
-            What ``linear`` gets as its weight: ``weight`` itself by default, else a tensor of the same shape and dtype,
-            in whichever layout.
+            ``weight`` itself by default, else what the operation gets in its place, of the same shape, in any layout.
         """
         return weight
 
@@ -296,27 +301,13 @@ class Backend(Closable):
         """What :meth:`prepare_weight` made, as torch copies it to other devices and saves it.
 
         Args:
-            weight: a projection's, or any other tensor of a model that was loaded on this backend.
+            weight: prepared, or any other tensor of a model that was loaded on this backend.
 
         Returns:
             ``weight`` itself by default, which will do for a layout that torch brings out of by copying; else a tensor
             of the same shape and dtype, in an ordinary layout.
         """
         return weight
-
-    def prepare_deq_scale(self, deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bring the scales of a static W8A8 projection into the form that ``quant_linear_static`` takes for ``dtype``.
-
-        Called once, at load.
-
-        Args:
-            deq_scale: ``[out_features]``, float32, on the backend's device.
-            dtype: of the projection's result.
-
-        Returns:
-            ``deq_scale`` itself by default, else a tensor of its shape, of another dtype.
-        """
-        return deq_scale
 
     def allocate(self, spec: StateSpec) -> StateMemory:
         """Allocate a model's states, zeroed, in a layout of the backend's choosing; by default the canonical one."""

@@ -18,6 +18,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.config import read
+from hal.nn import WeightUse
 
 REFERENCE = {name: operation.reference for name, operation in ops.catalogue().items()}
 
@@ -49,8 +50,8 @@ class FaultyBackend(CpuBackend):
     def graph(self) -> hal.Graph:
         return self.graph_of(whole=self._native)
 
-    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
-        return -weight if self.prepares else weight
+    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+        return -weight if self.prepares and use.argument == "weight" else weight
 
     def nothing(self) -> dict[str, Any]:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hal
-from hal.runtime.checkpoint import Checkpoint
+from hal.checkpoint.checkpoint import Checkpoint
 
 TEXTS = (
     "import ",

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import hal
 from checkpoints import CONFIG, INDEX, random_checkpoint, random_weights, write_json, write_weights
+from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
 from hal.errors import BatchError, CheckpointError, ConfigError, DriverNotFound, HalError, NumericsError
-from hal.runtime.checkpoint import Checkpoint
 
 Damage = Callable[[Path], object]
 LAYER = "model.layers.1.mlp.down_proj.weight"

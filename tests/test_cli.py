@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 import hal
 from checkpoints import random_checkpoint, write_json
+from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
-from hal.runtime.checkpoint import Checkpoint
 from hal.version import __version__
 
 PROMPTS = ("the cat", "é 日本\n", "the hat and the mat sat")

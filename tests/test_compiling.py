@@ -26,7 +26,6 @@ from hal.execution.full_graph import FullGraphForm, OptimisedGraphs
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.ops.preparing import PreparingKernel
-from hal.quantization.description import Scheme
 from hal.runtime.quantize import quantize_checkpoint
 from hal.step import StepShape
 from hal.step.batch import Batch
@@ -468,7 +467,7 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
     ],
 )
 def test_no_rewrite_misses_a_place_in_hals_models(
-    cpu: hal.Backend, family: str, scheme: Scheme | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cpu: hal.Backend, family: str, scheme: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a driver that has every fused operation, so every rewrite that hal derives is looked for."""
     folder = decoder_checkpoint(tmp_path / "plain", family)

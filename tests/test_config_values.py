@@ -22,6 +22,9 @@ from limited import limited
 
 import hal
 from checkpoints import CONFIG, random_checkpoint, trained_tokenizer, write_json, write_weights
+from hal.checkpoint.bindings import bindings_of
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.model_classes import GROUP, find_model, make_model
 from hal.config import Config, read
 from hal.config.reading import INERT_MODEL_KEYS
 from hal.config.text import kind_of
@@ -29,9 +32,6 @@ from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import ROPE_TYPES
 from hal.quantization.description import KEYS as QUANTIZATION_KEYS
 from hal.registry import driver_names, load_driver
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.model_classes import GROUP, find_model, make_model
-from hal.runtime.places import places_of
 
 VALUES: dict[str, Any] = {
     "Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan"), "1e308": 1e308, "-1e308": -1e308,
@@ -71,9 +71,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     model = make_model(find_model(request.param), config_of(request.param))
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, place in places_of(model):
-        noise = torch.randn(place.shape, generator=generator)
-        weights[name] = 1 + 0.1 * noise if len(place.shape) == 1 else noise * place.shape[1] ** -0.5
+    for piece in (piece for binding in bindings_of(model) for piece in binding.pieces()):
+        shape = piece.source_shape
+        noise = torch.randn(shape, generator=generator)
+        weights[piece.source] = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
     write_weights(folder, weights)
     write_json(folder / "sound.json", config_of(request.param))
     return folder

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from reference import open_runner, prompts
 
 import hal
+from hal.checkpoint.checkpoint import Checkpoint
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.runtime.blocks import BlockAllocator
-from hal.runtime.checkpoint import Checkpoint
 from hal.step.state import DUMMY_BLOCK
 
 GREEDY = [hal.SamplingParams(max_new_tokens=8 + 3 * row) for row in range(8)]  # they end one after another

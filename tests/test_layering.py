@@ -153,7 +153,7 @@ def test_the_public_names_are_all_there() -> None:
 
 
 def test_import_hal_loads_neither_the_compile_stack_nor_the_runtime() -> None:
-    late = ("torch._dynamo", "hal.runtime", "hal.execution", "hal.ops", "tokenizers")
+    late = ("torch._dynamo", "hal.checkpoint", "hal.runtime", "hal.execution", "hal.ops", "tokenizers")
     program = f"import sys, hal; print([name for name in {late} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

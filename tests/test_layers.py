@@ -16,7 +16,7 @@ import hal
 from checkpoints import random_checkpoint
 from hal.cli import main
 from hal.errors import ConfigError, DriverIncompatible
-from hal.nn import DynamicQuantizedLinear, Embedding, GatedMLP, Linear, MergedLinear, RMSNorm
+from hal.nn import DynamicQuantizedLinear, Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
 from hal.runtime.quantize import quantize_checkpoint
 
 
@@ -74,7 +74,7 @@ class Own(hal.Backend):
     def graph(self) -> hal.Graph:
         return self.cpu.graph()
 
-    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         self.prepared += 1
         return weight
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 import hal
 from checkpoints import random_checkpoint, write_json
+from hal.checkpoint import model_classes, safetensors_files
 from hal.errors import CheckpointError, HalError, ModelError
-from hal.runtime import checkpoint_files, model_classes
+from hal.nn import WeightUse
 from hal.runtime.quantize import quantize_checkpoint
 
 PROGRAM = """
-import sys, hal, hal.models.qwen3, hal.runtime.loading
+import sys, hal, hal.models.qwen3, hal.checkpoint.loading
 options = {"pack_weights": sys.argv[3] == "packed"}
 backend = hal.open({"backend": "cpu", "dtype": sys.argv[2], "options": options})
 before = backend.device.memory_stats().allocated
@@ -60,7 +61,7 @@ def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: 
     """As it is, or as a view: the memory that it was put together in serves the next weight."""
 
     class Views(hal.Backend):
-        def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+        def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
             return view(weight)
 
     folder = random_checkpoint(tmp_path)
@@ -129,7 +130,7 @@ def test_a_tied_tensor_with_values_of_its_own_is_refused(dtype: str, cpu: hal.Ba
 
 
 def test_tensors_are_compared_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "REMAP_BYTES", 100)
+    monkeypatch.setattr(safetensors_files, "REMAP_BYTES", 100)
     folder = random_checkpoint(tmp_path)
     file = folder / "model.safetensors"
     weights = load_file(file)

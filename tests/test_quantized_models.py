@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 import hal
 from checkpoints import INDEX, random_checkpoint, write_json
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import build_model
+from hal.checkpoint.quantized_layers import linear_layers
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError, NumericsError
 from hal.nn import DynamicQuantizedLinear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
 from hal.quantization.arithmetic import activation_for, quantize_weight
 from hal.runtime.calibration import input_ranges
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.loading import build_model
-from hal.runtime.quantization import linear_layers
 from hal.runtime.quantize import quantize_checkpoint
 
 Format = Literal["compressed-tensors", "modelslim"]
@@ -429,7 +429,9 @@ CASES = {
         group("input_activations", symmetric=False), ConfigError, "symmetric of the input_activations", "w8a8_dynamic"
     ),
     "static tokens": compressed(group("input_activations", strategy="token"), ConfigError, "'token', not 'tensor'"),
-    "a local dynamic": compressed(group("input_activations", dynamic="local"), ConfigError, "symmetric of the inp"),
+    "a local dynamic": compressed(
+        group("input_activations", dynamic="local"), ConfigError, "dynamic of the input_activations.* is 'local', not"
+    ),
     "a quantised cache": compressed(config(kv_cache_scheme={"num_bits": 8}), ConfigError, "has a kv_cache_scheme"),
     "rotations": compressed(config(transform_config={"config_groups": {}}), ConfigError, "has a transform_config"),
     "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
@@ -757,7 +759,7 @@ def test_a_model_that_does_not_compute(tmp_path: Path) -> None:
 
 
 LOADING = """
-import sys, hal, hal.models.qwen3, hal.runtime.loading
+import sys, hal, hal.models.qwen3, hal.checkpoint.loading
 backend = hal.open({"backend": "cpu", "dtype": "bfloat16", "options": {"pack_weights": False}})
 before = backend.device.memory_stats().allocated
 model = hal.load_model(sys.argv[1], backend)

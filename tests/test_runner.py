@@ -20,7 +20,7 @@ from hal import ops
 from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible, ModelError
 from hal.execution.capture_sizes import bucket_for, capture_sizes
 from hal.execution.captured_form import CapturedForm
-from hal.nn import Batch, CausalLM, Embedding
+from hal.nn import Batch, CausalLM, Embedding, WeightUse
 from hal.nn.model import LayerState
 from hal.step.state import key_value_states
 
@@ -444,7 +444,7 @@ class TestCacheLayout:
 
     def test_a_model_prepared_for_another_backend_is_refused(self, cpu: hal.Backend, trained: Path) -> None:
         class Prepares(hal.Backend):
-            def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
+            def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
                 return weight.clone()
 
         model = hal.load_model(trained, Prepares("prepares", cpu.device, kernels={}))

@@ -15,6 +15,7 @@ from hal.driver import Driver, Probe
 from hal.errors import DriverUnavailable
 from hal.graph import Graph
 from hal.host import HostDevice
+from hal.nn import WeightUse
 from hal.ops import torch_kernels
 from hal.ops.binding import Kernel
 
@@ -67,12 +68,12 @@ class CpuBackend(Backend):
 
         return Tape(whole=self._native)
 
-    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
-        """Packed for oneDNN, if that pays at the batch sizes that the config names."""
-        if self._packing is None:
+    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+        """A projection's packed for oneDNN, if that pays at the batch sizes that the config names."""
+        if self._packing is None or use.operation != "linear":
             return weight
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
-        return self._packing.prepare(weight, shared=shared, sizes=sizes)
+        return self._packing.prepare(weight, shared=use.shared, sizes=sizes)
 
     def plain_weight(self, weight: Tensor) -> Tensor:
         """A packed one, unpacked."""

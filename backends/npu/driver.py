@@ -23,11 +23,11 @@ from .soc import Generation, generation_of
 if TYPE_CHECKING:
     from collections import Counter
 
-    import torch
     from torch import Tensor
 
     from hal.execution.context import FormContext
     from hal.graph import Graph
+    from hal.nn import WeightUse
 
 log = logging.getLogger("hal.npu")
 
@@ -149,22 +149,19 @@ class NpuBackend(Backend):
 
         return NpuGraph(self)
 
-    def prepare_weight(self, weight: Tensor, *, shared: bool) -> Tensor:
-        """In FRACTAL_NZ, if the option ``nz_weights`` says so."""
-        import torch
-
+    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+        """Projections' in FRACTAL_NZ, if the option ``nz_weights`` says so; scales as npu_quant_matmul wants them."""
         from .kernels import in_fractal_nz
-        from .quantized import prepared_int8_weight
+        from .quantized import prepared_deq_scale, prepared_int8_weight
 
-        if weight.dtype == torch.int8:
-            return prepared_int8_weight(weight, self.options.nz_weights)
-        return in_fractal_nz(weight) if self.options.nz_weights else weight
-
-    def prepare_deq_scale(self, deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """In 64 bits for float16, as npu_quant_matmul wants it."""
-        from .quantized import prepared_deq_scale
-
-        return prepared_deq_scale(deq_scale, dtype)
+        match use.operation, use.argument:
+            case "linear", "weight":
+                return in_fractal_nz(weight) if self.options.nz_weights else weight
+            case "quant_linear_static" | "quant_linear_dynamic", "weight":
+                return prepared_int8_weight(weight, self.options.nz_weights)
+            case "quant_linear_static", "deq_scale":
+                return prepared_deq_scale(weight, use.dtype)
+        return weight
 
     def explain(self, error: BaseException) -> HalError | None:
         """What CANN's error code, or torch's exception, means."""

@@ -15,7 +15,7 @@ from hal.bench.ours import Ours
 from hal.bench.plan import Setting
 from hal.bench.weights import RandomCheckpoint, meta_model
 from hal.bench.workload import Inputs
-from hal.runtime.checkpoint import Checkpoint
+from hal.checkpoint.checkpoint import Checkpoint
 
 PEERS: Mapping[str, int] = {"SGLang 0.5.23, Qwen3, graph mode": 10}
 """Kernels that others launch per decode layer, in bfloat16, read in their sources.

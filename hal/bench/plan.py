@@ -12,12 +12,12 @@ import hal
 from hal.bench.errors import BenchmarkError, need
 from hal.bench.shapes import SHAPES
 from hal.bench.weights import RandomCheckpoint
+from hal.checkpoint.loading import build_model
 from hal.config import environment_mapping, read
 from hal.drivers.compilers import EAGER
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 from hal.registry import driver_names
-from hal.runtime.loading import build_model
 from hal.step import StateSpec
 
 Workload = Literal["decode", "prefill"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.nn import CausalLM, MergedLinear
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.checkpoint_files import TensorInfo
-from hal.runtime.model_classes import find_model
+from hal.checkpoint.bindings import bindings_of
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.model_classes import find_model
+from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
+from hal.nn import CausalLM
 
 
 @attrs.frozen
@@ -28,7 +29,8 @@ class RandomCheckpoint(Checkpoint):
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any]) -> RandomCheckpoint:
         """A checkpoint with the tensors that the model registered for ``config`` takes, in the config's dtype."""
-        tensors = {key: TensorInfo(Path(name), shape, "BF16") for key, shape in _shapes(meta_model(config))}
+        pieces = [piece for binding in bindings_of(meta_model(config)) for piece in binding.pieces()]
+        tensors = {piece.source: TensorInfo(Path(name), piece.source_shape, "BF16") for piece in pieces}
         return cls(Path(name), config, tensors)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -41,6 +43,12 @@ class RandomCheckpoint(Checkpoint):
                 values.normal_(std=1 / math.sqrt(shape[-1]), generator=generator)
             yield name, values
 
+    def read_slices(self, wanted: Sequence[TensorSlice]) -> Iterator[tuple[int, int, Tensor]]:
+        """Of each slice its place, 0 and all of its values, in that order."""
+        for place, each in enumerate(wanted):
+            for _, values in self.read([each.name]):
+                yield place, 0, values[tuple(slice(*taken) for taken in each.taken)]
+
 
 def meta_model(config: Mapping[str, Any]) -> CausalLM:
     """The model registered for a config.json, with shapes and no values.
@@ -52,14 +60,3 @@ def meta_model(config: Mapping[str, Any]) -> CausalLM:
     architecture = Checkpoint(Path("config.json"), config, {}).architecture
     with torch.device("meta"):
         return find_model(architecture).from_config(config)
-
-
-def _shapes(model: CausalLM) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(parameter.shape)
-            if not isinstance(module, MergedLinear):
-                yield f"{path}.{name}", shape
-                continue
-            for part, rows in module.parts.items():
-                yield f"{path.rpartition('.')[0]}.{part}.{name}", (rows, *shape[1:])

@@ -18,9 +18,9 @@ from hal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hal.backend import Backend
+    from hal.checkpoint.checkpoint import Checkpoint
     from hal.compare.results import Comparison
     from hal.compare.texts import Prompts
-    from hal.runtime.checkpoint import Checkpoint
 
 BACKENDS = "Two drivers, as cpu,npu: the first is the reference. With --compilers, one."
 COMPILERS = "Modes of one backend, as eager,graph,piecewise: the first is the reference."
@@ -62,9 +62,9 @@ def command(
 
     The exit status is 0 if everything is within tolerance, 1 if not, and 2 if it could not be compared.
     """
+    from hal.checkpoint.checkpoint import Checkpoint
     from hal.compare import report
     from hal.config import Config, read
-    from hal.runtime.checkpoint import Checkpoint
 
     named, modes = _names(backends, "--backends"), _names(compilers, "--compilers")
     _check_options(named, modes, save_to, compilation_config)

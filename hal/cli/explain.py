@@ -19,10 +19,10 @@ from hal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hal.backend import Backend
+    from hal.checkpoint.checkpoint import Checkpoint
     from hal.compile.optimise import Stage
     from hal.compile.split import SplitStep
     from hal.nn import CausalLM
-    from hal.runtime.checkpoint import Checkpoint
 
 
 @click.command(cls=ResultCommand, short_help="Show what compiling makes of a decode step.")
@@ -53,8 +53,8 @@ def command(
     Of a compiler that applies no rewrites it says so.
     """
     import hal
+    from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
-    from hal.runtime.checkpoint import Checkpoint
 
     if dump is not None:
         check_folder(dump)
@@ -84,8 +84,8 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     """Which layers of hal's the driver replaced by its own, and how many."""
     if not on.layers:
         return
-    from hal.runtime.layers import replaced
-    from hal.runtime.loading import build_model
+    from hal.checkpoint.driver_layers import replaced
+    from hal.checkpoint.loading import build_model
 
     found = Counter((old.__name__, new.__name__) for old, new in replaced(model, build_model(opened)))
     rows = [(*names, str(times)) for names, times in found.items()]

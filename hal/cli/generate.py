@@ -23,9 +23,9 @@ from hal.errors import BatchError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from hal.checkpoint.loading import Progress
     from hal.execution.runner import Runner
     from hal.nn import CausalLM
-    from hal.runtime.loading import Progress
     from hal.runtime.sampling import SamplingParams
 
 MAX_CACHE_TOKENS = 65536
@@ -77,8 +77,8 @@ def command(
     The configuration is that of the HAL_* environment variables; an option overrides its own key and no other.
     """
     import hal
+    from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
-    from hal.runtime.checkpoint import Checkpoint
 
     texts = [*prompts, *(prompt_lines(prompts_file) if prompts_file else ())]
     check_prompts(texts)

@@ -11,7 +11,6 @@ from hal.cli.results import ResultCommand
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hal.quantization.description import Scheme
     from hal.runtime.quantize import Format
 
 SCHEME = "w8a8: activations get their scales from a calibration text; w8a8_dynamic: for each token, as the model runs."
@@ -39,8 +38,8 @@ def command(
     made = quantize_checkpoint(
         source,
         target,
-        cast("Scheme", scheme),  # what is unknown is refused there
-        format=cast("Format", format_),
+        scheme,
+        format=cast("Format", format_),  # what is unknown is refused there
         calibration=text,
         calibration_tokens=calibration_tokens,
     )

@@ -10,6 +10,8 @@ import attrs
 from torch import Tensor
 
 from hal.backend import Backend
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import load_model
 from hal.compare.errors import CompareError
 from hal.compare.local import OurCalls, Side, TheirCalls
 from hal.compare.results import OUTSIDE, Comparison, Outcome, Row
@@ -20,8 +22,6 @@ from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch
 from hal.config import CompilationConfig, DTypeName
 from hal.errors import ConfigError
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.loading import load_model
 
 
 def compare_backends(

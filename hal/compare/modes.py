@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hal.backend import Backend
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import load_model
 from hal.compare.backends import configure
 from hal.compare.errors import CompareError
 from hal.compare.results import Comparison, Row
@@ -24,8 +26,6 @@ from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch
 from hal.config import CompilationConfig
 from hal.execution.runner import Runner
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.loading import load_model
 from hal.step.state import DUMMY_BLOCK
 
 EAGER = "eager"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.backend import Backend
+from hal.nn import WeightUse
 from hal.ops import Draw
 from hal.ops.agreement import assert_agree
 from hal.step.state import StateMemory, StateSpec, canonical_states
@@ -59,9 +60,10 @@ def _operation(backend: Backend, name: str) -> str:
         drawn = (operation.samples(Draw(dtype, device)) for device in (backend.device.torch, "cpu"))
         for sample, again in islice(zip(*drawn, strict=True), SAMPLES):
             expected = operation.reference(*again)
-            if name == "linear":
-                sample = (sample[0], backend.prepare_weight(sample[1], shared=False), *sample[2:])
-            assert_agree(operation, dtype, operation.function(*sample), expected)
+            given = dict(zip(operation.signature.parameters, sample, strict=False))  # defaults may be left out
+            for weight in operation.weights:
+                given[weight] = backend.prepare_weight(given[weight], WeightUse(name, weight, dtype))
+            assert_agree(operation, dtype, operation.function(**given), expected)
     kind = "kernel" if name in backend.kernels else "reference"
     return f"{kind}, {_names(backend.limits.dtypes)}"
 

@@ -3,6 +3,7 @@
 Their parameters carry the names of Hugging Face checkpoints, so that loading needs no table per model.
 """
 
+from hal.nn.assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
 from hal.nn.attention import Attention
 from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
 from hal.nn.embedding import Embedding
@@ -11,13 +12,17 @@ from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
 from hal.nn.quantized import DynamicQuantizedLinear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
+from hal.nn.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
 
 __all__ = [
     "ROPE_TYPES",
+    "Assembly",
     "Attention",
     "Batch",
     "CausalLM",
+    "Concatenated",
+    "Consumer",
     "Decoder",
     "DecoderConfig",
     "DecoderLM",
@@ -32,6 +37,13 @@ __all__ = [
     "RopeParameters",
     "RotaryEmbedding",
     "SelfAttention",
+    "Slice",
+    "Stacked",
     "StaticQuantizedLinear",
+    "TiedUse",
+    "Transposed",
+    "Weight",
+    "WeightUse",
+    "Whole",
     "check_window",
 ]

@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
         self.attention = Attention(self.kv_heads, self.head_dim, sliding_window=sliding_window)
-        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias)
+        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias, shard="in_features")
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Give ``[tokens, heads, head_dim]`` their positions; a family does here what it does to heads before."""
@@ -128,7 +128,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, shard="in_features")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[tokens, hidden_size]`` to the same."""
@@ -190,7 +190,7 @@ class DecoderLM(CausalLM):
         if config.tie_word_embeddings:
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, shard="out_features")
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.model(batch, states)[batch.logits_indices]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.nn.weight import Consumer, TiedUse, Weight
 
 
 class Embedding(nn.Module):
@@ -21,6 +24,12 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
         self.projection: Tensor | None
         self.register_buffer("projection", None, persistent=False)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """What its table is made of, and what else takes it where it is tied."""
+        projecting = TiedUse("projection", Consumer("linear", "weight"))
+        return {"weight": Weight(("weight",), "vocab_size width", shard="vocab_size", tied_use=projecting)}
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` to ``[tokens, width]``."""

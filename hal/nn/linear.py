@@ -8,16 +8,47 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn.quantized import QuantizedLinear
+from hal.nn.weight import Consumer, Weight
+
+OUT, IN = "out_features", "in_features"
+
+
+def projection_weight(parts: Mapping[str, int], shard: str | None, consumer: Consumer) -> Weight:
+    """Return the declaration of a projection's weight ``[out_features, in_features]``, perhaps of several parts."""
+    return Weight.merged(parts, "weight", f"{OUT} {IN}", shard=shard, consumer=consumer)
+
+
+def row_weight(parts: Mapping[str, int], name: str, shard: str | None, consumer: Consumer | None = None) -> Weight:
+    """Return the declaration of what a projection has for each row of its weight, such as a bias."""
+    return Weight.merged(parts, name, OUT, shard=shard if shard == OUT else None, consumer=consumer)
 
 
 class Linear(nn.Module):
-    """:func:`hal.ops.linear` with its weight ``[out_features, in_features]`` and, if asked for, a bias."""
+    """:func:`hal.ops.linear` with its weight ``[out_features, in_features]`` and, if asked for, a bias.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    Args:
+        in_features: of the input.
+        out_features: of the output.
+        bias: whether there is one.
+        shard: the axis of the weight along which ranks may cut it, ``out_features`` or ``in_features``, or None.
+    """
+
+    parts: Mapping[str, int]
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, shard: str | None = None) -> None:
         super().__init__()
+        self.parts, self.shard = {}, shard
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """What its tensors are made of."""
+        return {
+            "weight": projection_weight(self.parts, self.shard, Consumer("linear", "weight")),
+            "bias": row_weight(self.parts, "bias", self.shard),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
@@ -31,20 +62,11 @@ class MergedLinear(Linear):
         in_features: of all parts.
         parts: the checkpoint's name of each part (beside this layer's), and its out_features, in order.
         bias: whether every part has one.
+        shard: the axis along which ranks may cut each part.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, bias: bool = False, shard: str | None = OUT
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, shard=shard)
         self.parts = dict(parts)
-
-
-def named_parts(path: str, module: Linear | QuantizedLinear) -> list[tuple[str, int]]:
-    """The checkpoint's names of the layers that ``module``, at ``path`` in the model, is made of, and their rows.
-
-    One for a :class:`Linear`; one for each part of a :class:`MergedLinear`, or of what stands in its place.
-    """
-    parts: Mapping[str, int] = getattr(module, "parts", {})
-    if not parts:
-        return [(path, module.weight.shape[0])]
-    parent = path.rpartition(".")[0]
-    return [(f"{parent}.{part}".lstrip("."), rows) for part, rows in parts.items()]

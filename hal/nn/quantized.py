@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.nn.linear import Linear, projection_weight
+from hal.nn.weight import Consumer, Weight
 
 
 class QuantizedLinear(nn.Module):
     """A projection whose weight is int8, with one scale for each of its rows.
 
-    Its tensors are buffers, so that a model's parameters are still all of the dtype that it computes in.
+    Its tensors are buffers, so that a model's parameters are still all of the dtype that it computes in. A subclass
+    declares them in ``weights``; those without sources are given by the scheme that put the layer into the model.
 
     Args:
-        in_features: of the input.
-        out_features: rows of the weight, of all parts together.
-        parts: of a :class:`~hal.nn.MergedLinear`, whose place it takes: each part's name and rows.
+        linear: whose place it takes.
 
     Attributes:
+        parts: of a :class:`~hal.nn.MergedLinear`, each part's name and rows; empty for another layer.
+        shard: as of the layer whose place it takes.
         weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
     """
 
-    def __init__(self, in_features: int, out_features: int, parts: Mapping[str, int] | None = None) -> None:
+    def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.parts = dict(parts or {})
+        self.parts, self.shard = dict(linear.parts), linear.shard
         self.weight: Tensor
-        self.register_buffer("weight", torch.empty(out_features, in_features, dtype=torch.int8))
+        self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=torch.int8))
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Weight]:
+        """What its tensors are made of."""
 
 
 class StaticQuantizedLinear(QuantizedLinear):
@@ -42,16 +51,30 @@ class StaticQuantizedLinear(QuantizedLinear):
         quant_bias: ``[out_features]``, int32, or None: in units of deq_scale, the bias less what the offset adds.
     """
 
-    def __init__(self, in_features: int, out_features: int, parts: Mapping[str, int] | None = None) -> None:
-        super().__init__(in_features, out_features, parts)
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
         self.input_scale: Tensor
         self.input_offset: Tensor | None
         self.deq_scale: Tensor
         self.quant_bias: Tensor | None
+        out_features, in_features = linear.weight.shape
         self.register_buffer("input_scale", torch.empty(in_features))
         self.register_buffer("input_offset", None)
         self.register_buffer("deq_scale", torch.empty(out_features))
         self.register_buffer("quant_bias", None)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """What its tensors are made of; all but the weight are the scheme's."""
+        operation, out = "quant_linear_static", "out_features"
+        cut = self.shard if self.shard == out else None
+        return {
+            "weight": projection_weight(self.parts, self.shard, Consumer(operation, "weight")),
+            "deq_scale": Weight((), out, cut, consumer=Consumer(operation, "deq_scale")),
+            "quant_bias": Weight((), out, cut),
+            "input_scale": Weight((), "in_features"),
+            "input_offset": Weight((), "in_features"),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
@@ -67,12 +90,23 @@ class DynamicQuantizedLinear(QuantizedLinear):
         bias: ``[out_features]``, float32, or None.
     """
 
-    def __init__(self, in_features: int, out_features: int, parts: Mapping[str, int] | None = None) -> None:
-        super().__init__(in_features, out_features, parts)
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
         self.weight_scale: Tensor
         self.bias: Tensor | None
-        self.register_buffer("weight_scale", torch.empty(out_features))
+        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0]))
         self.register_buffer("bias", None)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """What its tensors are made of; all but the weight are the scheme's."""
+        out = "out_features"
+        cut = self.shard if self.shard == out else None
+        return {
+            "weight": projection_weight(self.parts, self.shard, Consumer("quant_linear_dynamic", "weight")),
+            "weight_scale": Weight((), out, cut),
+            "bias": Weight((), out, cut),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""

@@ -58,6 +58,8 @@ class Operation:
         mutates: names of the arguments that are written in place.
         buffers: those of them that are no state.
         host: names of the arguments whose values a kernel may read on the host.
+        weights: names of the arguments that a driver may bring into a form of its own when a model is loaded, with
+            :meth:`hal.Backend.prepare_weight`.
         tolerance: by dtype, the relative and absolute tolerance within which a kernel must meet the reference.
         off_by_one: by dtype, the largest share of quantised (int8) results that may be one step off the reference's.
         samples: draws argument tuples that cover the operation.
@@ -76,13 +78,15 @@ class Operation:
         mutates: Sequence[str],
         buffers: Sequence[str],
         host: Sequence[str],
+        weights: Sequence[str],
         tolerance: Tolerance,
         off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
     ) -> None:
         check_declaration(
-            body, mutates=mutates, host=host, state=state, buffers=buffers, tolerance=tolerance, off_by_one=off_by_one
-        )
+            body, mutates=mutates, host=host, state=state, buffers=buffers, weights=weights, tolerance=tolerance,
+            off_by_one=off_by_one,
+        )  # fmt: skip
         self.constraints = read_constraints(body, axes, dtypes)
         check_rowwise(body.__name__, self.constraints, rowwise)
         self.name = body.__name__
@@ -96,6 +100,7 @@ class Operation:
         self.mutates = tuple(mutates)
         self.buffers = tuple(buffers)
         self.host = tuple(host)
+        self.weights = tuple(weights)
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
@@ -181,6 +186,7 @@ def op(
     mutates: Sequence[str] = (),
     buffers: Sequence[str] = (),
     host: Sequence[str] = (),
+    weights: Sequence[str] = (),
     tolerance: Tolerance = MappingProxyType({}),
     off_by_one: Mapping[torch.dtype, float] = MappingProxyType({}),
     namespace: str = "hal",
@@ -205,6 +211,8 @@ def op(
         mutates: names of the arguments that are written in place. Each is in ``state`` or in ``buffers``.
         buffers: those that are written and no state, such as memory that the caller gives for a result.
         host: names of the arguments whose values a kernel may read on the host.
+        weights: names of the arguments that a driver may bring into a form of its own when a model is loaded, with
+            :meth:`hal.Backend.prepare_weight`.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
         off_by_one: by dtype, the largest share of int8 results that may be one step off: values near the middle of two
             integers, which a rounding before moves to the other side. By default none.
@@ -214,9 +222,9 @@ def op(
     Raises:
         OperationError: the name is taken; an argument cannot be given by position and by name, or it or the result is
             annotated otherwise or not at all; axes or dtypes of a tensor are left out or cannot be read; ``rowwise`` is
-            left out or no axis of an argument and all results; ``state``, ``mutates``, ``buffers`` or ``host`` name no
-            argument; an argument that is written is neither state nor a buffer; or ``tolerance`` or ``off_by_one`` hold
-            what is no tolerance or share of a dtype.
+            left out or no axis of an argument and all results; ``state``, ``mutates``, ``buffers``, ``host`` or
+            ``weights`` name no argument; an argument that is written is neither state nor a buffer; or ``tolerance`` or
+            ``off_by_one`` hold what is no tolerance or share of a dtype.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:
@@ -224,7 +232,8 @@ def op(
             raise OperationError(f"an operation {body.__name__!r} is declared already", "choose another name")
         declared = Operation(
             body, namespace=namespace, fused=fused, axes=axes, dtypes=dtypes, rowwise=rowwise, state=state,
-            mutates=mutates, buffers=buffers, host=host, tolerance=tolerance, off_by_one=off_by_one, samples=samples,
+            mutates=mutates, buffers=buffers, host=host, weights=weights, tolerance=tolerance, off_by_one=off_by_one,
+            samples=samples,
         )  # fmt: skip
         _catalogue[declared.name] = declared
         _by_function[declared.function] = declared

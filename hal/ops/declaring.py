@@ -27,6 +27,7 @@ def check_declaration(
     host: Iterable[str],
     state: Iterable[str],
     buffers: Iterable[str],
+    weights: Iterable[str],
     tolerance: Mapping[Any, Any],
     off_by_one: Mapping[Any, Any],
 ) -> None:
@@ -39,7 +40,8 @@ def check_declaration(
                 "declare arguments that calls can give by position and by name, without `*` and `/`",
             )
     _check_annotations(name, body, signature)
-    for what, arguments in (("mutates", mutates), ("host", host), ("state", state), ("buffers", buffers)):
+    listed = {"mutates": mutates, "host": host, "state": state, "buffers": buffers, "weights": weights}
+    for what, arguments in listed.items():
         if isinstance(arguments, str):
             raise OperationError(f"{name} declares {what}={arguments!r}", f"give a tuple: {what}=({arguments!r},)")
         for argument in arguments:

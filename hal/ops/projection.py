@@ -29,6 +29,7 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
     },
     dtypes={"x": FLOATING, "weight": "x", "bias": "x", "return": "x"},
     rowwise="...",
+    weights=("weight",),
 )  # fmt: skip
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, accumulated in float32 and rounded to x's dtype.

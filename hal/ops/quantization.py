@@ -130,6 +130,7 @@ def _static_linear_samples(draw: Draw) -> Iterator[Sample]:
         "return": "dtype",
     },
     rowwise="...",
+    weights=("weight", "deq_scale"),
 )  # fmt: skip
 def quant_linear_static(
     x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
@@ -143,7 +144,7 @@ def quant_linear_static(
     Args:
         x: ``[..., in_features]``, int8.
         weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
-        deq_scale: ``[out_features]``, float32, or as :meth:`hal.Backend.prepare_deq_scale` made it for dtype.
+        deq_scale: ``[out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` made it for dtype.
         quant_bias: ``[out_features]``, int32, or None.
         dtype: of the result, floating.
 
@@ -177,6 +178,7 @@ def _dynamic_linear_samples(draw: Draw) -> Iterator[Sample]:
         "bias": (torch.float32, "dtype"), "return": "dtype",
     },
     rowwise="...",
+    weights=("weight",),
 )  # fmt: skip
 def quant_linear_dynamic(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype

@@ -1,5 +1,4 @@
-"""Checkpoints in int8: what their formats say of each layer, how their numbers are meant, and how they are written.
+"""Quantised checkpoints: one file for each scheme, and for each format that describes which layers have which.
 
-``description`` finds the format and reads it; ``compressed_tensors`` and ``modelslim`` are the two; ``arithmetic`` is
-what both compute.
+``scheme`` is what a scheme says, ``registry`` finds them, ``description`` finds and reads a checkpoint's description.
 """

@@ -6,26 +6,65 @@ Source: the documentation of compressed-tensors; ``int-quantized`` with W8A8 as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-import torch
-from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.arithmetic import AGAIN, Activation, DynamicLayer, StaticLayer, fold, input_activation
-from hal.quantization.description import FLOATS, INTEGERS, SUPPORTED, Quantization, Scheme, TensorSpec, Writer, zeros
+from hal.quantization.arithmetic import AGAIN
+from hal.quantization.description import Quantization, Writer
 from hal.quantization.layer_patterns import LayerPattern
+from hal.quantization.registry import schemes, supported
+from hal.quantization.scheme import Scheme
 
 _WHERE = "quantization_config in config.json"
-_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-_DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-_STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+COMPRESSED_TENSORS = "compressed-tensors"
+CHANNEL_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+"""Weights in int8 with a scale for each row."""
 # What a key means where it is left out. A type, a number of bits and a strategy must be said.
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _UNSET = ("group_size", "block_structure", "actorder")
 """Keys of weights and activations that must be absent or null."""
+
+
+@attrs.frozen
+class Group:
+    """How a group of ``config_groups`` spells a scheme.
+
+    Attributes:
+        weights: keys and values that its ``weights`` have.
+        input_activations: likewise; None where the group has none.
+        format: the ``format`` of the group, or else of all.
+    """
+
+    weights: Mapping[str, Any]
+    input_activations: Mapping[str, Any] | None
+    format: str = "int-quantized"
+
+    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:  # noqa: A002
+        """Say in what a checkpoint's group of that name differs."""
+        if format != self.format:
+            yield f"the format of {name} in {_WHERE} is {format!r:.60}, not {self.format!r}"
+        for part, wanted in (("weights", self.weights), ("input_activations", self.input_activations)):
+            found = group.get(part)
+            if wanted is None:
+                if found is not None:
+                    yield f"{_WHERE} has {part} of {name}"
+            elif not isinstance(found, dict):
+                yield f"{_WHERE} has no {part} of {name}"
+            else:
+                yield from _differences(found, wanted, f"{part} of {name}")
+
+    def written(self) -> dict[str, Any]:
+        """Return the group as it is written."""
+        unset = dict.fromkeys((*_UNSET, "observer"))
+        activations = self.input_activations
+        return {
+            "targets": ["Linear"],
+            "weights": {**self.weights, **unset},
+            "input_activations": None if activations is None else {"symmetric": True, **activations, **unset},
+        }
 
 
 @attrs.frozen
@@ -67,7 +106,7 @@ class CompressedTensors(Quantization):
         ignore: the layers that are not quantised.
     """
 
-    format = "compressed-tensors"
+    format = COMPRESSED_TENSORS
 
     def __init__(self, groups: Sequence[tuple[Scheme, Matcher]], ignore: Matcher) -> None:
         self._groups = tuple(groups)
@@ -81,15 +120,18 @@ class CompressedTensors(Quantization):
             ConfigError: something in it is not what hal reads.
             CheckpointError: it is damaged.
         """
-        _only("format", section.get("format"), ("int-quantized",))
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
             value = section.get(key)
             if value and value != {"format": "dense"}:
-                raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not read", SUPPORTED)
+                raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not read", supported())
         groups = section.get("config_groups")
         if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
             raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
-        read = [(_scheme(group, name), Matcher.of(group.get("targets"), "targets")) for name, group in groups.items()]
+        each_format = section.get("format")
+        read = [
+            (_scheme(group, name, each_format), Matcher.of(group.get("targets"), "targets"))
+            for name, group in groups.items()
+        ]
         return cls(read, Matcher.of(section.get("ignore") or [], "ignore"))
 
     def scheme(self, layer: str) -> Scheme | None:
@@ -99,95 +141,45 @@ class CompressedTensors(Quantization):
         of_all = [scheme for scheme, targets in self._groups if targets.every]
         return next(iter([*named, *of_all]), None)
 
-    def tensors(self, scheme: Scheme, rows: int, bias: bool) -> Mapping[str, TensorSpec]:
-        one = ((1,), ())
-        found = {
-            "weight_scale": TensorSpec(((rows, 1), (rows,))),
-            "weight_zero_point": TensorSpec(((rows, 1), (rows,)), INTEGERS | FLOATS, required=False),
-        }
-        if bias:
-            found["bias"] = TensorSpec(((rows,),))
-        if scheme == "w8a8":
-            found["input_scale"] = TensorSpec(one)
-            found["input_zero_point"] = TensorSpec(one, INTEGERS | FLOATS, required=False)
-        return found
-
-    def static_layer(self, name: str, tensors: Mapping[str, Tensor], row_sums: Tensor) -> StaticLayer:
-        zeros(name, "weight_zero_point", tensors.get("weight_zero_point"))
-        activation = input_activation(name, tensors["input_scale"], tensors.get("input_zero_point"))
-        return fold(name, activation, tensors["weight_scale"].flatten(), row_sums, tensors.get("bias"))
-
-    def dynamic_layer(self, name: str, tensors: Mapping[str, Tensor]) -> DynamicLayer:
-        zeros(name, "weight_zero_point", tensors.get("weight_zero_point"))
-        bias = tensors.get("bias")
-        scale = tensors["weight_scale"].flatten().float()
-        return DynamicLayer(name, scale, None if bias is None else bias.float())
-
 
 class CompressedTensorsWriter(Writer):
     """Writes what :class:`CompressedTensors` reads."""
 
-    symmetric = True
-
-    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    def layer(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        found = {"weight": weight, "weight_scale": scale.unsqueeze(-1)}
-        if bias is not None:
-            found["bias"] = bias
-        if activation is not None:
-            found["input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
-            if activation.offset:
-                found["input_zero_point"] = torch.tensor([activation.offset], dtype=torch.int8)
-        return found
-
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        unset = dict.fromkeys((*_UNSET, "observer"))
-        activations = _DYNAMIC if scheme == "w8a8_dynamic" else {**_STATIC, "symmetric": self.symmetric}
-        group = {
-            "targets": ["Linear"],
-            "weights": {**_WEIGHTS, **unset},
-            "input_activations": {**activations, **unset},
-            "output_activations": None,
-        }
+        spelling: Group = scheme.spellings[COMPRESSED_TENSORS]
         section = {
-            "quant_method": CompressedTensors.format,
-            "format": "int-quantized",
+            "quant_method": COMPRESSED_TENSORS,
+            "format": spelling.format,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
+            "config_groups": {"group_0": {**spelling.written(), "output_activations": None}},
             "ignore": sorted(kept),
             "kv_cache_scheme": None,
         }
         return {"config.json": {**config, "quantization_config": section}}
 
 
-def _scheme(group: Mapping[str, Any], name: str) -> Scheme:
-    if group.get("format") is not None:
-        _only(f"the format of {name}", group["format"], ("int-quantized",))
+def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:  # noqa: A002
+    """The scheme that a group spells, or else what it differs in from the nearest one."""
     if group.get("output_activations"):
-        raise ConfigError(f"{_WHERE} quantises output_activations in {name}, which hal does not do", SUPPORTED)
-    _require(group.get("weights"), _WEIGHTS, f"weights of {name}")
-    activations = group.get("input_activations")
-    dynamic = isinstance(activations, dict) and activations.get("dynamic") not in (None, False)
-    _require(activations, _DYNAMIC if dynamic else _STATIC, f"input_activations of {name}")
-    return "w8a8_dynamic" if dynamic else "w8a8"
+        raise ConfigError(f"{_WHERE} quantises output_activations in {name}, which hal does not do", supported())
+    spelt = [each for each in schemes().values() if COMPRESSED_TENSORS in each.spellings]
+    problems = {
+        scheme.name: list(scheme.spellings[COMPRESSED_TENSORS].problems(group, name, group.get("format") or format))
+        for scheme in spelt
+    }
+    nearest = min(spelt, key=lambda scheme: len(problems[scheme.name]))
+    if problems[nearest.name]:
+        raise ConfigError(problems[nearest.name][0], supported())
+    return nearest
 
 
-def _require(found: object, wanted: Mapping[str, object], where: str) -> None:
-    if not isinstance(found, dict):
-        raise ConfigError(f"{_WHERE} has no {where}", SUPPORTED)
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> Iterator[str]:
     for key, value in wanted.items():
-        _only(f"{key} of the {where}", found.get(key, _DEFAULTS.get(key)), (value,))
+        has = found.get(key, _DEFAULTS.get(key))
+        if has != value or type(has) is not type(value):
+            yield f"{key} of the {where} in {_WHERE} is {has!r:.60}, not {value!r}"
     for key in _UNSET:
-        if found.get(key) is not None:
-            raise ConfigError(f"{_WHERE} has {key} {found[key]!r:.60} in the {where}", SUPPORTED)
-
-
-def _only(what: str, found: object, wanted: tuple[object, ...]) -> None:
-    if not any(found == each and type(found) is type(each) for each in wanted):
-        raise ConfigError(f"{what} in {_WHERE} is {found!r:.60}, not {wanted[0]!r}", SUPPORTED)
+        if key not in wanted and found.get(key) is not None:
+            yield f"{_WHERE} has {key} {found[key]!r:.60} in the {where}"

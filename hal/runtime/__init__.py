@@ -1,1 +1,1 @@
-"""Running models: checkpoints, loading, the runner with its buckets and graphs, and generation."""
+"""Running models: block and slot allocation, generation, sampling, and `hal quantize`."""

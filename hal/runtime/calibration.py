@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hal.backend import Backend
+from hal.checkpoint.quantized_layers import linear_layers
 from hal.errors import CheckpointError, NumericsError
 from hal.execution.runner import Runner
 from hal.nn import CausalLM
-from hal.runtime.quantization import linear_layers
 
 WINDOW = 512
 """Tokens that are read at once, each time from an empty cache."""

@@ -17,23 +17,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hal.backend import active_backend
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import Progress, build_model, load_model
+from hal.checkpoint.quantized_layers import linear_layers, named_parts
+from hal.checkpoint.safetensors_files import INDEX
+from hal.checkpoint.validate import check_tied
 from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM
-from hal.nn.linear import named_parts
-from hal.quantization.arithmetic import Activation, activation_for, quantize_weight
+from hal.quantization.arithmetic import Activation
 from hal.quantization.compressed_tensors import CompressedTensorsWriter
-from hal.quantization.description import Scheme, Writer
+from hal.quantization.description import Writer
 from hal.quantization.modelslim import ModelSlimWriter
+from hal.quantization.registry import schemes
+from hal.quantization.scheme import Scheme
 from hal.registry import open_backend
 from hal.runtime.calibration import input_ranges
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.checkpoint_files import INDEX
-from hal.runtime.fitting import check_tied
-from hal.runtime.loading import Progress, build_model, load_model
-from hal.runtime.quantization import linear_layers
 
 Format = Literal["compressed-tensors", "modelslim"]
-SCHEMES: tuple[Scheme, ...] = ("w8a8", "w8a8_dynamic")
 WRITERS: dict[str, Writer] = {"compressed-tensors": CompressedTensorsWriter(), "modelslim": ModelSlimWriter()}
 COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
@@ -65,23 +65,23 @@ class Quantized:
 def quantize_checkpoint(
     source: str | Path | Checkpoint,
     target: str | Path,
-    scheme: Scheme,
+    scheme: str,
     *,
     format: Format = "compressed-tensors",  # noqa: A002 - what both formats call it
     calibration: str | None = None,
     calibration_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Write a checkpoint whose linear layers, all but the output projection, are int8.
+    """Write a checkpoint whose linear layers, all but the output projection, are quantised.
 
-    Weights get a scale for each output channel, ``max|row| / 127``. For the scheme ``w8a8`` the model reads a text, on
-    the CPU and in its own dtype, and each layer's smallest and largest input give its activations' scale; with
+    In hal's own schemes weights get a scale for each output channel, ``max|row| / 127``. For ``w8a8`` the model reads a
+    text, on the CPU and in its own dtype, and each layer's smallest and largest input give its activations' scale; with
     ``w8a8_dynamic`` that is found for each token while the model runs. Weights are read and written file by file.
 
     Args:
         source: a checkpoint in floating point.
         target: a folder that does not exist yet, or is empty. It appears when everything is written.
-        scheme: ``w8a8`` or ``w8a8_dynamic``.
+        scheme: ``w8a8``, ``w8a8_dynamic``, or a registered one of another package that can be written.
         format: ``compressed-tensors`` or ``modelslim``.
         calibration: the text that ``w8a8`` needs, like those that the model is for.
         calibration_tokens: so many tokens of it are read, from its beginning; None reads 8192.
@@ -93,7 +93,7 @@ def quantize_checkpoint(
         CheckpointError: the source cannot be read or is quantised already, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
-    _check_request(scheme, format, calibration, calibration_tokens)
+    chosen = _check_request(scheme, format, calibration, calibration_tokens)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
         raise ConfigError(f"{checkpoint.path} is quantised already", "use a checkpoint in floating point")
@@ -102,7 +102,7 @@ def quantize_checkpoint(
     model = build_model(checkpoint)
     check_tied(checkpoint, model)
     layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
-    job = _Job(checkpoint, scheme, format, layers, {})
+    job = _Job(checkpoint, chosen, format, layers, {})
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
         job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job))
@@ -130,25 +130,33 @@ class _Job:
     activations: Mapping[str, Activation]
 
 
-def _check_request(scheme: Scheme, format: Format, calibration: str | None, tokens: int | None) -> None:  # noqa: A002
-    if scheme not in SCHEMES:
-        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), SCHEMES))
+def _check_request(scheme: str, format: Format, calibration: str | None, tokens: int | None) -> Scheme:  # noqa: A002
+    writable = {name: each for name, each in schemes().items() if each.writes}
+    if scheme not in writable:
+        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), writable))
+    chosen = writable[scheme]
     if format not in WRITERS:
-        raise ConfigError(f"unknown format {format!r}", nearest(str(format), WRITERS))
-    if scheme == "w8a8" and calibration is None:
+        raise ConfigError(f"unknown format {format!r}", nearest(format, WRITERS))
+    if format not in chosen.writes:
         raise ConfigError(
-            "the scheme w8a8 fixes the scales of activations beforehand, and needs a calibration text for that",
-            "give one (--calibration FILE), or use w8a8_dynamic, which needs none",
+            f"the scheme {scheme} is not written in the format {format}", f"use {' or '.join(sorted(chosen.writes))}"
         )
-    if scheme == "w8a8_dynamic" and calibration is not None:
-        raise ConfigError("the scheme w8a8_dynamic uses no calibration text", "leave it out, or use w8a8")
-    if scheme == "w8a8_dynamic" and tokens is not None:
+    others = " or ".join(name for name, each in writable.items() if each.calibrated != chosen.calibrated)
+    if chosen.calibrated and calibration is None:
         raise ConfigError(
-            f"the scheme w8a8_dynamic uses no calibration text, and {tokens} tokens of one were asked for",
-            "leave them out, or use w8a8",
+            f"the scheme {scheme} fixes the scales of activations beforehand, and needs a calibration text for that",
+            f"give one (--calibration FILE), or use {others}, which needs none",
+        )
+    if not chosen.calibrated and calibration is not None:
+        raise ConfigError(f"the scheme {scheme} uses no calibration text", f"leave it out, or use {others}")
+    if not chosen.calibrated and tokens is not None:
+        raise ConfigError(
+            f"the scheme {scheme} uses no calibration text, and {tokens} tokens of one were asked for",
+            f"leave them out, or use {others}",
         )
     if tokens is not None and tokens < 1:
         raise ConfigError(f"{tokens} tokens of calibration were asked for", "ask for at least 1")
+    return chosen
 
 
 @contextmanager
@@ -187,21 +195,18 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dic
     finally:
         if before is not None and not before.closed:
             before.activate()
-    writer = WRITERS[job.format]
-    dtype = writer.activation_dtype(checkpoint.dtype)
     missing = sorted(set(job.layers.values()) - set(ranges))
     if missing:
         raise CheckpointError(
             f"the model computed nothing with {missing[0]} when it read the calibration text", "use w8a8_dynamic"
         )
-    return {
-        path: activation_for(low, high, symmetric=writer.symmetric, dtype=dtype) for path, (low, high) in ranges.items()
-    }
+    dtype = checkpoint.dtype
+    return {path: job.scheme.activation(job.format, low, high, dtype) for path, (low, high) in ranges.items()}
 
 
 def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[str, bool]:
     """Write the files of weights, and their index. All tensors' names, and whether each is of a quantised layer."""
-    checkpoint, writer = job.checkpoint, WRITERS[job.format]
+    checkpoint = job.checkpoint
     infos = checkpoint.tensors
     quantised: dict[str, bool] = {}
     weight_map: dict[str, str] = {}
@@ -217,9 +222,8 @@ def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[s
                 written[name] = values.clone()
                 quantised[name] = False
             elif suffix == "weight":
-                weight, scale = quantize_weight(name, values)
-                activation = job.activations.get(job.layers[layer])
-                found = writer.layer(weight, scale, _bias(checkpoint, layer), activation, checkpoint.dtype)
+                activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
+                found = job.scheme.write(job.format, name, values, bias, activation, checkpoint.dtype)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantised |= {f"{layer}.{each}": True for each in found}
         try:

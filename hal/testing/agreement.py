@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hal.backend import active_backend
+from hal.checkpoint.loading import load_model
 from hal.execution.runner import Runner
-from hal.runtime.loading import load_model
 from hal.testing.checkpoints import checkpoint
 from hal.testing.target import reference_backend
 

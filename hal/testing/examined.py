@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hal.backend import Backend
+from hal.nn import WeightUse
 from hal.ops.agreement import assert_agree
 from hal.ops.binding import Kernel
+from hal.ops.declaration import Operation
 from hal.testing.calls import Call, copied, described, reference, tensors
 from hal.testing.case import Failure
 
 MARGIN = 64
 """Elements before and behind an argument that is written, which must stay as they are."""
-PREPARED = {"linear": "weight", "quant_linear_dynamic": "weight", "quant_linear_static": "weight"}
-"""Operations that take a projection's weight in the form that the driver gave it at load."""
+
+
+def prepared(backend: Backend, operation: Operation, given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """The arguments of a call, with weights as a model's are after loading."""
+    values = dict(zip(operation.signature.parameters, given, strict=True))
+    for name in operation.weights:
+        if values[name] is not None:
+            values[name] = backend.prepare_weight(values[name].clone(), WeightUse(operation.name, name, dtype))
+    return list(values.values())
 
 
 class Examined:
@@ -50,14 +59,7 @@ class Examined:
             raise Failure([said], self.operation.name, *described(self.operation, self.wanted)) from error
 
     def _prepared(self) -> list[Any]:
-        """With weights and scales as a model's are after loading."""
-        name = PREPARED.get(self.operation.name)
-        values = dict(zip(self.operation.signature.parameters, self.given, strict=True))
-        if name is not None:
-            values[name] = self.backend.prepare_weight(values[name].clone(), shared=False)
-        if "deq_scale" in values:
-            values["deq_scale"] = self.backend.prepare_deq_scale(values["deq_scale"].clone(), self.dtype)
-        return list(values.values())
+        return prepared(self.backend, self.operation, self.given, self.dtype)
 
     def _guarded(self, arguments: list[Any]) -> tuple[list[Any], list[Tensor]]:
         margins = []

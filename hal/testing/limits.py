@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hal.checkpoint.loading import load_model
 from hal.execution.runner import Runner
-from hal.runtime.loading import load_model
+from hal.nn import WeightUse
 from hal.testing.agreement import check_logits, truth
 from hal.testing.case import Case, NotApplicable, require
 from hal.testing.checkpoints import checkpoint
@@ -48,7 +49,7 @@ def _dtype(target: Target, dtype: torch.dtype) -> None:
     """Tensors and a projection of it."""
     backend = target.open(dtype=dtype_name(dtype))
     x = torch.ones(4, 64, dtype=dtype, device=backend.device.torch)
-    weight = backend.prepare_weight(x[:3].clone(), shared=False)
+    weight = backend.prepare_weight(x[:3].clone(), WeightUse("linear", "weight", dtype))
     with torch.inference_mode():
         result: Tensor = backend.ops.linear(x, weight, None)
     require(result.dtype == dtype, f"linear gives {result.dtype} for {dtype}")

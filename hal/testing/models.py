@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import torch
 
+from hal.checkpoint.loading import load_model
 from hal.drivers.compilers import EAGER
 from hal.execution.runner import Runner
 from hal.runtime.generate import generate
-from hal.runtime.loading import load_model
 from hal.runtime.sampling import SamplingParams
 from hal.testing.agreement import check_choice, check_logits, truth
 from hal.testing.case import Case, require

@@ -11,7 +11,7 @@ from hal.ops.agreement import assert_agree
 from hal.ops.declaration import Operation
 from hal.testing.calls import Call, described, reference, tensors, widest
 from hal.testing.case import Failure
-from hal.testing.examined import PREPARED
+from hal.testing.examined import prepared
 from hal.testing.target import Target
 
 
@@ -26,20 +26,13 @@ def check_replay(target: Target, operation: Operation) -> None:
     target.require_canonical(operation)
     dtype, names = backend.limits.dtypes[0], list(operation.signature.parameters)
     call = Call(operation, dtype, widest(operation), "replay")
-    prepared = {PREPARED.get(operation.name, ""), "deq_scale"} & set(names)
-    kept = [names.index(name) for name in prepared]
+    kept = [names.index(name) for name in operation.weights]
     given = call.arguments(backend.device.torch, 0)
     later, wanted = call.arguments(backend.device.torch, 1), call.arguments("cpu", 1)
     for place in kept:  # their form is the driver's own, so they stay
         wanted[place] = given[place].cpu()
     with torch.inference_mode():
-        for name in prepared:
-            place = names.index(name)
-            made = given[place].clone()
-            given[place] = (
-                backend.prepare_deq_scale(made, dtype) if name == "deq_scale" else
-                backend.prepare_weight(made, shared=False)
-            )  # fmt: skip
+        given = prepared(backend, operation, given, dtype)
         expected = reference(operation, wanted)
     graph = backend.graph()
     outputs = graph.capture(lambda: operation.function(*given))

@@ -160,7 +160,7 @@ def test_the_python_of_a_decode_step(benchmark: BenchmarkFixture, deep: Path, co
 
 
 PEAK = """
-import sys, hal, hal.models.qwen3, hal.runtime.loading
+import sys, hal, hal.models.qwen3, hal.checkpoint.loading
 backend = hal.open("cpu")
 before = backend.device.memory_stats().allocated
 model = hal.load_model(sys.argv[1], backend)

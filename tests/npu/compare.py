@@ -21,7 +21,7 @@ from torch import Tensor
 
 import checkpoints
 import hal
-from hal.runtime.checkpoint import Checkpoint
+from hal.checkpoint.checkpoint import Checkpoint
 from hal.testing.agreement import Agreement, Truth, check_choice, check_logits
 
 BLOCK = 128

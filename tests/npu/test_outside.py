@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ def configured(architecture: str, mode: str) -> dict[str, Any]:
         "cache": {"num_tokens": 9 * 128, "block_size": 128, "num_sequences": toys.SLOTS},
         "dtype": "float16",
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> Iterator[None]:
+    """Only while these tests run: what the package registers would change others."""
+    with toys.installed():
+        yield
 
 
 @pytest.fixture(scope="module", params=sorted(toys.SPLIT_AT))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
+from hal.nn import WeightUse
 from hal.ops import Draw, Sample
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -46,13 +47,14 @@ def arguments(backend: hal.Backend, name: str, draw: Draw, tokens: int, *, shift
     width, out, dtype = 192, 96, draw.dtype
     hidden = draw.normal(tokens, width), draw.normal(tokens, width), draw.normal(width), EPS
     x, weight, scale = projection(draw, tokens, width, out)
-    weight = backend.prepare_weight(weight, shared=False)
+    weight = backend.prepare_weight(weight, WeightUse("quant_linear_dynamic", "weight", dtype))
+    deq_scale = backend.prepare_weight(scale, WeightUse("quant_linear_static", "deq_scale", dtype))
     bias = draw.integers(-(2**16), 2**16, out, dtype=torch.int32) if shifted else None
     x_scale = draw.integers(50, 200, tokens).float() * 1e-2
     samples: dict[str, Sample] = {
         "quantize": (hidden[0], *quantizer(draw, width, shifted=shifted)),
         "dynamic_quantize": (hidden[0],),
-        "quant_linear_static": (x, weight, backend.prepare_deq_scale(scale, dtype), bias, dtype),
+        "quant_linear_static": (x, weight, deq_scale, bias, dtype),
         "quant_linear_dynamic": (x, x_scale, weight, scale, draw.normal(out) if shifted else None, dtype),
         "add_rms_norm_quantize": (*hidden, *quantizer(draw, width, shifted=shifted)),
         "add_rms_norm_dynamic_quantize": hidden,
@@ -149,12 +151,12 @@ def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype) -> None:
     for _ in range(6):
         tokens, width, out = (int(draw.integers(1, most, 1)[0]) for most in (40, 300, 200))
         x, weight, scale = projection(draw, tokens, width, out)
-        prepared = backend.prepare_weight(weight, shared=False)
+        prepared = backend.prepare_weight(weight, WeightUse("quant_linear_dynamic", "weight", dtype))
         assert prepared.shape == weight.shape
         bias, x_scale = draw.integers(-999, 999, out, dtype=torch.int32), draw.integers(1, 99, tokens).float() / 100
         what = f"{tokens}x{width}x{out}"
         for added in (None, bias):
-            deq_scale = backend.prepare_deq_scale(scale, dtype)
+            deq_scale = backend.prepare_weight(scale, WeightUse("quant_linear_static", "deq_scale", dtype))
             found = backend.ops.quant_linear_static(x, prepared, deq_scale, added, dtype)
             right = ops.operation("quant_linear_static").reference(*on_cpu((x, weight, scale, added, dtype)))
             assert_close(ops.operation("quant_linear_static"), dtype, found, right, what)
@@ -173,7 +175,9 @@ def test_sums_that_float32_does_not_hold(npu: Opened, dtype: torch.dtype) -> Non
     weight[1, 0] = 126
     x[0, 0] = 1
     bias = torch.full((2,), -127 * 127 * (width - 1), dtype=torch.int32, device="npu")
-    deq_scale = backend.prepare_deq_scale(torch.ones(2, device="npu"), dtype)
+    deq_scale = backend.prepare_weight(
+        torch.ones(2, device="npu"), WeightUse("quant_linear_static", "deq_scale", dtype)
+    )
     assert backend.ops.quant_linear_static(x, weight, deq_scale, bias, dtype).tolist() == [[127, 126]]
 
 
@@ -193,7 +197,7 @@ class TestPrepared:
     def test_scales_for_bfloat16_stay(self, npu: Opened) -> None:
         backend = npu()
         scale = torch.rand(8, device="npu")
-        assert backend.prepare_deq_scale(scale, torch.bfloat16) is scale
+        assert backend.prepare_weight(scale, WeightUse("quant_linear_static", "deq_scale", torch.bfloat16)) is scale
 
     def test_a_scale_as_it_is_works_and_costs_a_launch(self, npu: Opened) -> None:
         backend = npu()
@@ -211,7 +215,7 @@ class TestPrepared:
         backend = npu(options={"nz_weights": True})
         for out, width in ((96, 64), (1, 64), (96, 1), (40, 24)):
             weight = Draw(torch.float16, "npu").integers(-127, 128, out, width, dtype=torch.int8)
-            prepared = backend.prepare_weight(weight, shared=False)
+            prepared = backend.prepare_weight(weight, WeightUse("quant_linear_dynamic", "weight", torch.float16))
             assert prepared.shape == weight.shape
             nz = torch_npu.get_npu_format(prepared) == FRACTAL_NZ
             assert nz == (min(out, width) > 1), "CANN has none with a side of 1"
@@ -225,7 +229,7 @@ class TestPrepared:
 
     def test_weights_stay_without_the_option(self, npu: Opened) -> None:
         weight = torch.ones(96, 64, dtype=torch.int8, device="npu")
-        assert npu().prepare_weight(weight, shared=False) is weight
+        assert npu().prepare_weight(weight, WeightUse("quant_linear_static", "weight", torch.float16)) is weight
 
 
 class TestWhereItIsParticular:

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hal
-from hal.runtime.model_classes import find_model
+from hal.checkpoint.bindings import bindings_of
+from hal.checkpoint.model_classes import find_model
 
 HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))  # as an installed package is: its metadata lies beside it
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
 PATCH = 12
 SPLIT_AT: Mapping[str, Sequence[str]] = {
+    "ExpertsForCausalLM": ("paged_attention",),
     "LatentForCausalLM": ("latent_attention",),
     "RecurrentForCausalLM": ("paged_attention", "causal_conv", "linear_attention"),
     "PicturesForCausalLM": ("paged_attention",),
@@ -32,18 +33,29 @@ SPLIT_AT: Mapping[str, Sequence[str]] = {
 SLOTS = 3
 
 
+@contextmanager
+def installed() -> Iterator[None]:
+    """Have the package found as an installed one is: its metadata lies beside it."""
+    sys.path.insert(0, str(HERE))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(HERE))
+
+
 def checkpoint(folder: Path, architecture: str, *, seed: int = 0) -> Path:
-    """A checkpoint of random weights, under the names of the model's parameters."""
+    """A checkpoint of random weights, under the names that the model binds."""
     folder.mkdir(parents=True)
     config = {"architectures": [architecture], "torch_dtype": "float32", **COMMON}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
         model = find_model(architecture).from_config(config)
     generator = torch.Generator().manual_seed(seed)
+    shapes = {piece.source: piece.source_shape for binding in bindings_of(model) for piece in binding.pieces()}
     tensors = {
-        name: torch.randn(each.shape, generator=generator) * (each.shape[-1] ** -0.5 if each.dim() > 1 else 0.1)
-        + (each.dim() == 1)
-        for name, each in model.named_parameters()
+        name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+        + (len(shape) == 1)
+        for name, shape in shapes.items()
     }
     save_file(tensors, folder / "model.safetensors")
     return folder

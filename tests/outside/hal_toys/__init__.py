@@ -1,1 +1,1 @@
-"""A package beside hal: models, operations and a compiler that hal knows nothing of, and that change nothing in it."""
+"""A package beside hal: what it registers, hal knows nothing of, and that changes nothing in it."""

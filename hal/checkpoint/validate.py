@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 
+from hal.checkpoint.bindings import Binding, Piece
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.quantized_layers import QuantizedLayers
+from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.errors import CheckpointError, ModelError, nearest
 from hal.nn import CausalLM
-from hal.runtime.checkpoint import Checkpoint
-from hal.runtime.checkpoint_files import TensorInfo
-from hal.runtime.places import Place
-from hal.runtime.quantization import QuantizedLayers
 
 
-def check_fit(checkpoint: Checkpoint, model: CausalLM, places: Mapping[str, Place], quantized: QuantizedLayers) -> None:
+def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Binding], quantized: QuantizedLayers) -> None:
     """Raise CheckpointError unless the checkpoint's tensors are those of the model, in shape and kind.
 
     Raises:
         ModelError: what the model says of tied tensors names none of its own.
     """
-    if wrong := [source for source in model.tied.values() if source not in places]:
+    bound = {piece.source: (piece, binding) for binding in bindings for piece in binding.pieces()}
+    if wrong := [source for source in model.tied.values() if source not in bound]:
         raise ModelError(
             f"{type(model).__name__}.tied names {wrong[0]!r} as what is repeated, and the model has no such parameter",
-            nearest(wrong[0], places),
+            nearest(wrong[0], bound),
         )
     tensors = checkpoint.tensors
-    problems = [f"{name} is missing" for name in places if name not in tensors]
-    problems += [
-        f"{name} is {list(tensors[name].shape)}, not {list(place.shape)}"
-        for name, place in places.items()
-        if name in tensors and tensors[name].shape != place.shape
-    ]
-    problems += [
-        f"{name} is {tensors[name].dtype}, and {'int8' if place.quantized else 'a floating-point number'} was expected"
-        for name, place in places.items()
-        if name in tensors and not _fits(tensors[name], place)
-    ]
+    problems = [f"{name} is missing" for name in bound if name not in tensors]
+    problems += dict.fromkeys(
+        problem
+        for binding in bindings
+        for piece in binding.pieces()
+        if piece.source in tensors
+        for problem in _problems(tensors[piece.source], piece, binding)
+    )
     problems += quantized.problems(tensors)
-    known = {*places, *model.tied, *quantized.names()}
+    known = {*bound, *model.tied, *quantized.names()}
     extra = [name for name in tensors if name not in known]
     problems += [f"{name} is not the model's" for name in extra if not name.endswith(model.ignored)]
     problems += [
         f"{name} repeats {source}, yet their shapes differ"
         for name, source in model.tied.items()
-        if name in tensors and tensors[name].shape != places[source].shape
+        if name in tensors and tensors[name].shape != bound[source][0].source_shape
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
@@ -64,5 +62,12 @@ def check_tied(checkpoint: Checkpoint, model: CausalLM) -> None:
             )
 
 
-def _fits(tensor: TensorInfo, place: Place) -> bool:
-    return tensor.dtype == "I8" if place.quantized else tensor.is_floating_point
+def _problems(info: TensorInfo, piece: Piece, binding: Binding) -> Iterator[str]:
+    if info.shape != piece.source_shape:
+        yield f"{piece.source} is {list(info.shape)}, not {list(piece.source_shape)}"
+    if binding.tensor.is_floating_point():
+        if not info.is_floating_point:
+            yield f"{piece.source} is {info.dtype}, and a floating-point number was expected"
+    elif DTYPES[info.dtype] != binding.tensor.dtype:
+        wanted = str(binding.tensor.dtype).removeprefix("torch.")
+        yield f"{piece.source} is {info.dtype}, and {wanted} was expected"

@@ -13,7 +13,7 @@ from hal.backend import Backend, LayerMaker
 from hal.errors import DriverIncompatible
 from hal.nn import CausalLM
 
-log = logging.getLogger("hal.runtime")
+log = logging.getLogger("hal.checkpoint")
 
 
 def put_layers(model: CausalLM, backend: Backend) -> bool:

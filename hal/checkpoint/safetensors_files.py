@@ -6,9 +6,9 @@ Only safetensors are read. Nothing is unpickled, and no code from a checkpoint r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hal.errors import LISTED, CheckpointError
 from hal.files import AGAIN, is_plain_name, is_there, read_json, regular_file, shown
+
+Item = TypeVar("Item")
 
 INDEX = "model.safetensors.index.json"
 REMAP_BYTES = 32 << 20
@@ -126,15 +128,47 @@ def tensors_of(file: Path) -> Iterator[tuple[str, TensorInfo]]:
 
 
 def read_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """The values of ``tensors``, file by file, as CPU tensors mapped from disk: copy each before taking the next."""
-    by_file: dict[Path, list[str]] = {}
+    """Read whole tensors, file by file, as CPU tensors mapped from disk: copy each before taking the next."""
+    by_file: dict[Path, list[tuple[str, int]]] = {}
     for name, info in tensors.items():
-        by_file.setdefault(info.file, []).append(name)
-    for file, wanted in by_file.items():
-        for group in _grouped(wanted, tensors):
+        by_file.setdefault(info.file, []).append((name, info.nbytes))
+    for file, names in by_file.items():
+        for group in _grouped(names):
             with _opened(file) as handle:
                 for name in group:
                     yield name, handle.get_tensor(name)
+
+
+@attrs.frozen
+class TensorSlice:
+    """A part of a tensor: of each of its dimensions, from where to where."""
+
+    name: str
+    taken: tuple[tuple[int, int], ...]
+
+
+def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[int, int, Tensor]]:
+    """Read slices file by file, and large ones some rows after others. Nothing else of a file is read.
+
+    Args:
+        wanted: the slices.
+        tensors: where their tensors are.
+
+    Yields:
+        The place of a slice in ``wanted``, the first of its rows that follow, and these rows: a CPU tensor mapped from
+        disk, which must be copied before the next is taken.
+    """
+    by_file: dict[Path, list[tuple[tuple[int, int, int], int]]] = {}
+    for place, each in enumerate(wanted):
+        info = tensors[each.name]
+        by_file.setdefault(info.file, []).extend(
+            ((place, start, stop), (stop - start) * _row_bytes(info)) for start, stop in _row_ranges(each.taken, info)
+        )
+    for file, parts in by_file.items():
+        for group in _grouped(parts):
+            with _opened(file) as handle:
+                for place, start, stop in group:
+                    yield place, start, _values(handle, wanted[place], tensors[wanted[place].name], start, stop)
 
 
 def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
@@ -149,12 +183,35 @@ def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
             yield handle.get_slice(name)[start : start + rows]
 
 
-def _grouped(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
-    group: list[str] = []
+def _row_bytes(info: TensorInfo) -> int:
+    """Of a row on disk, whole: its pages are mapped even where a part of it is read."""
+    return math.prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
+
+
+def _row_ranges(taken: tuple[tuple[int, int], ...], info: TensorInfo) -> Iterator[tuple[int, int]]:
+    count = taken[0][1] - taken[0][0] if taken else 1
+    rows = max(1, REMAP_BYTES // max(1, _row_bytes(info)))
+    for start in range(0, max(1, count), rows):
+        yield start, min(count, start + rows)
+
+
+def _values(handle: Any, wanted: TensorSlice, info: TensorInfo, start: int, stop: int) -> Tensor:
+    whole = tuple((0, size) for size in info.shape)
+    rows = ((wanted.taken[0][0] + start, wanted.taken[0][0] + stop), *wanted.taken[1:]) if wanted.taken else ()
+    if rows == whole or 0 in info.shape:
+        values: Tensor = handle.get_tensor(wanted.name)
+        return values[tuple(slice(*each) for each in rows)]
+    found: Tensor = handle.get_slice(wanted.name)[tuple(slice(*each) for each in rows)]
+    return found
+
+
+def _grouped(sized: Iterable[tuple[Item, int]]) -> Iterator[list[Item]]:
+    """Items in groups, each of which ends as soon as its bytes are enough to map the file anew."""
+    group: list[Item] = []
     size = 0
-    for name in names:
-        group.append(name)
-        size += tensors[name].nbytes
+    for item, nbytes in sized:
+        group.append(item)
+        size += nbytes
         if size >= REMAP_BYTES:
             yield group
             group, size = [], 0

@@ -1,4 +1,4 @@
-"""Memory that weights are put together in, before a backend brings them into a form of its own."""
+"""Memory that weights are assembled in, before a backend brings them into a form of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from hal.backend import Backend
 
 
-class Staging:
-    """Where a projection's weight is put together for a backend that will bring it into another form.
+class WeightBuffers:
+    """Where a weight is assembled for a backend that will bring it into another form.
 
     One piece of memory serves one weight after the other. Giving each back to the heap would leave holes in it.
     """

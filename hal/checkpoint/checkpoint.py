@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hal.errors import CheckpointError, nearest
-from hal.files import AGAIN, is_there, read_json, regular_file
-from hal.quantization.description import KEYS, Quantization, read_quantization
-from hal.runtime.checkpoint_files import (
+from hal.checkpoint.safetensors_files import (
     DTYPES,
     TensorInfo,
+    TensorSlice,
     read_rows,
+    read_slices,
     read_tensors,
     tensors_of,
     weight_files,
 )
+from hal.errors import CheckpointError, nearest
+from hal.files import AGAIN, is_there, read_json, regular_file
+from hal.quantization.description import KEYS, Quantization, read_quantization
 
 
 @attrs.frozen
@@ -166,7 +168,19 @@ class Checkpoint:
             CheckpointError: it has no tensor of a name.
         """
         names = list(names)
+        self._check_names(names)
+        return read_tensors({name: self.tensors[name] for name in names})
+
+    def read_slices(self, wanted: Sequence[TensorSlice]) -> Iterator[tuple[int, int, Tensor]]:
+        """Read slices, file by file; see :func:`hal.checkpoint.safetensors_files.read_slices`.
+
+        Raises:
+            CheckpointError: it has no tensor of a name.
+        """
+        self._check_names(each.name for each in wanted)
+        return read_slices(wanted, self.tensors)
+
+    def _check_names(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self.tensors:
                 raise CheckpointError(f"{self.path} has no tensor {name!r}", nearest(name, self.tensors))
-        return read_tensors({name: self.tensors[name] for name in names})

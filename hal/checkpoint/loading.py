@@ -1,0 +1,211 @@
+"""Making a model from a checkpoint: names and shapes are checked first, then each tensor goes straight to its place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hal.backend import Backend
+from hal.checkpoint.bindings import Binding, Piece, bindings_of
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.driver_layers import put_layers
+from hal.checkpoint.model_classes import check_model_class, find_model, make_model
+from hal.checkpoint.quantized_layers import QuantizedLayers
+from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
+from hal.checkpoint.validate import check_fit, check_tied
+from hal.checkpoint.weight_buffers import WeightBuffers
+from hal.errors import CheckpointError, ConfigError
+from hal.nn import Attention, CausalLM, WeightUse
+
+log = logging.getLogger("hal.checkpoint")
+
+Progress = Callable[[int, int], None]
+"""Told the bytes loaded so far, and the bytes in all."""
+
+
+def load_model(
+    path: str | Path | Checkpoint,
+    backend: Backend,
+    *,
+    model_class: type[CausalLM] | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load a checkpoint onto a backend's device.
+
+    Layers that a checkpoint holds quantised stay so: their schemes' layers take the places of the linear ones.
+    Where the backend has layers of its own (``Backend.layers``), the model gets those, and runs on that backend only.
+
+    Args:
+        path: the checkpoint's folder.
+        backend: its config's ``dtype`` decides what the weights are held in, and computed with.
+        model_class: the model to build; None takes the one registered for the checkpoint's architecture.
+        progress: called as weights arrive.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
+        ConfigError: its config, or the dtype, is not one that the model or the backend can do.
+        ModelError: the model's class cannot be imported, or is none, or makes no whole model.
+        DriverIncompatible: a layer of the backend's own does not fit the place of the one that it replaces.
+        ClosedError: the backend is closed.
+    """
+    backend.uses.check_open()
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    asked = backend.config.dtype
+    dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
+    backend.check_dtype(dtype)
+    model, quantized = _build(checkpoint, model_class)
+    own_layers = put_layers(model, backend)
+    used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
+    if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
+        raise ConfigError(
+            f"the backend {backend.name} has no attention for head_dim {others[0]}",
+            f"it takes {', '.join(map(str, dims))}; choose another backend",
+        )
+    bindings = bindings_of(model)
+    check_fit(checkpoint, model, bindings, quantized)
+    check_tied(checkpoint, model)
+    prepared = _fill(checkpoint, bindings, quantized, dtype, backend, progress)
+    if _prepare_tied(model, bindings, backend, dtype) or prepared or own_layers:
+        model.prepared_by = backend.name
+    if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
+        raise CheckpointError(f"{type(model).__name__} keeps {', '.join(left)}, which no checkpoint fills", "make it a "
+                              "parameter, or compute it in forward")  # fmt: skip
+    return model.eval()
+
+
+def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = None) -> CausalLM:
+    """The checkpoint's model on the meta device: without values, its quantised layers in place.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit its architecture.
+        ConfigError: its config is not one that the model can do.
+        ModelError: the model's class cannot be imported, or is none.
+    """
+    model, quantized = _build(checkpoint, model_class)
+    check_fit(checkpoint, model, bindings_of(model), quantized)
+    return model
+
+
+def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, QuantizedLayers]:
+    layers = checkpoint.config.get("num_hidden_layers")
+    if type(layers) is int and layers > len(checkpoint.tensors):  # before so many are built
+        raise CheckpointError(
+            f"config.json in {checkpoint.path} says num_hidden_layers {layers}, and there are "
+            f"{len(checkpoint.tensors)} tensors for them",
+            "check that config.json and the weights belong together",
+        )
+    if model_class is None:
+        model_class = find_model(checkpoint.architecture)
+    model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
+    return model, QuantizedLayers(model, checkpoint)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that the modules hold, plain attributes too, which torch knows nothing of."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def _fill(
+    checkpoint: Checkpoint,
+    bindings: Sequence[Binding],
+    quantized: QuantizedLayers,
+    dtype: torch.dtype,
+    backend: Backend,
+    progress: Progress | None,
+) -> bool:
+    """Whether the backend changed the form of any weight."""
+    filling = [_Filling(binding, dtype, backend) for binding in bindings if binding.weight.sources]
+    pieces = [(each, piece) for each in filling for piece in each.pieces]
+    beside = sorted(quantized.names() & set(checkpoint.tensors))
+    wanted = [TensorSlice(piece.source, piece.taken) for _, piece in pieces]
+    wanted += [TensorSlice(name, tuple((0, size) for size in checkpoint.tensors[name].shape)) for name in beside]
+    done, total = 0, sum(_nbytes(each, checkpoint) for each in wanted)
+    changed, buffers = False, dict[torch.dtype, WeightBuffers]()
+    for place, start, values in checkpoint.read_slices(wanted):
+        if place < len(pieces):
+            each, piece = pieces[place]
+            quantized.observe(piece.source, values)
+            changed |= each.put(piece, start, values, buffers)
+        else:
+            quantized.keep(beside[place - len(pieces)], values)
+        done += values.nbytes
+        if progress is not None:
+            progress(done, total)
+    return quantized.finish(backend, dtype) or changed
+
+
+def _nbytes(each: TensorSlice, checkpoint: Checkpoint) -> int:
+    size = torch.Size(stop - start for start, stop in each.taken).numel()
+    return size * DTYPES[checkpoint.tensors[each.name].dtype].itemsize
+
+
+class _Filling:
+    """A tensor of a layer while its pieces arrive."""
+
+    def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend) -> None:
+        self.pieces = binding.pieces()
+        self._binding = binding
+        self._computing, self._backend = computing, backend
+        self._dtype = binding.dtype(computing)
+        self._left = sum(piece.numel for piece in self.pieces)
+        self._tensor: Tensor | None = None
+
+    def put(self, piece: Piece, start: int, values: Tensor, buffers: dict[torch.dtype, WeightBuffers]) -> bool:
+        """Take some rows of a piece; whether the tensor is complete with them, and the backend changed its form."""
+        consumer = self._binding.weight.consumer
+        if self._tensor is None:
+            shape, device = self._binding.tensor.shape, self._backend.device.torch
+            if consumer is None:
+                self._tensor = torch.empty(shape, dtype=self._dtype, device=device)
+            else:
+                self._tensor = _buffers(buffers, self._dtype, self._backend).take(shape)
+        piece.put(self._tensor, start, values)
+        self._left -= values.numel()
+        if self._left:
+            return False
+        weight, self._tensor = self._tensor, None
+        if consumer is None:
+            self._set(weight)
+            return False
+        use = WeightUse(consumer.operation, consumer.argument, self._computing)
+        prepared = self._backend.prepare_weight(weight, use)
+        self._set(_buffers(buffers, self._dtype, self._backend).replace(weight, prepared))
+        return prepared is not weight
+
+    def _set(self, tensor: Tensor) -> None:
+        module, name = self._binding.module, self._binding.name
+        is_parameter = name in dict(module.named_parameters(recurse=False))
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+
+
+def _buffers(buffers: dict[torch.dtype, WeightBuffers], dtype: torch.dtype, backend: Backend) -> WeightBuffers:
+    if dtype not in buffers:
+        buffers[dtype] = WeightBuffers(dtype, backend)
+    return buffers[dtype]
+
+
+def _prepare_tied(model: CausalLM, bindings: Sequence[Binding], backend: Backend, dtype: torch.dtype) -> bool:
+    """Prepare what the model ties for its second use, beside it; whether the backend changed the form of any."""
+    changed, tied = False, set(model.tied.values())
+    for binding in bindings:
+        use = binding.weight.tied_use
+        if use is None or not any(piece.source in tied for piece in binding.pieces()):
+            continue
+        tensor = getattr(binding.module, binding.name).data
+        told = WeightUse(use.consumer.operation, use.consumer.argument, dtype, shared=True)
+        prepared = backend.prepare_weight(tensor, told)
+        if prepared is not tensor:
+            setattr(binding.module, use.attribute, prepared)
+            changed = True
+            log.info("%s is held twice, as it is and prepared for %s: %d MiB more", binding.full_name,
+                     use.consumer.operation, prepared.numel() * prepared.element_size() >> 20)  # fmt: skip
+    return changed

@@ -1,0 +1,190 @@
+"""Quantised layers of a model that is being loaded: put where linear ones stood, then finished by their schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from hal.backend import Backend
+from hal.checkpoint.bindings import Binding
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.safetensors_files import TensorInfo
+from hal.errors import CheckpointError, ModelError
+from hal.nn import CausalLM, Linear, MergedLinear, Weight, WeightUse
+from hal.quantization.description import Quantization
+from hal.quantization.scheme import Scheme, TensorSpec
+
+
+def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear]]:
+    """The layers that a quantised checkpoint quantises, unless it says otherwise: all but the output projection."""
+    for path, module in model.named_modules():
+        ours = type(module) in (Linear, MergedLinear)  # a subclass computes something of its own, and stays
+        if isinstance(module, Linear) and ours and path.rpartition(".")[2] != model.output_projection:
+            yield path, module
+
+
+def named_parts(path: str, layer: Linear) -> list[tuple[str, int]]:
+    """The checkpoint's layers that ``layer``, at ``path`` in the model, is assembled of: their names and rows."""
+    pieces = Binding(path, layer, "weight", layer.weights["weight"], layer.weight).pieces()
+    return [(piece.source.rpartition(".")[0], piece.source_shape[0]) for piece in pieces]
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A layer of the checkpoint, which is all or a part of one of the model's.
+
+    Attributes:
+        values: of the tensors beside its weight, as they have been read.
+        statistics: of its weight's rows, likewise.
+    """
+
+    name: str
+    scheme: Scheme
+    specs: Mapping[str, TensorSpec]
+    values: dict[str, Tensor] = attrs.field(factory=dict)
+    statistics: list[Tensor] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class _Layer:
+    module: nn.Module
+    scheme: Scheme
+    parts: tuple[_Part, ...]
+
+
+class QuantizedLayers:
+    """The quantised layers of a model.
+
+    Making one puts them into the model, without values. :meth:`keep` and :meth:`observe` then take what lies beside
+    their weights in the checkpoint, and the weights' rows; the weights themselves are the loader's. :meth:`finish` has
+    the schemes compute from it what the layers need.
+
+    Args:
+        model: without values. Its linear layers are replaced.
+        checkpoint: says which ones.
+
+    Raises:
+        CheckpointError: the checkpoint does not say how a layer is quantised, or quantises the parts of one that hal
+            computes as a whole differently.
+        ConfigError: it says something that hal does not read.
+    """
+
+    def __init__(self, model: CausalLM, checkpoint: Checkpoint) -> None:
+        self._layers: list[_Layer] = []
+        self._parts: dict[str, _Part] = {}
+        self._format = ""
+        quantization = checkpoint.quantization
+        if quantization is None:
+            return
+        self._format = quantization.format
+        layers = list(linear_layers(model))
+        # The output projection is in int8 where the checkpoint holds it so, and otherwise not asked about.
+        name = model.output_projection
+        head, output = checkpoint.tensors.get(f"{name}.weight"), getattr(model, name, None)
+        if head is not None and not head.is_floating_point and isinstance(output, Linear):
+            layers.append((name, output))
+        for path, linear in layers:
+            self._replace(model, path, linear, quantization)
+
+    def _replace(self, model: nn.Module, path: str, linear: Linear, quantization: Quantization) -> None:
+        names = named_parts(path, linear)
+        schemes = {name: quantization.scheme(name) for name, _ in names}
+        if len({each and each.name for each in schemes.values()}) > 1:
+            found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
+            raise CheckpointError(
+                f"layers that are computed as one are quantised differently: {found}",
+                "quantise all of them alike, or none",
+            )
+        scheme = schemes[names[0][0]]
+        if scheme is None:
+            return
+        with torch.device("meta"):
+            module = scheme.layer(linear)
+        model.set_submodule(path, module)
+        bias = linear.bias is not None
+        parts = tuple(_Part(name, scheme, scheme.tensors(self._format, rows, bias)) for name, rows in names)
+        self._layers.append(_Layer(module, scheme, parts))
+        self._parts |= {part.name: part for part in parts}
+
+    def problems(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
+        """What is wrong with the tensors beside the weights."""
+        found = []
+        for part in self._parts.values():
+            for suffix, spec in part.specs.items():
+                info = tensors.get(f"{part.name}.{suffix}")
+                if info is not None and (problem := spec.problem(info.shape, info.dtype)):
+                    found.append(f"{part.name}.{suffix} {problem}")
+                elif info is None and spec.required:
+                    found.append(f"{part.name}.{suffix} is missing")
+        return found
+
+    def names(self) -> set[str]:
+        """The tensors beside the weights that the checkpoint may hold."""
+        return {f"{part.name}.{suffix}" for part in self._parts.values() for suffix in part.specs}
+
+    def keep(self, name: str, values: Tensor) -> None:
+        """Take one of the tensors of :meth:`names`, whole."""
+        layer, _, suffix = name.rpartition(".")
+        self._parts[layer].values[suffix] = values.clone()  # it is mapped from a file
+
+    def observe(self, name: str, rows: Tensor) -> None:
+        """Take some rows of a tensor of any name, in order; those of a quantised weight are of interest."""
+        layer, _, suffix = name.rpartition(".")
+        if suffix == "weight" and (part := self._parts.get(layer)) is not None:
+            statistics = part.scheme.row_statistics(rows)
+            if statistics is not None:
+                part.statistics.append(statistics)
+
+    def finish(self, backend: Backend, dtype: torch.dtype) -> bool:
+        """Give the layers what their schemes compute, on the backend's device.
+
+        Args:
+            backend: brings them into the form that its kernels take.
+            dtype: what the model computes in.
+
+        Returns:
+            Whether the backend changed the form of any.
+
+        Raises:
+            CheckpointError: a number is not one that it can be, or parts of one layer do not go together.
+        """
+        changed = False
+        for layer in self._layers:
+            declared: Mapping[str, Weight] = getattr(layer.module, "weights", {})
+            parts = [
+                layer.scheme.part(
+                    self._format, part.name, part.values, torch.cat(part.statistics) if part.statistics else None
+                )
+                for part in layer.parts
+            ]
+            for name, value in layer.scheme.finish(layer.module, parts).items():
+                if name not in declared:
+                    raise ModelError(
+                        f"the scheme {layer.scheme.name} gives {name}, which {type(layer.module).__name__} does not "
+                        "declare",
+                        "add it to the layer's weights, without sources",
+                    )
+                changed |= _set(layer.module, name, value, declared[name], backend, dtype)
+            for part in layer.parts:
+                part.values.clear()
+                part.statistics.clear()
+        return changed
+
+
+def _set(
+    module: nn.Module, name: str, value: Tensor | None, weight: Weight, backend: Backend, dtype: torch.dtype
+) -> bool:
+    """Make a tensor of the scheme's the layer's; whether the backend changed its form."""
+    if value is None:
+        setattr(module, name, None)
+        return False
+    moved = value.to(backend.device.torch)
+    consumer = weight.consumer
+    prepared = moved if consumer is None else backend.prepare_weight(
+        moved, WeightUse(consumer.operation, consumer.argument, dtype)
+    )  # fmt: skip
+    setattr(module, name, prepared)
+    return prepared is not moved

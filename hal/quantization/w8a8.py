@@ -1,0 +1,136 @@
+"""``w8a8``: int8 weights with a scale for each row, and int8 activations with one scale and offset for a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hal.errors import CheckpointError
+from hal.nn import Linear, StaticQuantizedLinear
+from hal.quantization.arithmetic import (
+    AGAIN,
+    Activation,
+    StaticLayer,
+    activation_for,
+    fold,
+    input_activation,
+    merge_static,
+    quantize_weight,
+)
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.modelslim import MODELSLIM
+from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, int8_row_sums, zeros
+
+_SPELLINGS: Mapping[str, Any] = {
+    COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}),
+    MODELSLIM: "W8A8",
+}
+
+
+class W8A8(Scheme):
+    """Static W8A8."""
+
+    name = "w8a8"
+    summary = "int8 weights with a scale for each output channel, and int8 activations, static per tensor"
+    spellings = _SPELLINGS
+    writes = frozenset(_SPELLINGS)
+    calibrated = True
+
+    def layer(self, linear: Linear) -> StaticQuantizedLinear:
+        return StaticQuantizedLinear(linear)
+
+    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
+        one, column, row = ((1,), ()), ((rows, 1), (rows,)), ((rows,), (rows, 1))
+        if format == COMPRESSED_TENSORS:
+            found = {
+                "weight_scale": TensorSpec(column),
+                "weight_zero_point": TensorSpec(column, INTEGERS | FLOATS, required=False),
+                "input_scale": TensorSpec(one),
+                "input_zero_point": TensorSpec(one, INTEGERS | FLOATS, required=False),
+            }
+            return {**found, "bias": TensorSpec(((rows,),))} if bias else found
+        return {
+            "input_scale": TensorSpec(one),
+            "input_offset": TensorSpec(one, INTEGERS | FLOATS),
+            "deq_scale": TensorSpec(row, frozenset({"F32", "BF16", "I64"})),
+            "quant_bias": TensorSpec(row, frozenset({"I32"})),
+            # The three above say the same, and more exactly.
+            "weight_scale": TensorSpec(column, required=False),
+            "bias": TensorSpec(row, required=False),
+            "weight_offset": TensorSpec(column, INTEGERS | FLOATS, required=False),
+        }
+
+    def row_statistics(self, rows: Tensor) -> Tensor:
+        """The sums of the rows, which the input's offset is multiplied by."""
+        return int8_row_sums(rows)
+
+    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> StaticLayer:  # noqa: A002
+        assert statistics is not None
+        if format == COMPRESSED_TENSORS:
+            zeros(name, "weight_zero_point", tensors.get("weight_zero_point"))
+            activation = input_activation(name, tensors["input_scale"], tensors.get("input_zero_point"))
+            return fold(name, activation, tensors["weight_scale"].flatten(), statistics, tensors.get("bias"))
+        zeros(name, "weight_offset", tensors.get("weight_offset"))
+        activation = input_activation(name, tensors["input_scale"], tensors["input_offset"])
+        deq_scale = tensors["deq_scale"].flatten()
+        if deq_scale.dtype == torch.int64:
+            deq_scale = _from_bits(name, deq_scale)
+        return StaticLayer(name, activation, deq_scale.float(), tensors["quant_bias"].flatten().long(), statistics)
+
+    def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
+        assert isinstance(layer, StaticQuantizedLinear)
+        merged, width = merge_static(parts), layer.weight.shape[1]
+        scale, offset = merged.activation.scale, merged.activation.offset
+        return {
+            "input_scale": torch.full((width,), scale, dtype=torch.float32),
+            "input_offset": torch.full((width,), offset, dtype=torch.int32) if offset else None,
+            "quant_bias": merged.quant_bias.to(torch.int32) if bool(merged.quant_bias.any()) else None,
+            "deq_scale": merged.deq_scale,
+        }
+
+    def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002
+        """Symmetric and in float32 in compressed-tensors, with an offset in ModelSlim: as each format's own tool."""
+        if format == COMPRESSED_TENSORS:
+            return activation_for(low, high, symmetric=True)
+        return activation_for(low, high, symmetric=False, dtype=dtype)
+
+    def write(
+        self,
+        format: str,  # noqa: A002
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+    ) -> dict[str, Tensor]:
+        assert activation is not None
+        values, scale = quantize_weight(name, weight)
+        column = scale.unsqueeze(-1)
+        if format == COMPRESSED_TENSORS:
+            found = {"weight": values, "weight_scale": column} | ({} if bias is None else {"bias": bias})
+            found["input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
+            if activation.offset:
+                found["input_zero_point"] = torch.tensor([activation.offset], dtype=torch.int8)
+            return found
+        folded = fold(name, activation, scale, int8_row_sums(values), bias)
+        deq_scale = folded.deq_scale
+        if dtype == torch.float16:  # so the kernels for float16 take it: its bits, in 64
+            deq_scale = deq_scale.view(torch.int32).long()
+        return {
+            "weight": values,
+            "weight_scale": column,
+            "weight_offset": torch.zeros_like(column),
+            "input_scale": torch.tensor([activation.scale], dtype=dtype),
+            "input_offset": torch.tensor([activation.offset], dtype=dtype),
+            "deq_scale": deq_scale,
+            "quant_bias": folded.quant_bias.to(torch.int32),
+        }
+
+
+def _from_bits(name: str, values: Tensor) -> Tensor:
+    if bool((values < 0).any()) or bool((values >= 1 << 32).any()):
+        raise CheckpointError(f"deq_scale of {name} is I64 and holds no bits of float32", AGAIN)
+    return values.to(torch.int32).view(torch.float32)

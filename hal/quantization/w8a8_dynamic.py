@@ -1,0 +1,70 @@
+"""``w8a8_dynamic``: int8 weights with a scale for each row, and int8 activations with a scale for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hal.nn import DynamicQuantizedLinear, Linear
+from hal.quantization.arithmetic import Activation, DynamicLayer, merge_dynamic, quantize_weight
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.modelslim import MODELSLIM
+from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, zeros
+
+_OFFSET = {COMPRESSED_TENSORS: "weight_zero_point", MODELSLIM: "weight_offset"}
+
+_SPELLINGS: Mapping[str, Any] = {
+    COMPRESSED_TENSORS: Group(
+        CHANNEL_WEIGHTS, {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    ),
+    MODELSLIM: "W8A8_DYNAMIC",
+}
+
+
+class W8A8Dynamic(Scheme):
+    """Dynamic W8A8."""
+
+    name = "w8a8_dynamic"
+    summary = "the same weights, and int8 activations, dynamic per token"
+    spellings = _SPELLINGS
+    writes = frozenset(_SPELLINGS)
+
+    def layer(self, linear: Linear) -> DynamicQuantizedLinear:
+        return DynamicQuantizedLinear(linear)
+
+    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
+        column = ((rows, 1), (rows,))
+        found = {
+            "weight_scale": TensorSpec(column),
+            _OFFSET[format]: TensorSpec(column, INTEGERS | FLOATS, required=False),
+        }
+        if bias:
+            found["bias"] = TensorSpec(((rows,),) if format == COMPRESSED_TENSORS else ((rows,), (rows, 1)))
+        return found
+
+    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> DynamicLayer:  # noqa: A002
+        zeros(name, _OFFSET[format], tensors.get(_OFFSET[format]))
+        bias = tensors.get("bias")
+        scale = tensors["weight_scale"].flatten().float()
+        return DynamicLayer(name, scale, None if bias is None else bias.flatten().float())
+
+    def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
+        merged = merge_dynamic(parts)
+        return {"weight_scale": merged.weight_scale, "bias": merged.bias}
+
+    def write(
+        self,
+        format: str,  # noqa: A002
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+    ) -> dict[str, Tensor]:
+        values, scale = quantize_weight(name, weight)
+        column = scale.unsqueeze(-1)
+        found = {"weight": values, "weight_scale": column} | ({} if bias is None else {"bias": bias})
+        return found if format == COMPRESSED_TENSORS else {**found, "weight_offset": torch.zeros_like(column)}

@@ -1,0 +1,73 @@
+"""A quantisation scheme: int8 weights with a scale for each row, and floating activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.nn import Consumer, Linear, QuantizedLinear, Weight
+from hal.ops import FLOATING, Draw, Sample
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.scheme import Scheme
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    for rows, width, out in ((1, 16, 24), (5, 24, 16), (9, 32, 8)):
+        weight = draw.integers(-127, 128, out, width, dtype=torch.int8)
+        yield draw.normal(rows, width), weight, draw.integers(1, 9, out, 1, dtype=torch.int64).float() * 1e-3, None
+    yield draw.normal(2, 3, 32), weight, draw.integers(1, 9, out, 1, dtype=torch.int64).float() * 1e-3, draw.normal(out)
+
+
+@ops.op(
+    samples=_samples,
+    axes={
+        "x": "... in_features", "weight": "out_features in_features", "weight_scale": "out_features 1",
+        "bias": "out_features", "return": "... out_features",
+    },
+    dtypes={"x": FLOATING, "weight": torch.int8, "weight_scale": torch.float32, "bias": "x", "return": "x"},
+    rowwise="...",
+    weights=("weight",),
+    namespace="hal_toys",
+)  # fmt: skip
+def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ (weight * weight_scale).T + bias``, in float32, rounded once."""
+    result = x.float() @ (weight.float() * weight_scale).t()
+    return (result if bias is None else result + bias.float()).to(x.dtype)
+
+
+class Int8Linear(QuantizedLinear):
+    """A projection by int8 weights."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        self.weight_scale: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0], 1))
+        self.register_buffer("bias", None if linear.bias is None else torch.empty(linear.bias.shape))
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        consumer = Consumer("int8_linear", "weight")
+        return {
+            "weight": Weight.merged(self.parts, "weight", "out_features in_features", consumer=consumer),
+            "weight_scale": Weight.merged(self.parts, "weight_scale", "out_features one", dtype=torch.float32),
+            "bias": Weight.merged(self.parts, "bias", "out_features"),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = int8_linear(x, self.weight, self.weight_scale, self.bias)
+        return result
+
+
+class Int8Weights(Scheme):
+    """Everything that it reads is bound by its layer."""
+
+    name = "int8_weights"
+    summary = "int8 weights with a scale for each output channel, and floating activations"
+    spellings = {COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, None)}  # noqa: RUF012 - a constant
+
+    def layer(self, linear: Linear) -> Int8Linear:
+        return Int8Linear(linear)
