@@ -19,7 +19,7 @@ import hal
 from hal.checkpoint.bindings import bindings_of
 from hal.checkpoint.model_classes import find_model
 
-HERE = Path(__file__).parent
+PACKAGE = Path(__file__).parent / "package"
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
 PATCH = 12
@@ -36,11 +36,11 @@ SLOTS = 3
 @contextmanager
 def installed() -> Iterator[None]:
     """Have the package found as an installed one is: its metadata lies beside it."""
-    sys.path.insert(0, str(HERE))
+    sys.path.insert(0, str(PACKAGE))
     try:
         yield
     finally:
-        sys.path.remove(str(HERE))
+        sys.path.remove(str(PACKAGE))
 
 
 def checkpoint(folder: Path, architecture: str, *, seed: int = 0) -> Path:
