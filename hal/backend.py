@@ -41,7 +41,7 @@ from hal.errors import (
     HalError,
     nearest,
 )
-from hal.graph import CAPTURING, Graph, check_not_capturing
+from hal.graph import CAPTURING, Captures, Graph, check_not_capturing
 from hal.limits import DEFAULT_BLOCK_SIZE, Limits
 from hal.memory import lacking_memory
 from hal.nn.weight import WeightUse
@@ -49,6 +49,7 @@ from hal.ops.binding import Kernel, Table, enter, leave
 from hal.ops.calling import check_kernel
 from hal.ops.declaration import Operation
 from hal.step.state import StateMemory, StateSpec, canonical_states
+from hal.stream import Stream
 
 LayerMaker = Callable[[Any], nn.Module]
 """From a layer without values to the one in its place, or to the layer itself where that stays."""
@@ -279,6 +280,10 @@ class Backend(Closable):
             ClosedError: the backend is closed.
         """
         raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
+
+    def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:
+        """A block in which several graphs of this backend are captured, one after the other; see `Graph.capturing`."""
+        return self.graph().capturing(stream)
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         """Bring a weight into the form that this backend's kernels take it in; called once for each, at load.

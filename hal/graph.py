@@ -12,6 +12,9 @@ Contract of capture and replay, for every driver:
   shapes before it launches anything. Values are copied before the call returns.
 - What the function raises comes out of ``capture`` as it was raised. What the capture itself causes comes out as
   :class:`CaptureError`, with the cause chained. Either way the graph is empty, and can capture again.
+- ``capture(fn)`` is a begin and an end with ``fn`` between them. :meth:`Graph.capturing` gives both to code that
+  captures several graphs from one run of a function. What captures need around them (inference mode, a stream, modes of
+  torch) is entered once, before the first begin; a begin and an end enter and leave nothing.
 - Both run under ``torch.inference_mode``, as the caches that they write do.
 - Threading: a graph belongs to one thread at a time. One capture runs in a process at a time; another thread's waits.
 - Closing a graph, as its backend does when that is closed, waits for a replay or capture of another thread to return.
@@ -22,28 +25,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
-from hal.errors import (
-    CaptureError,
-    ClosedError,
-    DeviceError,
-    DeviceOutOfMemory,
-    GraphError,
-    HalError,
-    HostValueError,
-    nearest,
-)
+from hal.errors import CaptureError, ClosedError, DeviceError, DeviceOutOfMemory, GraphError, HalError
+from hal.host_values import HostValue, HostValues
 from hal.memory import lacking_memory
 from hal.stream import Stream
 
-HostValue = Tensor | Sequence[int]
 CAPTURING = threading.RLock()
 """Held during a capture, and while a runner that captures or compiles is made. No replay takes it."""
 MEMORY_REMEDY = f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}"
@@ -60,74 +57,12 @@ def check_not_capturing() -> None:
             CAPTURING.release()
 
 
-class HostValues:
-    """The host values of one graph: what the capture met, by name, and the check that every replay passes."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def items(self) -> list[tuple[str, Tensor]]:
-        """The names, and the tensors that the launches read."""
-        return list(self._tensors.items())
-
-    def record(self, name: str, tensor: Tensor, operation: str) -> None:
-        """Note that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""
-        if tensor.device.type != "cpu":
-            raise CaptureError(
-                f"{operation} was given {name} on {tensor.device}; a host value must be a CPU tensor",
-                "pass the host twin of the tensor, as hal.Batch carries it",
-            )
-        known = self._tensors.setdefault(name, tensor)
-        if known.data_ptr() != tensor.data_ptr() or known.shape != tensor.shape:
-            raise CaptureError(
-                f"two launches in one capture take different tensors as {name}, so one name cannot update both",
-                "pass the same tensor to every operation of the captured function",
-            )
-
-    def check(self, values: Mapping[str, HostValue]) -> dict[str, Tensor]:
-        """Return ``values`` as tensors fit to be copied; raise HostValueError if any name, shape or dtype is off."""
-        for name in values:
-            if name not in self._tensors:
-                raise HostValueError(
-                    f"the graph has no host value {name!r}; {nearest(name, self._tensors)}", "pass the names it has"
-                )
-        if len(values) < len(self._tensors):
-            missing = sorted(set(self._tensors) - set(values))
-            raise HostValueError(
-                f"the replay lacks the host values {', '.join(missing)}", "pass every host value at every replay"
-            )
-        return {name: self._fit(name, value) for name, value in values.items()}
-
-    def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy checked ``values`` into the tensors that the launches read."""
-        for name, value in values.items():
-            self._tensors[name].copy_(value)
-
-    def _fit(self, name: str, value: HostValue) -> Tensor:
-        expected = self._tensors[name]
-        if not isinstance(value, Tensor):
-            if not (isinstance(value, Sequence) and all(type(number) is int for number in value)):
-                raise HostValueError(f"host value {name} is {value!r:.70}", "pass a CPU tensor, or a list of integers")
-            try:
-                value = torch.tensor(value, dtype=expected.dtype)
-            except RuntimeError as error:
-                raise HostValueError(f"host value {name}: {error}", "pass numbers that its dtype holds") from None
-        if not value.is_cpu or value.dtype != expected.dtype or value.shape != expected.shape:
-            raise HostValueError(
-                f"host value {name} must be {_describe(expected)}, found {_describe(value)}",
-                "host values keep the shape and dtype of the capture; pad to the bucket's size",
-            )
-        return value
-
-
 class Graph(ABC):
-    """One captured graph. A driver implements ``_capture``, ``_launch``, ``_release`` and ``dump``.
+    """One captured graph.
 
-    One that shall capture in pieces, which ``hold`` is for, implements ``_let_go`` too; and ``_explain`` says which of
-    the vendor's exceptions are failures of a capture.
+    A driver implements ``_begin``, ``_end``, ``_abandon``, ``_launch``, ``_release`` and ``dump``. ``_capture_context``
+    gives what captures need around them, ``_let_go`` is for graphs that can capture in pieces with ``hold``, and
+    ``_explain`` says which of the vendor's exceptions are failures of a capture.
     """
 
     _capturing: ClassVar[bool] = False
@@ -170,45 +105,30 @@ class Graph(ABC):
             GraphError: the graph is captured already, or a capture is under way in this thread.
             ClosedError: the graph, or its backend, is closed.
         """
-        self._check_open("capture")
-        if self._captured:
-            raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
-        if hold and type(self)._let_go is Graph._let_go:
-            raise GraphError(
-                f"{type(self).__name__} cannot hold its outputs while others are captured",
-                'use the compiler "graph" or "eager", or ask the driver\'s authors for it',
-            )
-        with CAPTURING:
-            if Graph._capturing:
-                raise GraphError("a capture was begun inside another", "capture one graph after the other")
-            self._check_open("capture")  # it may have waited for the lock
-            self.host_values = HostValues()
-            self._holds = hold
-            Graph._capturing = True
-            watched = _Watched(fn)
-            try:
-                with torch.inference_mode():
-                    self._outputs, self._pool = self._capture(watched, pool, stream)
-                if watched.raised is not None:  # and the driver lost it
-                    raise watched.raised
-            except BaseException as error:
-                failure, cause = self._failure(error, watched.raised)
-                try:
-                    self.reset()
-                except Exception as after:
-                    failure.add_note(f"the graph could not be reset after that: {type(after).__name__}: {after}")
-                try:
-                    if failure is error:
-                        raise
-                    raise failure from (failure.__cause__ if failure is cause else cause)
-                finally:
-                    # An exception that its own traceback refers to would keep the capture's memory.
-                    watched.raised = None
-                    del failure, cause
-            finally:
-                Graph._capturing = False
-        self._captured = True
-        return self._outputs
+        self._check_empty(hold)
+        with self.capturing(stream) as captures:
+            captures.begin(self, pool=pool, hold=hold)
+            return captures.end(fn())
+
+    def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:
+        """Enter what captures need around them, for this graph and others of the same backend. Waits as `capture` does.
+
+        ::
+
+            with first.capturing() as captures:
+                captures.begin(first)
+                made = captures.end(x + 1)
+                ...  # runs eagerly, on the capture's stream
+                captures.begin(second, pool=first.pool)
+                captures.end(x * 2)
+
+        What leaves the block is what :meth:`capture` would raise, the code in the block being its function. A graph
+        whose capture was not ended is empty then; those that were ended stay captured.
+
+        Args:
+            stream: where to capture; None takes one of the driver's choosing.
+        """
+        return _capturing(self, stream)
 
     def replay(self, **host_values: HostValue) -> None:
         """Launch everything again, reading ``host_values`` in place of those of the capture.
@@ -268,6 +188,17 @@ class Graph(ABC):
         if self._closed:
             raise ClosedError(f"{what} was asked of a graph that is closed", "capture another, on an open backend")
 
+    def _check_empty(self, hold: bool) -> None:
+        """Raise unless a capture can begin, with ``hold`` or without."""
+        self._check_open("capture")
+        if self._captured:
+            raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
+        if hold and type(self)._let_go is Graph._let_go:
+            raise GraphError(
+                f"{type(self).__name__} cannot hold its outputs while others are captured",
+                'use the compiler "graph" or "eager", or ask the driver\'s authors for it',
+            )
+
     def _require_capture(self, what: str) -> None:
         if not self._captured:
             self._check_open(what)
@@ -277,7 +208,7 @@ class Graph(ABC):
         """What a capture that broke raises, and its cause; the same twice for what comes out as it is.
 
         Args:
-            error: what ``_capture`` raised.
+            error: what the capture came to its end with.
             raised: what the function raised, if it did.
         """
         first = raised if raised is not None and isinstance(error, Exception) else error
@@ -302,11 +233,12 @@ class Graph(ABC):
         """The typed error for an exception of PyTorch's or the vendor's in a capture, or None if it is not known.
 
         Args:
-            error: raised by the captured function, or by ``_capture`` itself. Notes on it say how the capture ended.
+            error: raised by the captured function, or by one of the driver's methods. Notes on it say how the capture
+                was ended.
 
         Returns:
             CaptureError if the capture is the reason, memory that it lacks included. Another HalError, such as
-            DeviceError, takes the place of an exception of ``_capture`` only. By default torch's exceptions for
+            DeviceError, takes the place of an exception of the driver's methods only. By default torch's exceptions for
             memory are known.
         """
         if what := lacking_memory(error):
@@ -317,12 +249,42 @@ class Graph(ABC):
     def dump(self, path: Path) -> None:
         """Write a readable listing of the launches to ``path``."""
 
-    @abstractmethod
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
-        """Capture ``fn``, which is called once; return its outputs and the pool.
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Any]:
+        """Give what captures need around them: the stream to capture on, modes of torch, interceptions of ``hal.ops``.
 
-        Exceptions of ``fn``, and the vendor's own, pass through: :meth:`capture` tells them apart. After one of ``fn``
-        the capture is ended all the same.
+        It is entered once for all captures of a ``with`` block, on which the code between them runs too: what records
+        must let everything pass while no capture is under way. Inference mode is entered already.
+
+        Returns:
+            A context manager. What it gives is handed to ``_begin``. By default, one that enters nothing.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def _begin(self, context: Any, pool: Any) -> None:
+        """Begin to record what this thread launches. May enter no context that is local to the thread.
+
+        Args:
+            context: what ``_capture_context`` gave.
+            pool: that of another graph of the driver's, to share its memory; or None.
+
+        Raises:
+            GraphError: it is no pool of this driver's.
+        """
+
+    @abstractmethod
+    def _end(self, outputs: Any) -> tuple[Any, Any]:
+        """End the capture; return the outputs, made of the tensors that each replay fills, and the pool.
+
+        Args:
+            outputs: tensors, in tuples, lists and dicts. The code that was captured may go on to use others.
+        """
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """End a capture that is given up, within its context, so that others can begin. ``_release`` is called next.
+
+        ``_begin`` or ``_end`` may have raised before, at any point.
         """
 
     @abstractmethod
@@ -330,38 +292,170 @@ class Graph(ABC):
         """Replay with host values that passed the check; copy what is needed of them before returning."""
 
     def _let_go(self) -> None:  # noqa: B027 (a driver may do without)
-        """Stop keeping the outputs' memory, which ``_capture`` kept if ``self._holds``. Drivers may leave it out."""
+        """Stop keeping the outputs' memory, which ``_end`` kept if ``self._holds``. Drivers may leave it out."""
 
     @abstractmethod
     def _release(self) -> None:
         """Drop what a capture, whole or broken off, holds."""
 
 
-class _Watched:
-    """The function to capture, which remembers what it raised."""
+class Captures:
+    """The captures of a block of code, one after the other; see :meth:`Graph.capturing`."""
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self._fn = fn
-        self.raised: BaseException | None = None
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._kind = type(graph)
+        self._context: Any = None
+        self._modes = _innermost_modes()
+        self._begun = self._open = False
+        self._in_driver = True  # and so it stays if a method of the driver raises
+        self._raised: BaseException | None = None
 
-    def __call__(self) -> Any:
+    def begin(self, graph: Graph, *, pool: Any = None, hold: bool = False) -> None:
+        """Begin to record what this thread launches.
+
+        Args:
+            graph: an empty one of the same backend.
+            pool: another graph's :attr:`Graph.pool`, to share its memory.
+            hold: keep the outputs' memory from graphs captured later in this pool, until :meth:`Graph.let_go`.
+
+        Raises:
+            GraphError: the graph is captured already, or of another kind; or a capture is under way.
+            CaptureError: a mode of torch that was entered in the block is still on.
+            ClosedError: the graph, or its backend, is closed.
+        """
+        self._check_sound()
+        if self._open:
+            raise GraphError("a capture was begun inside another", "end the first one before")
+        if type(graph) is not self._kind:
+            raise GraphError(
+                f"a {type(graph).__name__} cannot be captured among graphs that are {self._kind.__name__}",
+                "capture it in a block of its own",
+            )
+        graph._check_empty(hold)
+        self.check_modes("a capture begins")
+        graph.host_values = HostValues()
+        graph._holds = hold
+        self._graph = graph
+        self._begun = self._open = self._in_driver = True
+        graph._begin(self._context, pool)
+        self._in_driver = False
+
+    def end(self, outputs: Any) -> Any:
+        """End the capture that is under way.
+
+        Args:
+            outputs: tensors, or tuples, lists and dicts of them. What goes on to use a tensor among them should hold
+                another on the same memory: that of the outputs may move.
+
+        Returns:
+            The outputs, made of the tensors that each replay fills.
+
+        Raises:
+            GraphError: no capture is under way.
+            CaptureError: the outputs are none that a replay can fill, or a mode of torch that was entered in the
+                capture is still on.
+        """
+        self._check_sound()
+        if not self._open:
+            raise GraphError("no capture is under way that could be ended", "begin one before")
+        graph = self._graph
+        _check_outputs(outputs)
+        self.check_modes("a capture ends")
+        self._in_driver = True
+        graph._outputs, graph._pool = graph._end(outputs)
+        self._open = self._in_driver = False
+        graph._captured = True
+        return graph._outputs
+
+    def check_modes(self, where: str) -> None:
+        """Raise CaptureError if a torch mode was entered in the block, and not left ``where``."""
+        for found, expected in zip(_innermost_modes(), self._modes, strict=True):
+            if found is not expected:
+                raise CaptureError(
+                    f"the mode {type(found).__name__} is the innermost of torch's where {where}, and must be "
+                    f"{'none' if expected is None else type(expected).__name__}: no replay would run in that mode",
+                    'leave the mode before, or use the compiler "eager" or "piecewise"',
+                )
+
+    def _entered(self, context: Any) -> None:
+        self._context, self._modes, self._in_driver = context, _innermost_modes(), False
+
+    def _check_sound(self) -> None:
+        if self._in_driver:
+            raise GraphError(
+                "a capture failed, and the code that was captured caught the exception", "let it leave the block"
+            )
+
+    def _check_ended(self) -> None:
+        self._check_sound()
+        if self._open:
+            raise GraphError("a capture was begun and not ended", "call end() with what the replays shall fill")
+        self._in_driver = True  # which leaves its context now
+
+    def _abandon(self, error: BaseException) -> None:
+        """End the capture that is under way, because of ``error``."""
+        if not self._in_driver:
+            self._raised = error
+        if not self._open:
+            return
         try:
-            return _checked(self._fn())
+            self._graph._abandon()
+        except Exception as end:
+            error.add_note(f"the capture's end: {str(end).strip().partition(chr(10))[0][:300]}")
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Empty the graph whose capture broke, and raise what comes of ``error``."""
+        failure, cause = self._graph._failure(error, self._raised)
+        if self._begun and (self._open or self._in_driver):
+            try:
+                self._graph.reset()
+            except Exception as after:
+                failure.add_note(f"the graph could not be reset after that: {type(after).__name__}: {after}")
+        try:
+            if failure is error:
+                raise error
+            raise failure from (failure.__cause__ if failure is cause else cause)
+        finally:
+            # An exception that its own traceback refers to would keep the capture's memory.
+            self._raised = None
+            del failure, cause, error
+
+
+@contextmanager
+def _capturing(graph: Graph, stream: Stream | None) -> Iterator[Captures]:
+    with CAPTURING:
+        if Graph._capturing:
+            raise GraphError("a capture was begun inside another", "capture one graph after the other")
+        graph._check_open("capture")  # it may have waited for the lock
+        captures = Captures(graph)
+        Graph._capturing = True
+        try:
+            with torch.inference_mode(), graph._capture_context(stream) as context:
+                try:
+                    captures._entered(context)
+                    yield captures
+                    captures._check_ended()
+                except BaseException as error:
+                    captures._abandon(error)
+                    raise
         except BaseException as error:
-            self.raised = error
-            raise
+            captures._fail(error)
+        finally:
+            Graph._capturing = False
 
 
-def _checked(outputs: Any) -> Any:
-    """Outputs that a graph can keep at their addresses: tensors, in tuples, lists and dicts."""
+def _innermost_modes() -> tuple[Any, Any]:
+    """The modes of torch that see a call first in this thread, of dispatch and of functions; None where none is on."""
+    dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+    return dispatch[-1] if dispatch else None, functions[-1] if functions else None
+
+
+def _check_outputs(outputs: Any) -> None:
+    """Raise CaptureError for what a graph cannot keep at its address: all but tensors, in tuples, lists and dicts."""
     for leaf in tree_iter(outputs):
         if not isinstance(leaf, Tensor | int | float | None):
             raise CaptureError(
                 f"the captured function returned a {type(leaf).__name__}, whose tensors no replay would fill",
                 "return tensors, or tuples, lists or dicts of them",
             )
-    return outputs
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

@@ -6,16 +6,21 @@ import cProfile
 import pstats
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hal.backends.cpu.tape import Tape
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal import ops
 from hal.errors import CaptureError, GraphError, HostValueError
+from hal.graph import Captures
 from hal.ops import Draw, Operation
 from hal.step import StaticBatch, StepShape
 
@@ -502,3 +507,143 @@ class TestContract:
         x.fill_(3)
         graph.replay()
         assert output.tolist() == [-3, -3]
+
+
+class TestBeginAndEnd:
+    """Several graphs from one run, with eager work between them."""
+
+    def chain(self, backend: hal.Backend, x: Tensor, graphs: list[hal.Graph]) -> list[Tensor]:
+        """Three graphs of one pool; what runs between them is in ``between`` of :meth:`expected`."""
+        made, pool = [], None
+        with backend.capturing() as captures:
+            found = x
+            for number, graph in enumerate(graphs):
+                captures.begin(graph, pool=pool)
+                made.append(captures.end((found * 2 + number).sum(-1, keepdim=True)))
+                pool, found = graph.pool, x + made[-1].clone().cumsum(0)  # the latter eagerly
+                if number < 2:
+                    self.memory[number].copy_(found)
+                    found = self.memory[number]
+        return made
+
+    def replay(self, x: Tensor, graphs: list[hal.Graph], made: list[Tensor]) -> None:
+        for number, graph in enumerate(graphs):
+            graph.replay()
+            if number < 2:
+                self.memory[number].copy_(x + made[number].clone().cumsum(0))
+
+    def expected(self, x: Tensor) -> Tensor:
+        found = x
+        for number in range(3):
+            last = (found * 2 + number).sum(-1, keepdim=True)
+            found = x + last.cumsum(0)
+        return last
+
+    @pytest.fixture(autouse=True)
+    def _memory(self) -> None:
+        with torch.inference_mode():
+            self.memory = [torch.zeros(4, 8) for _ in range(2)]
+
+    def test_three_graphs_with_eager_work_between(self, cpu: hal.Backend) -> None:
+        x, graphs = torch.randn(4, 8), [cpu.graph() for _ in range(3)]
+        made = self.chain(cpu, x, graphs)
+        assert len({id(graph.pool) for graph in graphs}) == 1
+        for seed in range(5):
+            x.copy_(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+            with torch.inference_mode():
+                self.replay(x, graphs, made)
+            assert torch.equal(made[-1], self.expected(x))
+
+    @pytest.mark.parametrize(
+        "error", [ZeroDivisionError("mine"), KeyboardInterrupt("mine")], ids=["error", "interrupt"]
+    )
+    def test_after_an_exception_in_the_middle(self, cpu: hal.Backend, error: BaseException) -> None:
+        """The graph that was under way is empty, the one before stays, and another thread can capture at once."""
+        x, graphs = torch.ones(4, 8), [cpu.graph() for _ in range(3)]
+
+        def broken() -> None:
+            with cpu.capturing() as captures:
+                captures.begin(graphs[0])
+                captures.end(x + 1)
+                captures.begin(graphs[1], pool=graphs[0].pool)
+                x.add_(0)
+                raise error
+
+        with pytest.raises(type(error)) as caught:
+            broken()
+        assert caught.value is error
+        assert error.__cause__ is None
+        with pytest.raises(GraphError, match="holds no capture"):
+            graphs[1].replay()
+        graphs[0].replay()
+        with ThreadPoolExecutor(1) as thread:
+            other = cpu.graph()
+            found = thread.submit(other.capture, lambda: x * 3).result(timeout=20)
+        assert found.tolist() == [[3.0] * 8] * 4
+        graphs[0].reset()
+        made = self.chain(cpu, x, graphs)
+        with torch.inference_mode():
+            self.replay(x, graphs, made)
+        assert torch.equal(made[-1], self.expected(x))
+
+    def test_what_runs_between_is_not_recorded(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        x, first, second = torch.ones(4), cpu.graph(), cpu.graph()
+        with cpu.capturing() as captures:
+            captures.begin(first)
+            captures.end(x + 1)
+            x.mul_(2)
+            assert x.tolist() == [2.0] * 4  # which reads values, as no capture may
+            captures.begin(second, pool=first.pool)
+            captures.end(x + 3)
+        for graph in (first, second):
+            graph.dump(tmp_path / "dump")
+            assert (tmp_path / "dump").read_text().count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("use", "message"),
+        [
+            (lambda captures, graph: captures.end(torch.ones(1)), "no capture is under way"),
+            (lambda captures, graph: (captures.begin(graph), captures.begin(graph)), "begun inside another"),
+            (lambda captures, graph: captures.begin(graph), "begun and not ended"),
+            (lambda captures, graph: (captures.begin(graph), graph.capture(lambda: None)), "begun inside another"),
+            (lambda captures, graph: captures.begin(OtherGraph()), "OtherGraph cannot be captured among graphs that"),
+        ],
+        ids=["end", "begin", "no end", "capture", "kind"],
+    )
+    def test_out_of_order(self, cpu: hal.Backend, use: Callable[[Captures, hal.Graph], Any], message: str) -> None:
+        graph = cpu.graph()
+        with pytest.raises(GraphError, match=message), cpu.capturing() as captures:
+            use(captures, graph)
+        assert graph.capture(lambda: torch.ones(1) + 1).item() == 2
+
+    @pytest.mark.parametrize("mode", [TorchFunctionMode, TorchDispatchMode])
+    def test_a_mode_that_is_on_at_the_end(self, cpu: hal.Backend, mode: Any) -> None:
+        entered, graph = mode(), cpu.graph()
+
+        def ends_in_it() -> None:
+            with cpu.capturing() as captures:
+                captures.begin(graph)
+                made = torch.ones(1) + 1
+                with entered:
+                    captures.end(made)
+
+        with pytest.raises(CaptureError, match=f"the mode {mode.__name__} is .* where a capture ends, and must be _Re"):
+            ends_in_it()
+        assert graph.capture(lambda: torch.ones(1) + 1).item() == 2
+
+    def test_a_failure_that_the_code_caught(self, cpu: hal.Backend) -> None:
+        graph = cpu.graph()
+
+        def goes_on() -> None:
+            with cpu.capturing() as captures:
+                with pytest.raises(GraphError, match="not the pool of a tape"):
+                    captures.begin(graph, pool="pool")
+                captures.begin(graph)
+
+        with pytest.raises(GraphError, match="caught the exception"):
+            goes_on()
+        assert graph.capture(lambda: torch.ones(1) + 1).item() == 2
+
+
+class OtherGraph(Tape):
+    """Of another kind."""

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from pieces import drawn, eagerly, form_of, graphs_of, marked, tokens_of
 from reference import prompts
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from checkpoints import random_checkpoint
@@ -217,6 +220,59 @@ def _heads(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
     return ops.linear(hidden.view(-1, 16), model.out.weight, None).view(-1, 64) @ torch.ones(64, 32)
 
 
+def _twice(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+    """Queries that are not the step's: more of them than it has tokens."""
+    query = hidden[:, :16].view(-1, 2, 8).repeat(2, 1, 1)
+    cache = torch.zeros(4, 16, 2, 8)
+    attended = ops.paged_attention(
+        query, cache, cache, batch.block_table % 4, batch.query_start_loc, batch.kv_lens, batch.query_start_loc_host,
+        batch.kv_lens_host, 1.0, True, None,
+    )  # fmt: skip
+    return hidden + attended.sum()
+
+
+def _other_sizes(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+    """Calls an operation for some sizes only."""
+    return hidden + ops.silu_and_mul(torch.cat([hidden, hidden], -1)) if hidden.shape[0] > 7 else hidden
+
+
+class Negating(TorchFunctionMode):
+    """Takes the sine with the other sign."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "sin":
+            return found
+        self.calls += 1
+        return -found
+
+
+class Counting(TorchDispatchMode):
+    """Counts what it sees."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _in_mode(mode: Any, inside: Callable[..., Tensor], model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+    with mode:
+        return inside(model, hidden, batch)
+
+
+def _attend_or_project(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+    """A splitting operation behind others."""
+    return ops.linear(hidden.sin()[:, :16] * 2, model.out.weight, None)
+
+
+def _sine(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+    return hidden.sin()
+
+
 def _lengths(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
     """Reads what no piece can."""
     total = batch.kv_lens.sum() / batch.block_table.shape[1] + torch.arange(batch.block_table.shape[1]).sum()
@@ -361,7 +417,7 @@ class TestErrors:
         check(runner)
 
 
-@pytest.mark.parametrize(("compiler", "call"), [("graph", 1), ("piecewise", 1), ("piecewise_eager", 4)])
+@pytest.mark.parametrize(("compiler", "call"), [("graph", 1), ("piecewise", 1), ("piecewise_eager", 3)])
 def test_two_threads_make_runners_at_once(compiler: str, call: int) -> None:
     """The second begins in a call of the first one's model: in its trace, or in a capture."""
     backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [2]}})
@@ -414,7 +470,7 @@ class TestMarkers:
         model = hal.load_model(random_checkpoint(tmp_path / "model", seed=4, **KINDS["sliding window"]), backend)
         check(marked(model, backend))
 
-    @pytest.mark.parametrize("between", [_view, _written, _constants])
+    @pytest.mark.parametrize("between", [_columns, _heads, _view, _written, _constants])
     def test_what_models_do_between(self, between: Callable[..., Tensor]) -> None:
         check(marked(Toy(between), opened(splitting_ops=list(EVERYTHING))), (1, 7, 8, 9, 16, 33, 40))
 
@@ -434,9 +490,13 @@ class TestMarkers:
         [
             (_lengths, ["paged_attention"], r"sum reads batch\.kv_lens, whose shape changes"),
             (None, ["linear"], r"paged_attention reads batch\.block_table, whose shape changes from step to step"),
-            (_heads, ["linear"], r"linear has a tensor of \[16, 16\] for 8 tokens, and of \[14, 16\] for 7"),
+            (
+                _twice,
+                ["paged_attention"],
+                r"paged_attention is called with query \[16, 2, 8\], declared `tokens num_heads head_dim`, in a st",
+            ),
         ],
-        ids=["lengths", "attention", "heads"],
+        ids=["lengths", "attention", "twice"],
     )
     def test_what_cannot_be_captured(self, between: Any, at: list[str], message: str) -> None:
         with pytest.raises((CaptureError, CompileError), match=message):
@@ -444,6 +504,45 @@ class TestMarkers:
         runner = marked(Toy(between), opened(splitting_ops=at, on_capture_error="eager"))
         assert tokens_of(runner, "decode") == []
         check(runner, (3,))
+
+    def test_other_operations_for_other_sizes(self, caplog: pytest.LogCaptureFixture) -> None:
+        at = ["paged_attention", "silu_and_mul"]
+        said = "for 4 tokens, Toy calls nothing where it called silu_and_mul for 8"
+        with pytest.raises(CaptureError, match=said):
+            marked(Toy(_other_sizes), opened(splitting_ops=at))
+        runner = marked(Toy(_other_sizes), opened(splitting_ops=at, on_capture_error="eager"))
+        assert f"decode batches of 4 tokens run in a larger bucket or eagerly: {said}" in caplog.text
+        assert tokens_of(runner, "decode") == [8]
+        batch = drawn(runner, 1, [1] * 8, [3] * 8)
+        assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
+
+    def test_a_mode_of_the_models_around_a_split(self) -> None:
+        """What runs between graphs would run without the mode at a replay."""
+        for mode in (Negating, Counting):
+            around = partial(_in_mode, mode(), _attend_or_project)
+            marked(Toy(around), opened())
+            with pytest.raises(
+                CaptureError, match=rf"the mode {mode.__name__} is .* where linear splits the step"
+            ) as caught:
+                marked(Toy(around), opened(splitting_ops=["paged_attention", "linear"]))
+            assert 'the compiler "eager" or "piecewise"' in caught.value.remedy
+            check(marked(Toy(), opened()), (3,))
+
+    @pytest.mark.parametrize("at", [["paged_attention"], ["paged_attention", "linear"]])
+    def test_a_mode_of_the_models_between_splits(self, at: list[str]) -> None:
+        """It does in captures what it does in eager steps, and is left where the model leaves it."""
+        negating, counting = Negating(), Counting()
+
+        def between(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
+            plain = hidden.sin()
+            return _in_mode(negating, lambda *_: _in_mode(counting, _sine, model, plain, batch), model, plain, batch)
+
+        runner = marked(Toy(between), opened(splitting_ops=at))
+        assert negating.calls > 0
+        assert counting.calls > 0
+        check(runner, (1, 8, 9))
+        x = torch.ones(3)
+        assert torch.equal(between(runner.model, x, None), -x.sin().sin())  # type: ignore[arg-type]
 
     def test_operations_that_are_not_called(self) -> None:
         with pytest.raises(ConfigError, match="splitting_ops has silu_and_mul, which the model does not call"):

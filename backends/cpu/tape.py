@@ -1,16 +1,17 @@
 """The CPU's graph: a tape of every operation that a function performed, on fixed memory.
 
 Capture watches the function from two sides. A dispatch mode sees every ATen call, the model's glue included; an
-interception of ``hal.ops`` sees the kernels that read host values or work outside torch, which go on the tape whole. A
-functional ATen call is recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not
-recorded at all, for the memory under it does not move. Then the memory plan (plan.py) lets results that are never alive
-together share it.
+interception of ``hal.ops`` sees the kernels that read host values or work outside torch, which go on the tape whole.
+Both belong to one recorder, which is entered once and told on which tape to record, if any. A functional ATen call is
+recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded, for the
+memory under it does not move. Then the memory plan (plan.py) lets results that are never alive together share it.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hal import ops
 from hal.errors import CaptureError, GraphError
 from hal.graph import Graph
+from hal.host_values import HostValues
 from hal.ops.binding import Kernel
 from hal.ops.declaration import Operation
 from hal.ops.library import without_aliases
@@ -70,19 +72,26 @@ class Tape(Graph):
         self._whole = whole
         self._launches: list[Launch] = []
         self._calls: list[Callable[[], Any]] = []
+        self._recorder: _Recorder | None = None
 
     def dump(self, path: Path) -> None:
         """One line a launch: its name, and the shapes and dtypes of its tensors."""
         self._require_capture("dump")
         path.write_text("".join(f"{_line(launch)}\n" for launch in self._launches), encoding="utf-8")
 
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Pool]:
-        recorder = _Recorder(self._launches, self.host_values.record, self._whole)
-        with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
-            made = fn()
-        pool = Pool() if pool is None else pool
-        if not isinstance(pool, Pool):
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[_Recorder]:
+        return _recording(self._whole)
+
+    def _begin(self, context: _Recorder, pool: Any) -> None:
+        if pool is not None and not isinstance(pool, Pool):
             raise GraphError(f"{pool!r} is not the pool of a tape", "pass the pool of another graph of this backend")
+        self._pool = Pool() if pool is None else pool
+        self._recorder = context
+        context.record_on(self._launches, self.host_values)
+
+    def _end(self, made: Any) -> tuple[Any, Pool]:
+        self._stop()
+        pool = self._pool
         self._refuse_made_host_values()
         moved = place(self._launches, made, pool, id(self) if self._holds else None)
         outputs = tree_map_only(Tensor, moved, made)
@@ -94,6 +103,14 @@ class Tape(Graph):
             launch.results = [moved(result) for result in launch.results]
         self._calls = [launch.replayable() for launch in self._launches]
         return outputs, pool
+
+    def _abandon(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.stop()
 
     def _refuse_made_host_values(self) -> None:
         """A host value that a launch made would be overwritten by it at every replay, new lengths and all."""
@@ -120,22 +137,39 @@ class Tape(Graph):
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs and records. Only the capturing thread's calls are its business."""
+    """Runs and, between ``record_on`` and ``stop``, records. Only the capturing thread's calls are its business.
 
-    def __init__(
-        self, launches: list[Launch], record_host_value: Callable[[str, Tensor, str], None], whole: frozenset[str]
-    ) -> None:
+    Attributes:
+        launches: of the capture that is under way; None between captures.
+        opaque: whether an operation that is recorded whole runs.
+    """
+
+    def __init__(self, whole: frozenset[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches = launches
+        self.launches: list[Launch] | None = None
         self.whole = whole
-        self.record_host_value = record_host_value
         self.opaque = False
+        self._host_values: HostValues | None = None
+
+    def record_on(self, launches: list[Launch], host_values: HostValues) -> None:
+        """Record what follows."""
+        self.launches, self._host_values = launches, host_values
+
+    def stop(self) -> None:
+        """Let everything pass from now on."""
+        self.launches = self._host_values = None
+        self.opaque = False
+
+    @property
+    def records(self) -> bool:
+        """Whether a call is recorded."""
+        return self.launches is not None and not self.opaque
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.opaque:
+        if not self.records:
             return func(*args, **kwargs)
         if (declared := ops.operation_of_node(func)) is not None:
             # Traced code calls the node itself; its kernel is recorded as an eager call's would be.
@@ -159,11 +193,13 @@ class _Recorder(TorchDispatchMode):
             return kernel
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self.opaque:
+            if not self.records:
                 return kernel(*args, **kwargs)
+            assert self.launches is not None
+            assert self._host_values is not None
             arguments = operation.arguments(args, kwargs)
             for name in operation.host:
-                self.record_host_value(name, arguments[name], operation.name)
+                self._host_values.record(name, arguments[name], operation.name)
             self.opaque = True
             try:
                 result = tree_map_only(Tensor, Tensor.contiguous, kernel(*args, **kwargs))
@@ -180,6 +216,7 @@ class _Recorder(TorchDispatchMode):
         return recorded
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        assert self.launches is not None
         if func is torch.ops.aten.lift_fresh.default:
             # A constant such as torch.tensor([1.0]): the function may write to it, and each replay begins anew.
             self.launches.append(Launch(str(func), _cast, (result.clone(), result), {}, []))
@@ -195,6 +232,13 @@ class _Recorder(TorchDispatchMode):
             launch.function, names = out
             launch.kwargs, launch.fills = {**kwargs, **dict(zip(names, fresh, strict=True))}, True
         self.launches.append(launch)
+
+
+@contextmanager
+def _recording(whole: frozenset[str]) -> Iterator[_Recorder]:
+    recorder = _Recorder(whole)
+    with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
+        yield recorder
 
 
 # Functional operations, beside the pointwise ones, whose out= variants give the same numbers and never resize. Others
@@ -231,7 +275,7 @@ class _RefuseHostReads(TorchFunctionMode):
         reads = name in self.NAMES and bool(args) and isinstance(args[0], Tensor)
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
             reads = bool(_tensors(args[0]))
-        if reads and not self.recorder.opaque:
+        if reads and self.recorder.records:
             raise CaptureError(
                 f"{name} read a tensor's value during a capture, {_where()}; every replay would see the same value",
                 "compute with the tensor instead, or declare it as a host value of an operation",

@@ -8,9 +8,9 @@ caller may change them at once and no replay meets lengths that are not its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from hal.ops.declaration import Operation
 from hal.step.batch import one_query_each
 from hal.stream import Stream
 
-from .failures import explain_in_capture, first_line
+from .failures import explain_in_capture
 
 if TYPE_CHECKING:
     from .driver import CudaBackend
@@ -35,6 +35,27 @@ if TYPE_CHECKING:
 QUERIES = "query_start_loc_host"
 _UNENDED: list[torch.cuda.CUDAGraph] = []
 """Graphs whose captures CUDA could not end: torch's allocator of pinned memory points to them for good."""
+
+
+class Watch:
+    """The interception of calls with host values, for all captures of a block.
+
+    Attributes:
+        graph: whose capture is under way, if one is.
+    """
+
+    def __init__(self) -> None:
+        self.graph: CudaGraph | None = None
+
+    def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
+        """For :func:`hal.ops.intercepted`."""
+        if not operation.host:
+            return kernel
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return kernel(*args, **kwargs) if self.graph is None else self.graph.call(operation, kernel, args, kwargs)
+
+        return watched
 
 
 class CudaGraph(Graph):
@@ -49,6 +70,8 @@ class CudaGraph(Graph):
         self._plans: list[GraphPlan] = []
         self._decodes: Tensor | None = None
         self._kept: Any = None
+        self._watch: Watch | None = None
+        self._begun: Any = None  # the pool of the capture that is under way
 
     def dump(self, path: Path) -> None:
         """Write CUDA's listing of the graph's nodes, in Graphviz's language."""
@@ -56,23 +79,65 @@ class CudaGraph(Graph):
         assert self._graph is not None
         self._graph.debug_dump(str(path))
 
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Watch]:
+        return self._watching(stream)
+
+    @contextmanager
+    def _watching(self, stream: Stream | None) -> Iterator[Watch]:
+        with torch.cuda.device(self._index):
+            on = self._stream(stream)
+            self._prepare(on)
+            watch = Watch()
+            with torch.cuda.stream(on), ops.intercepted(watch.wrap):
+                yield watch
+
+    def _begin(self, context: Watch, pool: Any) -> None:
         if pool is not None and not (isinstance(pool, tuple) and [type(each) for each in pool] == [int, int]):
             raise GraphError(
                 f"{pool!r} is not the pool of a CUDA graph", "pass the pool of another graph of this backend"
             )
-        with torch.cuda.device(self._index):
-            on = self._stream(stream)
-            # Always one that is known here: if a capture breaks, torch's graph does not tell the one that it made.
-            pool = torch.cuda.graph_pool_handle() if pool is None else pool
-            try:
-                self._prepare(on)
-                with torch.cuda.stream(on), ops.intercepted(self._watch()):
-                    made = self._record(fn, pool)
-            finally:
-                _clear_cublas()
+        # Always one that is known here: if a capture breaks, torch's graph does not tell the one that it made.
+        self._begun = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._watch = context
+        _clear_cublas()
+        # Not torch.cuda.graph, which enters a stream for each graph and leaves it and its pool behind if the end of a
+        # capture fails.
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for dump()
+        # In any other mode CUDA may refuse to load code in a capture, as Triton does at a kernel's first launch: which
+        # kernels a size takes is known only then. What conflicts with the capture itself, such as a wait, it refuses in
+        # this mode too. Other threads may copy and allocate meanwhile.
+        try:
+            self._graph.capture_begin(pool=self._begun, capture_error_mode="relaxed")
+        except Exception:  # an interrupt may come right behind the call
+            self._begun = None
+            raise
+        context.graph = self
+
+    def _end(self, made: Any) -> tuple[Any, Any]:
+        pool = self._begun
+        self._stop()
+        assert self._graph is not None
+        self._graph.instantiate()
         self._kept = made if self._holds else None
         return tree_map_only(Tensor, lambda each: weakly(each) if each.is_cuda else each, made), pool
+
+    def _abandon(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        """End the capture that was begun."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.graph = None
+        try:
+            if self._begun is not None:
+                self._end_capture(self._begun)
+        except Exception:
+            self._begun = None
+            raise
+        finally:
+            _clear_cublas()
+        self._begun = None
 
     def _prepare(self, on: torch.cuda.Stream) -> None:
         """Have cuBLAS load itself, which it may not do in a capture."""
@@ -85,26 +150,7 @@ class CudaGraph(Graph):
         _clear_cublas()
         torch.cuda.empty_cache()  # the graph's pool cannot use what is left over in others
 
-    def _record(self, fn: Callable[[], Any], pool: Any) -> Any:
-        # Not torch.cuda.graph: if the end of a capture fails, that leaves its stream and its pool behind.
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for dump()
-        # In any other mode CUDA may refuse to load code in a capture, as Triton does at a kernel's first launch: which
-        # kernels a size takes is known only then. What conflicts with the capture itself, such as a wait, it refuses in
-        # this mode too. Other threads may copy and allocate meanwhile.
-        self._graph.capture_begin(pool=pool, capture_error_mode="relaxed")
-        try:
-            made = fn()
-        except BaseException as error:
-            try:
-                self._end(pool)
-            except RuntimeError as end:
-                error.add_note(f"the capture's end: {first_line(end)}")
-            raise
-        self._end(pool)
-        self._graph.instantiate()
-        return made
-
-    def _end(self, pool: Any) -> None:
+    def _end_capture(self, pool: Any) -> None:
         assert self._graph is not None
         try:
             self._graph.capture_end()
@@ -125,24 +171,14 @@ class CudaGraph(Graph):
             stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
         )
 
-    def _watch(self) -> Callable[[Operation, Kernel], Kernel]:
-        """The interception of calls with host values, which notes their names and runs the kernel for graphs."""
-
-        def wrap(operation: Operation, kernel: Kernel) -> Kernel:
-            if not operation.host:
-                return kernel
-
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                arguments = operation.arguments(args, kwargs)
-                self._note(operation, arguments)
-                plan = self._plan(kernel, arguments) if getattr(kernel, "in_graphs", False) else None
-                if plan is not None:
-                    return plan.run(arguments)
-                return getattr(kernel, "captured", kernel)(*args, **kwargs)
-
-            return watched
-
-        return wrap
+    def call(self, operation: Operation, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the names of an operation's host values, and run its kernel for graphs."""
+        arguments = operation.arguments(args, kwargs)
+        self._note(operation, arguments)
+        plan = self._plan(kernel, arguments) if getattr(kernel, "in_graphs", False) else None
+        if plan is not None:
+            return plan.run(arguments)
+        return getattr(kernel, "captured", kernel)(*args, **kwargs)
 
     def _plan(self, kernel: Any, arguments: Mapping[str, Any]) -> GraphPlan | None:
         """The kernel's plan for a call: one that serves it already, or a new one, or None if it makes none."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,13 @@ import attrs
 import torch
 import torch_npu
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
 from hal.errors import CaptureError, GraphError, HalError, HostValueError
-from hal.graph import Graph, HostValue
+from hal.graph import Graph
+from hal.host_values import HostValue, HostValues
 from hal.ops.binding import Kernel
 from hal.ops.declaration import Operation
 from hal.stream import Stream
@@ -58,6 +60,56 @@ class HostCall:
     recorded: int
 
 
+class _Watch(TorchDispatchMode):
+    """Hands the calls of a capture to torch_npu's dispatch mode of its graph, and notes those that read host values.
+
+    torch_npu has one mode for each graph, which is entered with it. This one stays on for several graphs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode: Any = None
+        self._host_values: HostValues | None = None
+        self._calls: list[HostCall] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """As torch_npu's."""
+        return True
+
+    def hand_to(self, mode: Any, host_values: HostValues) -> None:
+        """Watch a graph's capture from now on."""
+        self._mode, self._host_values, self._calls = mode, host_values, []
+
+    def stop(self) -> list[HostCall]:
+        """Let everything pass from now on; return the calls with host values that the capture met."""
+        self._mode = self._host_values = None
+        calls, self._calls = self._calls, []
+        return calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if self._mode is None else self._mode.__torch_dispatch__(func, types, args, kwargs)
+
+    def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
+        """The interception that notes every call with host values, and whether torch_npu recorded a launch of it."""
+        if not operation.host:
+            return kernel
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._mode is None or self._host_values is None:
+                return kernel(*args, **kwargs)
+            records = self._mode.graph_dispatch_records
+            arguments, before = operation.arguments(args, kwargs), len(records)
+            for name in operation.host:
+                self._host_values.record(name, arguments[name], operation.name)
+            result = kernel(*args, **kwargs)
+            self._calls.append(HostCall(operation.name, len(records) - before))
+            return result
+
+        return noted
+
+
 class NpuGraph(Graph):
     """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too."""
 
@@ -70,8 +122,9 @@ class NpuGraph(Graph):
         self._fixed: dict[str, Tensor] = {}
         self._checks: list[PackedLengths] = []
         self._replayed: Any = None
-        self._made: Any = None
         self._kept: Any = None
+        self._watch: _Watch | None = None
+        self._begun = False
         self._failures: int | None = 0  # that the device had at the last replay; None while one is being launched
 
     def dump(self, path: Path) -> None:
@@ -79,7 +132,19 @@ class NpuGraph(Graph):
         self._require_capture("dump")
         self._graph.debug_dump(str(path))
 
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[_Watch]:
+        return self._watching(stream)
+
+    @contextmanager
+    def _watching(self, stream: Stream | None) -> Iterator[_Watch]:
+        with torch_npu.npu.device(self._backend.device.torch):
+            self._backend.device.synchronize()
+            torch_npu.npu.empty_cache()
+            watch = _Watch()
+            with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(watch.wrap), watch:
+                yield watch
+
+    def _begin(self, context: _Watch, pool: Any) -> None:
         if pool is not None and not (isinstance(pool, tuple) and all(isinstance(each, int) for each in pool)):
             raise GraphError(
                 f"{pool!r} is not the pool of an NPUGraph", "pass the pool of another graph of this backend"
@@ -88,15 +153,21 @@ class NpuGraph(Graph):
         graph.auto_dispatch_capture = True
         mode = graph.graph_dispatch_mode
         mode.update_stream = self._backend.npu.side_streams[0]  # torch_npu's own is of the first device that captured
-        calls: list[HostCall] = []
-        with torch_npu.npu.device(self._backend.device.torch):
-            self._backend.device.synchronize()
-            torch_npu.npu.empty_cache()
-            with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(self._watch(mode, calls)):
-                self._record(graph, mode, fn, () if pool is None else (pool,))
-            outputs, self._made = self._made, None
-            self._kept = outputs if self._holds else None
-            outputs = tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, outputs)
+        # Not torch_npu.npu.graph, which enters a mode and a stream for each graph, and leaves both behind if the end of
+        # a capture fails. Other threads may copy and allocate meanwhile.
+        self._watch, self._begun = context, True  # before, as an interrupt may come right behind the call
+        try:
+            graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        except Exception:
+            self._begun = False
+            raise
+        context.hand_to(mode, self.host_values)
+
+    def _end(self, made: Any) -> tuple[Any, Any]:
+        calls = self._stop()
+        graph, mode = self._graph, self._graph.graph_dispatch_mode
+        self._kept = made if self._holds else None
+        outputs = tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, made)
         self._check_counts(calls, mode.graph_dispatch_records)
         keys = [self._update_of(record) for record in mode.graph_dispatch_records]
         self._distinct = [each for index, each in enumerate(keys) if each not in keys[:index]]
@@ -112,20 +183,21 @@ class NpuGraph(Graph):
         self._failures = self._backend.npu.count_failures()
         return outputs, graph.pool()
 
-    def _record(self, graph: Any, mode: Any, fn: Callable[[], Any], pool: tuple[Any, ...]) -> None:
-        # Not torch_npu.npu.graph: if the end of a capture fails, that leaves its dispatch mode and its stream behind.
-        with mode:
-            # Other threads may copy and allocate meanwhile.
-            graph.capture_begin(*pool, capture_error_mode="thread_local")
+    def _abandon(self) -> None:
+        self._stop()
+
+    def _stop(self) -> list[HostCall]:
+        """End the capture that was begun; return the calls that it met."""
+        watch, self._watch = self._watch, None
+        calls = [] if watch is None else watch.stop()
+        if self._begun:
             try:
-                self._made = fn()
-            except BaseException as error:
-                try:
-                    graph.capture_end()
-                except RuntimeError as end:
-                    error.add_note(f"the capture's end: {first_line(end)}")
+                self._graph.capture_end()
+            except Exception:
+                self._begun = False
                 raise
-            graph.capture_end()
+            self._begun = False
+        return calls
 
     def _stream(self, stream: Stream | None) -> Any:
         if stream is None:
@@ -134,25 +206,6 @@ class NpuGraph(Graph):
         return torch_npu.npu.Stream(
             stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
         )
-
-    def _watch(self, mode: Any, calls: list[HostCall]) -> Callable[[Operation, Kernel], Kernel]:
-        """The interception that notes every call with host values, and whether torch_npu recorded a launch of it."""
-
-        def wrap(operation: Operation, kernel: Kernel) -> Kernel:
-            if not operation.host:
-                return kernel
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                arguments, before = operation.arguments(args, kwargs), len(mode.graph_dispatch_records)
-                for name in operation.host:
-                    self.host_values.record(name, arguments[name], operation.name)
-                result = kernel(*args, **kwargs)
-                calls.append(HostCall(operation.name, len(mode.graph_dispatch_records) - before))
-                return result
-
-            return noted
-
-        return wrap
 
     def _check_counts(self, calls: list[HostCall], records: list[Any]) -> None:
         unseen = [call.operation for call in calls if call.recorded == 0]
@@ -276,7 +329,7 @@ class NpuGraph(Graph):
 
     def _release(self) -> None:
         graph, self._graph = self._graph, None
-        self._made = self._kept = None
+        self._kept = None
         self._distinct, self._updates, self._fixed, self._replayed = [], [], {}, None
         if graph is not None:
             graph.reset()

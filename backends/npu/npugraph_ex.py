@@ -6,7 +6,8 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from hal.compile.trace import StepSizes
 from hal.errors import CaptureError, GraphError, HalError
 from hal.execution.context import FormContext
 from hal.execution.full_graph import FullGraphForm, GraphMaker
-from hal.graph import HostValue
+from hal.host_values import HostValue
 from hal.step import StaticBatch, StepShape
 from hal.stream import Stream
 
@@ -74,19 +75,29 @@ class CompiledGraph(NpuGraph):
         # Copied, for kernels that take them as a tensor: torch_npu's queue may read it later.
         self._names["kernel"](*self._arguments, lengths.clone(), *lengths.tolist())
 
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
-        # One stream and one pool for all, as memory is shared by what is captured on the same of both.
-        info, made = self._names["aclgraph_cache_info"], self._names["acl_graph"]
-        info.stream = self._stream(stream)
-        info.pool = torch_npu.npu.graph_pool_handle() if pool is None else pool
-        made.load(info)
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Any]:
+        return self._compiled_context(stream)
+
+    @contextmanager
+    def _compiled_context(self, stream: Stream | None) -> Iterator[Any]:
         with torch_npu.npu.device(self._backend.device.torch):
             before = torch_npu.npu.current_stream()
             try:
                 with repeating_warnings(), UPDATING:  # torch_npu replays what it has captured, and updates it
-                    fn()
+                    yield self._stream(stream)
             finally:
                 torch_npu.npu.set_stream(before)  # torch_npu leaves its own behind if the end of a capture fails
+
+    def _begin(self, context: Any, pool: Any) -> None:
+        # One stream and one pool for all, as memory is shared by what is captured on the same of both. torch_npu itself
+        # begins the capture, in the module's first run, and ends it.
+        info = self._names["aclgraph_cache_info"]
+        info.stream = context
+        info.pool = torch_npu.npu.graph_pool_handle() if pool is None else pool
+        self._names["acl_graph"].load(info)
+
+    def _end(self, made: Any) -> tuple[Any, Any]:
+        info, made = self._names["aclgraph_cache_info"], self._names["acl_graph"]
         (captured,) = made.graphs_meta.values()
         self._graph, self._replay = captured.acl_graph, captured.replay_func
         # What is let go on after a failure.

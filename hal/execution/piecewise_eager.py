@@ -1,52 +1,36 @@
-"""Steps in pieces without a compiler: the model's own Python runs once for each bucket, and is stopped on its way.
+"""Steps in pieces without a compiler: the model's own Python runs once for each bucket, and is captured on its way.
 
-Each call of a splitting operation is a marker. There the capture that is under way ends, and the model stays where it
-is, in a greenlet; the next capture begins, and the model goes on in it, with fixed memory for the operation's results.
-A replay launches a graph, calls the operation with the batch's own lengths and block tables, and so on.
+At each call of a splitting operation the capture under way ends, the operation runs, and the next capture begins. The
+model gets the operation's results in fixed memory, where those of replays will lie, too. A replay launches a graph,
+calls the operation with the batch's own lengths and block tables, and so on. The operation's declaration says which of
+its tensors have a row for each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
+from math import prod
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from hal.errors import CaptureError
+from hal.errors import CaptureError, ConfigError
 from hal.execution.captured_form import Bucket
 from hal.execution.check_logits import check_logits
-from hal.execution.noting import Eagerly, Kind, Marker, tensors_of
-from hal.execution.stopping import Call, Stopping
+from hal.execution.split_calls import Cut, Kind, SplitCall, cut_to, note_calls, tensors_of
+from hal.execution.splitting import Part, Splitter
 from hal.execution.token_form import TokenForm
 from hal.graph import Graph
+from hal.ops.axes import ROWS, TOKENS
+from hal.ops.declaration import Operation
 from hal.step import Batch, StaticBatch, StepShape, fields_of
 
 MOST_ROWS = 64
 """Rows of logits that a prefill gives at once; a step that wants more is run again for the others."""
-
-
-@attrs.frozen
-class _Part:
-    """A graph, and the call behind it.
-
-    Attributes:
-        graph: up to the call.
-        function: what is called; None if the step ends here.
-        fixed: arguments that are always the same.
-        fields: arguments that are fields of the batch, and their names.
-        rows: arguments that go by tokens.
-        results: where the results go, and whether they go by tokens.
-    """
-
-    graph: Graph
-    function: Callable[..., Any] | None = None
-    fixed: dict[str, Any] = attrs.Factory(dict)
-    fields: dict[str, str] = attrs.Factory(dict)
-    rows: dict[str, Tensor] = attrs.Factory(dict)
-    results: tuple[tuple[Tensor, bool], ...] = ()
+Read = Callable[[Operation, Mapping[str, Any]], SplitCall]
 
 
 class PiecewiseEagerForm(TokenForm):
@@ -62,12 +46,14 @@ class PiecewiseEagerForm(TokenForm):
         ]  # fmt: skip
         self._at = context.backend.splitting_ops(context.config)
         states = (tensor for _, tensor in context.states.tensors())
-        self._weights = {id(each) for each in (*context.model.parameters(), *context.model.buffers(), *states)}
+        self._kept = {id(each) for each in (*context.model.parameters(), *context.model.buffers(), *states)}
         self._wanted: dict[int, Tensor] = {}
+        batch = self._batch(most)
         with torch.inference_mode():
-            self._markers = self._run_eagerly().markers(most)
-            self._memory = self._make_memory(most)
-        self.num_graphs = len(self._markers) + 1
+            self._calls = note_calls(partial(context.eagerly, batch), self._at, self._reader(batch))
+            self._check_called()
+            self._memory = self._make_memory()
+        self.num_graphs = len(self._calls) + 1
         return [largest]
 
     def describe(self) -> str:
@@ -75,15 +61,6 @@ class PiecewiseEagerForm(TokenForm):
 
     def walk(self, largest: StaticBatch) -> Callable[[], Any]:
         return partial(self.context.eagerly, self._batch(largest.shape.tokens))
-
-    def _run_eagerly(self) -> Eagerly:
-        made = cache(self._batch)
-        return Eagerly(
-            type(self.context.model).__name__,
-            lambda size: self.context.eagerly(made(size)),
-            lambda size: self._weights | {id(getattr(made(size), name)) for name in self._of_steps},
-            self._at,
-        )
 
     def _batch(self, size: int) -> Batch:
         """A batch of the first rows of the fixed one, with lengths of its own."""
@@ -94,61 +71,57 @@ class PiecewiseEagerForm(TokenForm):
             StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), rows=sequences,
             length=length,
         )  # fmt: skip
-        # As many rows of logits in every bucket of prefill, so that they are not taken for tokens.
-        rows = size if decodes else min(self._largest.shape.tokens, MOST_ROWS)
         fixed = self._largest.first(StepShape(size, 0, 0)).by_token
-        wanted = (torch.arange(rows) % size).to(self.context.backend.device.torch)
+        wanted = torch.arange(size if decodes else min(size, MOST_ROWS)).to(self.context.backend.device.torch)
         return attrs.evolve(made.batch, **fixed, logits_indices=wanted)
 
-    def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
-        size, context = bucket.shape.tokens, self.context
-        batch = self._batch(size)
-        self._wanted[size] = batch.logits_indices
-        fields = {id(getattr(batch, name)): name for name in self._of_steps}
-        model = Stopping(partial(context.eagerly, batch), self._at, fields)
-        given: Any = None
-        try:
-            for marker in self._markers:
-                graph = context.backend.graph()
-                bucket.graphs.append(graph)
-                graph.capture(partial(model.resume, given, marker.arguments), pool=pool)
-                pool = graph.pool
-                part = self._part(graph, marker, model.call, fields, size)
-                bucket.parts.append(part)
-                slots = [memory[:size] if by_token else memory for memory, by_token in part.results]
-                given = tuple(slots) if marker.several else slots[0] if slots else None
-                del slots
-            graph = context.backend.graph()
-            bucket.graphs.append(graph)
-            graph.capture(partial(model.resume, given, ()), pool=pool)
-            check_logits(context.model, graph.outputs, batch)  # of which a step takes as many rows as it wants
-            bucket.parts.append(self._part(graph, None, model.call, fields, size))
-        finally:
-            model.stop()
-        return graph.pool
+    def _fields(self, batch: Batch) -> dict[int, str]:
+        """Fields that differ from step to step, by their tensors' ids."""
+        return {id(getattr(batch, name)): name for name in self._of_steps}
 
-    def _part(
-        self, graph: Graph, marker: Marker | None, call: Call | None, fields: Mapping[int, str], size: int
-    ) -> _Part:
-        found, expected = (None if each is None else _name_of(each) for each in (call, marker))
-        shapes = {} if marker is None else {name: kind.at(size) for name, kind in marker.arguments.items()}
-        if found != expected or shapes != {name: tuple(each.shape) for name, each in _outputs(graph, call).items()}:
-            raise CaptureError(
-                f"for {size} tokens, {type(self.context.model).__name__} calls {found or 'nothing'} where it called "
-                f"{expected or 'nothing'} for {self._largest.shape.tokens}, or with tensors of another kind",
-                'let it do the same for all sizes, or use the compiler "eager"',
-            )
-        if marker is None or call is None:
-            return _Part(graph)
-        of_batch = {name: fields[id(each)] for name, each in call.arguments.items() if id(each) in fields}
-        rows: dict[str, Tensor] = graph.outputs
-        constant = {name: each for name, each in call.arguments.items() if name not in of_batch and name not in rows}
-        constant |= {name: row for name, row in rows.items() if not marker.arguments[name].by_token}
-        return _Part(
-            graph, call.operation.function, constant, of_batch,
-            {name: row for name, row in rows.items() if marker.arguments[name].by_token},
-            tuple((self._memory[each], each[0].by_token) for each in zip(marker.results, marker.places, strict=True)),
-        )  # fmt: skip
+    def _reader(self, batch: Batch) -> Read:
+        return partial(SplitCall.read, fields=self._fields(batch), kept=self._kept, sizes=_sizes(batch))
+
+    def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
+        context = self.context
+        batch = self._batch(bucket.shape.tokens)
+        self._wanted[bucket.shape.tokens] = batch.logits_indices
+
+        def new_graph() -> Graph:
+            bucket.graphs.append(context.backend.graph())
+            return bucket.graphs[-1]
+
+        splitter = Splitter(
+            context.backend, self._at, self._reader(batch), self._fields(batch), partial(self._keep, batch), new_graph
+        )
+        bucket.parts, pool = splitter.capture(partial(context.eagerly, batch), pool)
+        if len(bucket.parts) <= len(self._calls):
+            raise self._another(batch, None, len(bucket.parts) - 1)
+        check_logits(context.model, bucket.graphs[-1].outputs, batch)  # of which a step takes as many as it wants
+        return pool
+
+    def _keep(self, batch: Batch, index: int, call: SplitCall, results: list[Tensor]) -> tuple[tuple[Tensor, Cut], ...]:
+        """Where the results of a call lie for graphs to read, in the memory of all buckets."""
+        expected = self._calls[index] if index < len(self._calls) else None
+        kinds = call.result_kinds(results)
+        if expected is None or (call.operation.name, call.kinds, kinds) != (
+            expected.operation, expected.kinds, [kind for kind, _ in expected.results]
+        ):  # fmt: skip
+            raise self._another(batch, call, index)
+        memory = [self._memory[pair] for pair in zip(kinds, expected.places, strict=True)]
+        if any(each.numel() < result.numel() for each, result in zip(memory, results, strict=True)):
+            raise self._another(batch, call, index)
+        given = [each[: prod(result.shape)].view(result.shape) for each, result in zip(memory, results, strict=True)]
+        return tuple(zip(given, call.result_cuts(results, _sizes(batch)), strict=True))
+
+    def _another(self, batch: Batch, call: SplitCall | None, index: int) -> CaptureError:
+        found = "nothing" if call is None else call.operation.name
+        expected = self._calls[index].operation if index < len(self._calls) else "nothing"
+        return CaptureError(
+            f"for {batch.num_tokens} tokens, {type(self.context.model).__name__} calls {found} where it called "
+            f"{expected} for {self._largest.shape.tokens}, or with tensors of another kind",
+            'let it do the same for all sizes, or use the compiler "eager"',
+        )
 
     def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
         bucket.static.fill_tokens(batch)
@@ -159,31 +132,38 @@ class PiecewiseEagerForm(TokenForm):
         return torch.cat([self._run_for(bucket, batch, rows).clone() for rows in wanted.split(memory.shape[0])])
 
     def _run_for(self, bucket: Bucket, batch: Batch, wanted: Tensor) -> Tensor:
-        tokens, count = batch.num_tokens, wanted.shape[0]
-        self._wanted[bucket.shape.tokens][:count] = wanted
-        part: _Part
+        sizes = {TOKENS: batch.num_tokens, ROWS: wanted.shape[0]}
+        self._wanted[bucket.shape.tokens][: sizes[ROWS]] = wanted
+        part: Part
         for part in bucket.parts:
             part.graph.replay()
-            if part.function is None:
+            if (call := part.call) is None:
                 break
-            given = {name: getattr(batch, field) for name, field in part.fields.items()}
-            given |= {name: row[:tokens] for name, row in part.rows.items()}
-            results = tensors_of(part.function(**part.fixed, **given))
-            for (memory, by_token), result in zip(part.results, results, strict=True):
-                (memory[:tokens] if by_token else memory).copy_(result)
-        logits: Tensor = part.graph.outputs[:count]
+            given = {name: getattr(batch, field) for name, field in call.fields.items()}
+            given |= {name: cut_to(each, call.cuts[name], sizes) for name, each in call.computed.items()}
+            results = tensors_of(call.operation.function(**call.fixed, **given))
+            for (memory, cut), result in zip(part.results, results, strict=True):
+                cut_to(memory, cut, sizes).copy_(result)
+        logits: Tensor = part.graph.outputs[: sizes[ROWS]]
         return logits
 
-    def _make_memory(self, most: int) -> dict[tuple[Kind, int], Tensor]:
+    def _check_called(self) -> None:
+        called = {each.operation for each in self._calls}
+        if missing := sorted(set(self._at) - called):
+            others = f"; of those it calls {', '.join(sorted(called))}" if called else ""
+            raise ConfigError(
+                f"splitting_ops has {', '.join(missing)}, which the model does not call{others}", "leave it out"
+            )
+
+    def _make_memory(self) -> dict[tuple[Kind, int], Tensor]:
         """Where the results of splitting operations lie for graphs to read, in all buckets."""
+        most: dict[tuple[Kind, int], int] = {}
+        for call in self._calls:
+            for (kind, elements), place in zip(call.results, call.places, strict=True):
+                most[kind, place] = max(elements, most.get((kind, place), 0))
         device = self.context.backend.device.torch
-        kinds = {pair for each in self._markers for pair in zip(each.results, each.places, strict=True)}
-        return {(kind, place): torch.zeros(kind.at(most), dtype=kind.dtype, device=device) for kind, place in kinds}
+        return {key: torch.zeros(elements, dtype=key[0].dtype, device=device) for key, elements in most.items()}
 
 
-def _outputs(graph: Graph, call: Call | None) -> dict[str, Tensor]:
-    return {} if call is None else graph.outputs
-
-
-def _name_of(what: Call | Marker) -> str:
-    return what.operation if isinstance(what, Marker) else what.operation.name
+def _sizes(batch: Batch) -> dict[str, int]:
+    return {TOKENS: batch.num_tokens, ROWS: batch.logits_indices.shape[0]}

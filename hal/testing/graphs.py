@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hal import ops
 from hal.backend import Backend
@@ -31,6 +33,7 @@ def cases(target: Target) -> Iterator[Case]:
     checks: list[tuple[str, Check]] = [
         ("inputs-in-place", _inputs_in_place), ("addresses", _addresses), ("structure", _structure),
         ("no-python", _glue), ("pool", _pool), ("several", _several), ("hold", _hold), ("reset", _reset),
+        ("pieces", _pieces), ("modes", _modes),
         ("order-of-use", _order_of_use), ("memory-inside", _lacks_memory), ("value-read", _value_read),
         *((f"error-inside/{name}", partial(_error_inside, make)) for name, make in RAISED.items()),
         ("on-a-stream", _on_a_stream), ("back-to-back", _back_to_back), ("written-in-place", _written_in_place),
@@ -142,6 +145,73 @@ def _hold(backend: Backend) -> None:
     first.let_go()
     second.replay()
     _holds(other[1], 22.0, "a graph after another let go of its outputs")
+
+
+def _pieces(backend: Backend) -> None:
+    """Three graphs of one block and pool, with eager work between them, which no replay repeats."""
+    x, kept, graphs = _input(backend), _input(backend, 0.0), [backend.graph() for _ in range(3)]
+    with backend.capturing() as captures:
+        captures.begin(graphs[0])
+        first = captures.end(x + 1)
+        kept.copy_(first * 3)
+        captures.begin(graphs[1], pool=graphs[0].pool)
+        second = captures.end(kept + x)
+        kept.add_(100)
+        captures.begin(graphs[2], pool=graphs[1].pool)
+        third = captures.end(kept * 2)
+    backend.device.synchronize()
+    for value in (1.0, 5.0, -3.0, 5.0, 2.0):
+        x.fill_(value)
+        graphs[0].replay()
+        kept.copy_(first * 2)
+        graphs[1].replay()
+        _holds(second, 3 * value + 2, "the second graph of a block")
+        graphs[2].replay()
+        _holds(third, 4 * value + 4, "the third graph of a block")
+    again = backend.graph()
+    try:
+        with backend.capturing() as captures:
+            captures.begin(again, pool=graphs[0].pool)
+            captures.end(x + 1)
+            raise Planted("between two captures")
+    except Planted:
+        again.replay()
+    _holds(again.outputs, 3.0, "a graph that was ended before its block raised")
+
+
+class _Nothing(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _modes(backend: Backend) -> None:
+    """A mode that the code enters in a capture is left in it; one that is not is named."""
+    x, graph, mode = _input(backend), backend.graph(), _Nothing()  # type: ignore[no-untyped-call]
+
+    def inside() -> Tensor:
+        with mode:
+            y = x * 2
+        return y + 1
+
+    output = graph.capture(inside)
+    x.fill_(3.0)
+    graph.replay()
+    _holds(output, 7.0, "a capture of a function that enters a mode of torch")
+    graph.reset()
+    try:
+        with backend.capturing() as captures:
+            captures.begin(graph)
+            y = x + 1
+            with mode:
+                captures.end(y)
+    except CaptureError as error:
+        require("_Nothing" in error.problem, f"the CaptureError does not name the mode: {error.problem}")
+    else:
+        raise AssertionError("a capture ended in a mode of torch that was entered in it")
+    del y
+    _works_again(backend, graph, x)
 
 
 def _reset(backend: Backend) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 import hal
 from hal import ops
 from hal.errors import CaptureError
-from hal.graph import Graph, HostValues
+from hal.graph import Graph
+from hal.host_values import HostValues
 from hal.ops import torch_kernels
-from hal.stream import Stream
 
 
 class Twin(CpuBackend):
@@ -180,8 +180,8 @@ class StaleLengths(Tape):
 class ForgetsHostValues(Tape):
     """Captures as it should, and does not say which host values its launches read."""
 
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
-        captured = super()._capture(fn, pool, stream)
+    def _end(self, made: Any) -> tuple[Any, Any]:
+        captured = super()._end(made)
         self.host_values = HostValues()
         return captured
 
@@ -243,8 +243,8 @@ class Few(Tape):
 class KeepsOutputs(Tape):
     """Keeps what a capture gave, whatever becomes of it."""
 
-    def _capture(self, fn: Callable[[], Any], pool: Any, stream: Stream | None) -> tuple[Any, Any]:
-        captured = super()._capture(fn, pool, stream)
+    def _end(self, made: Any) -> tuple[Any, Any]:
+        captured = super()._end(made)
         self.kept = captured[0]
         return captured
 

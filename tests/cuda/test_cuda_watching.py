@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hal.backends.cuda.attention import ByLength
-from hal.backends.cuda.graph import CudaGraph
+from hal.backends.cuda.graph import CudaGraph, Watch
 from torch import Tensor
 
 import hal
@@ -49,6 +50,13 @@ def graph() -> CudaGraph:
     return CudaGraph(SimpleNamespace(device=SimpleNamespace(torch=torch.device("cuda", 0))))  # type: ignore[arg-type]
 
 
+def watched(graph: CudaGraph) -> AbstractContextManager[None]:
+    """As in a capture of the graph."""
+    watch = Watch()
+    watch.graph = graph
+    return ops.intercepted(watch.wrap)
+
+
 def call(queries: list[int], lengths: Tensor | None = None) -> Tensor:
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     lengths = torch.tensor(queries, dtype=torch.int32) if lengths is None else lengths
@@ -63,7 +71,7 @@ def call(queries: list[int], lengths: Tensor | None = None) -> Tensor:
 def test_names_are_recorded(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
     call([1] * ROWS)
     assert graph.host_values.items() == []
-    with ops.intercepted(graph._watch()):
+    with watched(graph):
         assert call([1] * ROWS).shape == (ROWS, 2, 8)
     assert {name for name, _ in graph.host_values.items()} == HOST
     assert kernels[0].calls == 2
@@ -75,7 +83,7 @@ def test_graphs_take_the_kernel_that_reads_lengths_on_the_device(
     """For a long prefill too."""
     short, long = kernels
     call([40])
-    with ops.intercepted(graph._watch()):
+    with watched(graph):
         call([40])
     assert (short.calls, long.calls) == (1, 1)
 
@@ -96,7 +104,7 @@ def test_a_kernel_that_plans_is_not_asked_for_a_plan_where_graphs_have_another(g
     backend, attention = hal.open("cpu"), Planner()
     ops.activate(lambda each: attention if each.name == "paged_attention" else backend.resolve(each))
     try:
-        with ops.intercepted(graph._watch()):
+        with watched(graph):
             assert call([1] * ROWS).tolist() == [5.0]
         assert attention.calls == 0
         assert {name for name, _ in graph.host_values.items()} == HOST
@@ -105,7 +113,7 @@ def test_a_kernel_that_plans_is_not_asked_for_a_plan_where_graphs_have_another(g
 
 
 def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch()):
+    with watched(graph):
         call([1] * ROWS)
     values = {"kv_lens_host": torch.ones(ROWS), "query_start_loc_host": torch.tensor([0, 2, 2, 3])}
     with pytest.raises(HostValueError, match=r"captured with query_start_loc_host \[0, 1, 2, 3\], which no replay can"):
@@ -113,20 +121,20 @@ def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kern
 
 
 def test_those_of_a_prefill_are_not(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch()):
+    with watched(graph):
         call([2, 1])
     assert graph._decodes is None
 
 
 def test_one_name_for_two_tensors_is_refused(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch()):
+    with watched(graph):
         call([1])
         with pytest.raises(CaptureError, match="two launches in one capture take different tensors as"):
             call([1])
 
 
 def test_calls_of_other_threads_are_left_alone(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
-    with ops.intercepted(graph._watch()):
+    with watched(graph):
         thread = threading.Thread(target=call, args=([40],))
         thread.start()
         thread.join()

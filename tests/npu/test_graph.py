@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from attending import HEADS, KV_HEADS, LENGTHS, ROWS, SCALE
 from hal.backends.npu import emulator
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal.errors import CaptureError, DeviceError, GraphError, HostValueError
@@ -267,6 +269,99 @@ class TestCapture:
         assert first.outputs[0].item() == 4.0
         with pytest.raises(GraphError, match="is not the pool of an NPUGraph"):
             backend.graph().capture(lambda: x + 1, pool="elsewhere")
+
+
+class TestBeginAndEnd:
+    """Several graphs from one run, with eager work between them on the same stream."""
+
+    def test_attention_in_graphs_of_one_pool(self, npu: Opened) -> None:
+        """Five replays of three, each with lengths of its own."""
+        attend = Attend(npu())
+        graphs = [attend.backend.graph() for _ in range(3)]
+        scale = torch.ones(1, device="npu", dtype=torch.float16)
+        made: list[Tensor] = []
+        with attend.backend.capturing() as captures:
+            for number, graph in enumerate(graphs):
+                captures.begin(graph, pool=graphs[0].pool if number else None)
+                made.append(captures.end(attend.twice() * scale))
+                assert not torch.npu.is_current_stream_capturing()
+                scale.add_(1)  # eagerly
+        assert len({graph.pool for graph in graphs}) == 1
+        attend.backend.device.synchronize()
+        assert scale.item() == 4
+        for lens in LENGTHS[:5]:
+            attend.device_lens.copy_(torch.tensor(lens))
+            expected = attend.twice(torch.tensor(lens, dtype=torch.int32))
+            for number, graph in enumerate(graphs):
+                scale.fill_(number + 2)
+                graph.replay(**attend.host_values(lens))
+                torch.testing.assert_close(made[number], expected * (number + 2), rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        "error", [ZeroDivisionError("mine"), KeyboardInterrupt("mine")], ids=["error", "interrupt"]
+    )
+    def test_after_an_exception_in_the_middle(self, npu: Opened, error: BaseException) -> None:
+        attend = Attend(npu())
+        backend, graphs = attend.backend, [attend.backend.graph() for _ in range(2)]
+        x, stream = torch.ones(8, device="npu", dtype=torch.float16), torch.npu.current_stream()
+
+        def broken() -> None:
+            with backend.capturing() as captures:
+                captures.begin(graphs[0])
+                captures.end(x + 1)
+                captures.begin(graphs[1], pool=graphs[0].pool)
+                attend.twice()
+                raise error
+
+        with pytest.raises(type(error)) as caught:
+            broken()
+        assert caught.value is error
+        assert torch.npu.current_stream() == stream
+        assert not torch.npu.is_current_stream_capturing()
+        graphs[0].replay()
+        assert graphs[0].outputs.cpu().tolist() == [2.0] * 8
+        with ThreadPoolExecutor(1) as thread:
+            other = backend.graph()
+            found = thread.submit(other.capture, lambda: x * 3).result(timeout=60)
+        other.replay()
+        assert found.cpu().tolist() == [3.0] * 8
+        TestHostValues().check(attend, graphs[1], graphs[1].capture(attend.twice))
+
+    def test_modes_of_the_code(self, npu: Opened) -> None:
+        """One inside a capture sees attention before torch_npu's; one around the end of a capture is refused."""
+        attend, seen = Attend(npu()), Noting()
+        graph = attend.backend.graph()
+
+        def noted() -> Tensor:
+            with seen:
+                return attend.twice()
+
+        TestHostValues().check(attend, graph, graph.capture(noted))
+        assert any("fused_infer_attention" in name for name in seen.names)
+        graph.reset()
+
+        def ends_in_it() -> None:
+            with attend.backend.capturing() as captures:
+                captures.begin(graph)
+                made = attend.twice()
+                with seen:
+                    captures.end(made)
+
+        with pytest.raises(CaptureError, match=r"the mode Noting is .* and must be _Watch"):
+            ends_in_it()
+        TestHostValues().check(attend, graph, graph.capture(attend.twice))
+
+
+class Noting(TorchDispatchMode):
+    """Notes the names of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_an_update_that_fails_is_an_error_and_the_next_replay_is_right(npu: Opened) -> None:
