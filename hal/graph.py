@@ -12,7 +12,7 @@ Contract of capture and replay, for every driver:
   shapes before it launches anything. Values are copied before the call returns.
 - What the function raises comes out of ``capture`` as it was raised. What the capture itself causes comes out as
   :class:`CaptureError`, with the cause chained. Either way the graph is empty, and can capture again.
-- ``capture(fn)`` is a begin and an end with ``fn`` between them. :meth:`Graph.capturing` gives both to code that
+- ``capture(fn)`` is a begin and an end with ``fn`` between them. :meth:`hal.Graph.capturing` gives both to code that
   captures several graphs from one run of a function. What captures need around them (inference mode, a stream, modes of
   torch) is entered once, before the first begin; a begin and an end enter and leave nothing.
 - Both run under ``torch.inference_mode``, as the caches that they write do.
@@ -300,7 +300,7 @@ class Graph(ABC):
 
 
 class Captures:
-    """The captures of a block of code, one after the other; see :meth:`Graph.capturing`."""
+    """The captures of a block of code, one after the other; see :meth:`hal.Graph.capturing`."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -316,8 +316,8 @@ class Captures:
 
         Args:
             graph: an empty one of the same backend.
-            pool: another graph's :attr:`Graph.pool`, to share its memory.
-            hold: keep the outputs' memory from graphs captured later in this pool, until :meth:`Graph.let_go`.
+            pool: another graph's :attr:`hal.Graph.pool`, to share its memory.
+            hold: keep the outputs' memory from graphs captured later in this pool, until :meth:`hal.Graph.let_go`.
 
         Raises:
             GraphError: the graph is captured already, or of another kind; or a capture is under way.

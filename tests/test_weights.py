@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from checkpoints import write_json
 from hal.checkpoint import safetensors_files
 from hal.checkpoint.bindings import Binding, bindings_of
 from hal.checkpoint.safetensors_files import TensorSlice
-from hal.errors import ConfigError, HalError, ModelError
+from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import (
     Assembly,
+    CausalLM,
     Concatenated,
     Consumer,
     Embedding,
@@ -263,6 +264,53 @@ def test_slices_are_read_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         expected = stored[each.name][tuple(slice(*taken) for taken in each.taken)]
         assert torch.equal(torch.cat(found[place]) if each.taken else found[place][0], expected), each.name
     assert starts[0] == [0, 2, 4], "of rows of 56 bytes two fit"
+
+
+class Narrow(CausalLM):
+    """It holds a matrix of 8 bits, which a layer would scale."""
+
+    vocab_size, max_length, states = 7, 32, ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embedding(7, 4)
+        self.register_buffer("scaled", torch.empty(4, 4, dtype=torch.float8_e4m3fn))
+        self.weights = {"scaled": Weight(("scaled",), "rows columns")}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Narrow:
+        return cls()
+
+
+def narrow_checkpoint(folder: Path, embed: torch.dtype, scaled: torch.dtype) -> dict[str, Tensor]:
+    stored = {"embed.weight": drawn(7, 4).to(embed), "scaled": drawn(4, 4).div(1009).to(scaled)}
+    save_file(stored, folder / "model.safetensors")
+    write_json(folder / "config.json", {"architectures": ["Narrow"], "torch_dtype": "float32"})
+    return stored
+
+
+def test_numbers_of_8_bits_stay_as_they_are(tmp_path: Path) -> None:
+    stored = narrow_checkpoint(tmp_path, torch.bfloat16, torch.float8_e4m3fn)
+    model = hal.load_model(tmp_path, hal.open("cpu"), model_class=Narrow)
+    assert torch.equal(model.scaled.view(torch.uint8), stored["scaled"].view(torch.uint8))
+    assert model.embed.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("embed", "scaled", "message"),
+    [
+        (torch.float32, torch.bfloat16, "scaled is BF16, and float8_e4m3fn was expected"),
+        (torch.float32, torch.float8_e5m2, "scaled is F8_E5M2, and float8_e4m3fn was expected"),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn,
+         r"embed\.weight is F8_E4M3, and a floating-point number was expected.*\n.*its float8_e4m3fn weights"),
+    ],
+)  # fmt: skip
+def test_numbers_of_8_bits_are_never_converted(
+    tmp_path: Path, embed: torch.dtype, scaled: torch.dtype, message: str
+) -> None:
+    narrow_checkpoint(tmp_path, embed, scaled)
+    with pytest.raises(CheckpointError, match=message):
+        hal.load_model(tmp_path, hal.open("cpu"), model_class=Narrow)
 
 
 PROGRAM = """

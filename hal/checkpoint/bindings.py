@@ -57,6 +57,11 @@ class Piece:
         tensor[tuple(where)].copy_(values.permute([dim for dim in self.order if dim is not None]))
 
 
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype hold numbers that mean themselves, and are rounded to another; 8 bits have a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 @attrs.frozen(eq=False)
 class Binding:
     """A parameter or buffer of a layer in a model, and how it is made.
@@ -82,9 +87,12 @@ class Binding:
 
     def dtype(self, computing: torch.dtype) -> torch.dtype:
         """Return what it is held in, in a model that computes in ``computing``."""
-        if self.weight.dtype is not None:
-            return self.weight.dtype
-        return computing if self.tensor.is_floating_point() else self.tensor.dtype
+        return computing if self.weight.dtype is None and rounds(self.tensor.dtype) else self.held
+
+    @property
+    def held(self) -> torch.dtype:
+        """What it is held in; of a tensor that goes by what the model computes in, any dtype that rounds to that."""
+        return self.weight.dtype or self.tensor.dtype
 
     def pieces(self, rank: int = 0, ranks: int = 1) -> tuple[Piece, ...]:
         """Return what one of several ranks reads, and where in its own tensor that goes.

@@ -26,8 +26,12 @@ REMAP_BYTES = 32 << 20
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+"""What is read, by the names of safetensors. Of the 8 bits wide, only what a quantisation scheme binds."""
+FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+"""Numbers that mean themselves, without a scale, and can be rounded to another of these dtypes."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -46,8 +50,8 @@ class TensorInfo:
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether it holds floating-point numbers."""
-        return DTYPES[self.dtype].is_floating_point
+        """Whether it holds floating-point numbers that mean themselves, as those of 8 bits do not."""
+        return self.dtype in FLOATS
 
 
 def _index(folder: Path) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hal.checkpoint.bindings import Binding, Piece
+from hal.checkpoint.bindings import Binding, Piece, rounds
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
@@ -44,11 +44,16 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        undescribed = checkpoint.quantization is None and any(info.dtype == "I8" for info in tensors.values())
+        narrow = {str(dtype) for info in tensors.values() if (dtype := DTYPES[info.dtype]).itemsize == 1}
+        undescribed = sorted(narrow)[0].removeprefix("torch.") if narrow and checkpoint.quantization is None else ""
         raise CheckpointError(
             f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}",
             "check that config.json and the weights belong together"
-            + ("; nothing in the folder says how its int8 weights are quantised" if undescribed else ""),
+            + (
+                f"; nothing in the folder says how its {undescribed} weights are quantised"
+                if undescribed
+                else ""
+            ),
         )
 
 
@@ -65,9 +70,9 @@ def check_tied(checkpoint: Checkpoint, model: CausalLM) -> None:
 def _problems(info: TensorInfo, piece: Piece, binding: Binding) -> Iterator[str]:
     if info.shape != piece.source_shape:
         yield f"{piece.source} is {list(info.shape)}, not {list(piece.source_shape)}"
-    if binding.tensor.is_floating_point():
+    if rounds(held := binding.held):
         if not info.is_floating_point:
             yield f"{piece.source} is {info.dtype}, and a floating-point number was expected"
-    elif DTYPES[info.dtype] != binding.tensor.dtype:
-        wanted = str(binding.tensor.dtype).removeprefix("torch.")
+    elif DTYPES[info.dtype] != held:
+        wanted = str(held).removeprefix("torch.")
         yield f"{piece.source} is {info.dtype}, and {wanted} was expected"
