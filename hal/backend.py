@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import attrs
@@ -44,12 +44,14 @@ from hal.errors import (
 from hal.graph import CAPTURING, Captures, Graph, check_not_capturing
 from hal.limits import DEFAULT_BLOCK_SIZE, Limits
 from hal.memory import lacking_memory
-from hal.nn.weight import WeightUse
 from hal.ops.binding import Kernel, Table, enter, leave
 from hal.ops.calling import check_kernel
 from hal.ops.declaration import Operation
 from hal.step.state import StateMemory, StateSpec, canonical_states
 from hal.stream import Stream
+
+if TYPE_CHECKING:
+    from hal.nn.weight import WeightUse
 
 LayerMaker = Callable[[Any], nn.Module]
 """From a layer without values to the one in its place, or to the layer itself where that stays."""

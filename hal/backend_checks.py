@@ -15,7 +15,6 @@ from hal.device import Device
 from hal.drivers.compilers import pass_name
 from hal.errors import CompileError, DriverIncompatible
 from hal.limits import Limits
-from hal.nn import CausalLM, QuantizedLinear
 from hal.step.state import KEY_VALUE
 
 
@@ -152,4 +151,6 @@ def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> No
 
 def _is_replaceable(layer: type[nn.Module]) -> bool:
     """Whether it is a layer of hal.nn; not a model, nor what a checkpoint's quantisation fills."""
+    from hal.nn import CausalLM, QuantizedLinear  # not before: few backends have layers, and opening one is to be quick
+
     return layer.__module__.startswith("hal.nn.") and not issubclass(layer, CausalLM | QuantizedLinear)

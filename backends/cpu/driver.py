@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import Tensor
@@ -15,12 +15,14 @@ from hal.driver import Driver, Probe
 from hal.errors import DriverUnavailable
 from hal.graph import Graph
 from hal.host import HostDevice
-from hal.nn import WeightUse
 from hal.ops import torch_kernels
 from hal.ops.binding import Kernel
 
 from . import kernels
 from .packing import ROWS, Packing, linear
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
