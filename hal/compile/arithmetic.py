@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -226,12 +227,18 @@ def _arguments(node: fx.Node) -> Iterator[tuple[Any, str]]:
         for given in (*node.args, *(each for _, each in sorted(node.kwargs.items()))):
             yield given, ""
         return
-    for index, each in enumerate(node.target._schema.arguments):
-        if index < len(node.args):
-            given = node.args[index]
-        else:
-            given = node.kwargs.get(each.name, each.default_value if each.has_default_value() else None)
-        yield given, str(each.type).removeprefix("Optional[").removesuffix("]")
+    for index, (name, default, declared) in enumerate(_declared(node.target)):
+        yield node.args[index] if index < len(node.args) else node.kwargs.get(name, default), declared
+
+
+@cache
+def _declared(target: torch._ops.OpOverload) -> tuple[tuple[str, Any, str], ...]:
+    """Of each argument its name, its default and its type, which torch takes long to tell."""
+    return tuple(
+        (each.name, each.default_value if each.has_default_value() else None,
+         str(each.type).removeprefix("Optional[").removesuffix("]"))
+        for each in target._schema.arguments
+    )  # fmt: skip
 
 
 def _items(given: Any) -> Iterator[Any]:
