@@ -123,12 +123,21 @@ class PiecewiseEagerForm(TokenForm):
             'let it do the same for all sizes, or use the compiler "eager"',
         )
 
+    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
+        """Several runs for one step would move states per sequence on several times."""
+        rows = self._wanted[bucket.shape.tokens].shape[0]
+        if self.context.states.spec.num_slots and batch.logits_indices.shape[0] > rows:
+            return (
+                f"it asks for more than the {rows} rows of logits captured, and a second run would change states again"
+            )
+        return None
+
     def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
         bucket.static.fill_tokens(batch)
         wanted, memory = batch.logits_indices, self._wanted[bucket.shape.tokens]
         if wanted.shape[0] <= memory.shape[0]:
             return self._run_for(bucket, batch, wanted)
-        # Again for each so many rows: with the same tokens a step does the same.
+        # Again for each so many rows: with the same tokens a step does the same, if all states are per token.
         return torch.cat([self._run_for(bucket, batch, rows).clone() for rows in wanted.split(memory.shape[0])])
 
     def _run_for(self, bucket: Bucket, batch: Batch, wanted: Tensor) -> Tensor:

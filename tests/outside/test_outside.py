@@ -28,7 +28,8 @@ MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
 def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
     chosen: dict[str, Any] = {"compiler": mode, **compilation}
     if mode.startswith("piecewise"):
-        chosen |= {"splitting_ops": list(toys.SPLIT_AT[architecture]), "prefill": {"capture_sizes": [8, 24]}}
+        sizes = {"prefill": {"capture_sizes": [8, 24]}}
+        chosen |= {"splitting_ops": list(toys.SPLIT_AT[architecture]), **sizes, **compilation}
     if mode != "eager":
         chosen["capture_sizes"] = [1, 2, 3]
     return hal.open({
@@ -87,6 +88,23 @@ def test_generate_hands_out_slots_and_resets_them(tmp_path: Path) -> None:
     assert runner.slots.num_free == toys.SLOTS
     for prompt, expected in zip(prompts, together, strict=True):
         assert [token.token_id for token in hal.generate(runner, [prompt], params)] == expected
+
+
+def test_states_move_on_once_whatever_rows_of_logits_are_asked_for(tmp_path: Path) -> None:
+    """More rows than were captured take several runs of pieces, which states per sequence do not stand."""
+    folder = toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM")
+    text = [index % 61 for index in range(80)]
+    found = []
+    for mode in ("eager", "piecewise_eager"):
+        more = {} if mode == "eager" else {"prefill": {"capture_sizes": [96]}}
+        backend = opened("RecurrentForCausalLM", mode, **more)
+        runner = hal.Runner(hal.load_model(folder, backend), backend)
+        blocks = runner.blocks.take(runner.spec.blocks_for(81)) or []
+        slots = runner.slots.take(1)
+        first = runner.step(runner.batch([text], [blocks], all_logits=True, slots=slots)).logits.clone()
+        second = runner.step(runner.batch([[5]], [blocks], cached=[80], slots=slots)).logits.clone()
+        found.append(torch.cat([first, second]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_prefixes_are_not_shared_by_a_model_with_slots(tmp_path: Path) -> None:
