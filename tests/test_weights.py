@@ -352,3 +352,21 @@ def test_the_registered_schemes() -> None:
         assert scheme.name == name
         assert scheme.summary
         assert scheme.writes <= set(scheme.spellings)
+
+
+def test_a_scheme_that_cannot_write_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_a_scheme.py").write_text(
+        "from hal.quantization.w8a8_dynamic import W8A8Dynamic\n"
+        "from hal.quantization.scheme import Scheme\n"
+        "class Half(W8A8Dynamic):\n"
+        "    name = 'half'\n"
+        "    write = Scheme.write\n",
+        encoding="utf-8",
+    )
+    metadata = tmp_path / "half-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text("[hal.quantization]\nhalf = half_a_scheme:Half\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the quantisation scheme half says that it is written, and has no write"):
+        schemes()

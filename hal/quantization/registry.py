@@ -46,5 +46,15 @@ def _schemes(path: tuple[str, ...]) -> Mapping[str, Scheme]:
                 f"the entry point {entry.name} in {GROUP} is {made!r:.70}",
                 "point it at a subclass of hal.quantization.scheme.Scheme of the same name",
             )
+        lacking = [("write", made.writes), ("activation", made.calibrated)]
+        if missing := [name for name, needed in lacking if needed and name not in _overridden(made)]:
+            raise ConfigError(
+                f"the quantisation scheme {entry.name} says that it is written, and has no {missing[0]}()",
+                "let its package bring that method, or leave `writes` and `calibrated` out",
+            )
         found[entry.name] = made
     return dict(sorted(found.items()))
+
+
+def _overridden(scheme: Scheme) -> set[str]:
+    return {name for name in ("write", "activation") if getattr(type(scheme), name) is not getattr(Scheme, name)}
