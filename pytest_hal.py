@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     ]
     if not reports:
         return
-    from hal.testing.report import Outcome, summary
+    from hal.testing.conformance_report import Outcome, summary
 
     outcomes = [Outcome.of(kind, properties, KEY) for kind, properties in reports]
     for backend in dict.fromkeys(each.backend for each in outcomes):

@@ -28,8 +28,9 @@ from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
-from hal import ops, registry
-from hal.driver import ADDED
+from hal import ops
+from hal.drivers import registry
+from hal.drivers.driver import ADDED
 from hal.errors import HalError
 from hal.ops import Operation
 from hal.version import API_VERSION
@@ -113,7 +114,7 @@ class DriverApi(SphinxDirective):
     """What each minor version of the driver API added."""
 
     def run(self) -> list[nodes.Node]:
-        """Render :data:`hal.driver.ADDED`."""
+        """Render :data:`hal.drivers.driver.ADDED`."""
         rows = [["driver API", "added, with defaults"], [f"{API_VERSION[0]}.0", "the beginning"]]
         rows += [[f"{major}.{minor}", _code(names)] for (major, minor), names in sorted(ADDED.items())]
         return self.parse_text_to_nodes("\n".join(_table(rows, widths=(15, 85), header=True)))

@@ -26,57 +26,57 @@ if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.envi
 
 if TYPE_CHECKING:
     from hal import nn, ops
-    from hal.backend import Backend, active_backend
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.loading import load_model
     from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
-    from hal.device import Device
-    from hal.driver import Driver, Probe
+    from hal.device.device import Device
+    from hal.device.graph import Graph
+    from hal.device.host_device import HostDevice
+    from hal.device.limits import Limits
+    from hal.device.memory import MemoryStats
+    from hal.device.stream import Event, Stream
+    from hal.drivers.backend import Backend, active_backend
     from hal.drivers.compiler import Compiler, Form
+    from hal.drivers.driver import Driver, Probe
+    from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.errors import HalError
     from hal.execution.runner import Runner, StepOutput
-    from hal.graph import Graph
-    from hal.host import HostDevice
-    from hal.limits import Limits
-    from hal.memory import MemoryStats
-    from hal.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
-    from hal.runtime.generate import Token, generate
-    from hal.runtime.sampling import SamplingParams
+    from hal.generation.generate import Token, generate
+    from hal.generation.sampling import SamplingParams
     from hal.step import Batch, State, StateMemory, StateSpec, StepShape
-    from hal.stream import Event, Stream
 
 _HOME = {
-    "Backend": "hal.backend",
+    "Backend": "hal.drivers.backend",
     "Batch": "hal.step",
     "CacheConfig": "hal.config",
     "Checkpoint": "hal.checkpoint.checkpoint",
     "CompilationConfig": "hal.config",
     "Compiler": "hal.drivers.compiler",
     "Config": "hal.config",
-    "Device": "hal.device",
-    "Driver": "hal.driver",
-    "Event": "hal.stream",
+    "Device": "hal.device.device",
+    "Driver": "hal.drivers.driver",
+    "Event": "hal.device.stream",
     "Form": "hal.drivers.compiler",
-    "Graph": "hal.graph",
-    "HostDevice": "hal.host",
+    "Graph": "hal.device.graph",
+    "HostDevice": "hal.device.host_device",
     "HalError": "hal.errors",
-    "Limits": "hal.limits",
-    "MemoryStats": "hal.memory",
-    "Probe": "hal.driver",
+    "Limits": "hal.device.limits",
+    "MemoryStats": "hal.device.memory",
+    "Probe": "hal.drivers.driver",
     "PhaseConfig": "hal.config",
     "Runner": "hal.execution.runner",
-    "SamplingParams": "hal.runtime.sampling",
+    "SamplingParams": "hal.generation.sampling",
     "State": "hal.step",
     "StateMemory": "hal.step",
     "StateSpec": "hal.step",
     "StepOutput": "hal.execution.runner",
     "StepShape": "hal.step",
-    "Stream": "hal.stream",
-    "Token": "hal.runtime.generate",
-    "active_backend": "hal.backend",
-    "generate": "hal.runtime.generate",
+    "Stream": "hal.device.stream",
+    "Token": "hal.generation.generate",
+    "active_backend": "hal.drivers.backend",
+    "generate": "hal.generation.generate",
     "load_model": "hal.checkpoint.loading",
-    "open": "hal.registry:open_backend",
+    "open": "hal.drivers.registry:open_backend",
 }
 _MODULES = ("nn", "ops")
 

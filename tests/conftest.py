@@ -65,11 +65,11 @@ def trained(repository: Path) -> Path:
 @pytest.fixture
 def forget_operations() -> Iterator[None]:
     """Take operations that a test declares out of the catalogue again, so that no other test meets them."""
-    from hal.ops import declaration
+    from hal.ops.declaration import operation as declared
 
     known = set(ops.catalogue())
     yield
     for name in set(ops.catalogue()) - known:
-        operation = declaration._catalogue.pop(name)
-        del declaration._by_function[operation.function]
-        del declaration._by_node[operation.overload]
+        operation = declared._catalogue.pop(name)
+        del declared._by_function[operation.function]
+        del declared._by_node[operation.overload]

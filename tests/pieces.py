@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import hal
-from hal.execution.captured_form import CapturedForm
+from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.context import Phase
-from hal.execution.piecewise import PiecewiseForm
+from hal.execution.pieces.piecewise import PiecewiseForm
 from hal.nn import Batch, CausalLM
 
 

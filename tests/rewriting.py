@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hal import ops
-from hal.compile.passes import PassManager, Report
-from hal.compile.rewrite import Rewrite, of_operation
-from hal.ops.binding import Kernel
-from hal.ops.declaration import Operation
-from hal.ops.samples import Draw
+from hal.compile.pass_manager import PassManager, Report
+from hal.compile.rewrite.rewrite import Rewrite, of_operation
+from hal.ops.declaration.operation import Operation
+from hal.ops.declaration.samples import Draw
+from hal.ops.kernels.kernel_table import Kernel
 
 
 def node_of(operation: Operation) -> Kernel:

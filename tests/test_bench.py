@@ -25,12 +25,14 @@ from torch import Tensor
 import hal
 from checkpoints import random_checkpoint
 from hal import ops
-from hal.bench import agreement, floor, launches, measure, memory, plan, report, theirs, timing, weights
-from hal.bench.errors import BenchmarkError
-from hal.bench.extensions import only_imported_extensions
-from hal.bench.ours import Ours
-from hal.bench.shapes import SHAPES
-from hal.bench.workload import Contender, Inputs
+from hal.bench import bench_report, measurement, plan
+from hal.bench.bench_errors import BenchmarkError
+from hal.bench.contenders import random_weights, theirs
+from hal.bench.contenders.extensions import only_imported_extensions
+from hal.bench.contenders.ours import Ours
+from hal.bench.contenders.shapes import SHAPES
+from hal.bench.contenders.workload import Contender, Inputs
+from hal.bench.figures import floor, launches, peak_memory, timing, token_agreement
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import CausalLM
@@ -119,7 +121,7 @@ class TestDecode:
 
     def test_the_figures(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
         figures = ran[1]
-        assert figures["format"] == report.FORMAT
+        assert figures["format"] == bench_report.FORMAT
         assert set(figures) == {
             "format", "plan", "dtype", "weight_bytes", "environment", "agreements", "measurements", "floors",
             "launches", "launches_per_layer_of_peers", "notes",
@@ -177,13 +179,13 @@ class TestPrefill:
                  "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
         llama = {**SHAPES["llama-3.2-1b"], **small, "tie_word_embeddings": False}
         monkeypatch.setattr(plan, "SHAPES", {"llama": llama})
-        result = measure.run(tiny(workload="prefill", shapes="llama", length=200, against=("transformers",)))
+        result = measurement.run(tiny(workload="prefill", shapes="llama", length=200, against=("transformers",)))
         (found,) = result.agreements[1]
         assert found.difference < 1e-4
 
     def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
         """Else the default sizes, up to 1,024 tokens, would leave a longer one to run eagerly under another name."""
-        measure.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
+        measurement.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
         assert not [each for each in caplog.messages if "runs eagerly" in each]
         assert any(each.endswith("pieces: 1200 tokens") for each in caplog.messages), "the only size"
 
@@ -253,7 +255,7 @@ class TestFloor:
 
     @staticmethod
     def model(**keys: Any) -> CausalLM:
-        return weights.meta_model({**TINY, **keys})
+        return random_weights.meta_model({**TINY, **keys})
 
     def test_decode_reads_weights_and_cache(self) -> None:
         found = floor.decode_bytes(self.model(), torch.bfloat16, 3, 20)
@@ -286,7 +288,7 @@ class TestFloor:
         }
 
     def test_seconds(self) -> None:
-        each = measure.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])
+        each = measurement.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])
         assert each.rate == 500
         assert each.seconds == 1.6
 
@@ -315,14 +317,14 @@ class TestAgreement:
     def test_another_result_is_refused(self, other: Tensor, message: str) -> None:
         contenders = [self.gives("a", torch.tensor([[3.0, 4.0]])), self.gives("b", other)]
         with pytest.raises(BenchmarkError, match=message):
-            agreement.check(contenders, torch.bfloat16)
+            token_agreement.check(contenders, torch.bfloat16)
 
     def test_rounding_is_not(self) -> None:
         contenders = [
             self.gives("a", torch.tensor([[1.0, 2.0], [2.0, 1.999]])),
             self.gives("b", torch.tensor([[1.0, 2.0], [1.999, 2.0]])),
         ]
-        (found,) = agreement.check(contenders, torch.float32)
+        (found,) = token_agreement.check(contenders, torch.float32)
         assert found.difference == pytest.approx(0.0005, rel=1e-2)
         assert (found.same_tokens, found.sequences) == (1, 2)
 
@@ -349,9 +351,9 @@ class TestAgreement:
                 return contender(self, mode, inputs)
 
         monkeypatch.setattr(Ours, "contender", faulty)
-        monkeypatch.setattr(measure, "interleave", lambda *args, **keys: pytest.fail("a wrong result was timed"))
+        monkeypatch.setattr(measurement, "interleave", lambda *args, **keys: pytest.fail("a wrong result was timed"))
         with pytest.raises(BenchmarkError, match="hal graph and hal eager do not compute the same"):
-            measure.run(tiny(compilers=("eager", "graph"), dtype=dtype))
+            measurement.run(tiny(compilers=("eager", "graph"), dtype=dtype))
 
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
     def test_steps_leave_no_trace(self, workload: plan.Workload) -> None:
@@ -462,10 +464,10 @@ class TestShapes:
         [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360), ("llama-3.2-1b", 1_235_814_400)],
     )
     def test_have_as_many_parameters_as_the_released_models(self, name: str, parameters: int) -> None:
-        assert sum(each.numel() for each in weights.meta_model(SHAPES[name]).parameters()) == parameters
+        assert sum(each.numel() for each in random_weights.meta_model(SHAPES[name]).parameters()) == parameters
 
     def test_random_values_are_the_same_each_time(self, cpu: hal.Backend) -> None:
-        checkpoint = weights.RandomCheckpoint.of("tiny", TINY)
+        checkpoint = random_weights.RandomCheckpoint.of("tiny", TINY)
         names = list(checkpoint.tensors)
         once, again = (dict(checkpoint.read(each)) for each in (names, names[::-1]))
         for name in names:
@@ -478,7 +480,7 @@ class TestShapes:
 
     def test_an_unknown_architecture(self) -> None:
         with pytest.raises(CheckpointError, match="no model is registered"):
-            weights.meta_model({**TINY, "architectures": ["Nonesuch"]})
+            random_weights.meta_model({**TINY, "architectures": ["Nonesuch"]})
 
 
 class TestMemory:
@@ -491,14 +493,14 @@ class TestMemory:
 
     def test_a_process_that_fails(self) -> None:
         with pytest.raises(BenchmarkError, match="the memory of hal nonsense failed: the backend cpu has no compiler"):
-            memory.peak(tiny(), 1, "hal nonsense")
+            peak_memory.peak(tiny(), 1, "hal nonsense")
 
 
 class TestReport:
     @staticmethod
-    def result(**seconds: list[float]) -> measure.Result:
-        measurements = [measure.Measurement(f"hal {name}", 1, times, 0.5, None) for name, times in seconds.items()]
-        floors = [measure.Floor(1, floor.Work({"weights": 100}, "bytes"), "sum", 100, [1.0, 1.0, 1.0])]
+    def result(**seconds: list[float]) -> measurement.Result:
+        measurements = [measurement.Measurement(f"hal {name}", 1, times, 0.5, None) for name, times in seconds.items()]
+        floors = [measurement.Floor(1, floor.Work({"weights": 100}, "bytes"), "sum", 100, [1.0, 1.0, 1.0])]
         where = {
             "backend": "cpu",
             "device": "d",
@@ -508,18 +510,20 @@ class TestReport:
             "versions": {},
             "emulated": False,
         }
-        return measure.Result(tiny(), "float32", 100, where, {}, measurements, floors)
+        return measurement.Result(tiny(), "float32", 100, where, {}, measurements, floors)
 
     def test_noise_is_marked(self) -> None:
         result = self.result(eager=[2.0, 2.1, 2.2], graph=[1.0, 2.0, 3.0], other=[4.0, 4.1, 4.2])
-        _, rows = report.table(result)
+        _, rows = bench_report.table(result)
         assert [row[5] for row in rows] == ["1", "1.05 ~", "0.51", ""]
-        (noise,) = [note for note in report.notes(result) if "claim no difference" in note]
+        (noise,) = [note for note in bench_report.notes(result) if "claim no difference" in note]
         assert noise.startswith("batch 1: hal graph and hal eager differ by 100.0 ms, less than their times spread")
 
     def test_faster_than_the_floor(self) -> None:
-        assert any("faster than the floor" in note for note in report.notes(self.result(eager=[0.5, 0.5, 0.5])))
-        assert not any("faster than the floor" in note for note in report.notes(self.result(eager=[1.5, 1.5, 1.5])))
+        assert any("faster than the floor" in note for note in bench_report.notes(self.result(eager=[0.5, 0.5, 0.5])))
+        assert not any(
+            "faster than the floor" in note for note in bench_report.notes(self.result(eager=[1.5, 1.5, 1.5]))
+        )
 
 
 def test_a_plot(tmp_path: Path) -> None:
@@ -530,7 +534,7 @@ def test_a_plot(tmp_path: Path) -> None:
 
 
 def test_the_command_stays_light() -> None:
-    program = "import sys, hal.cli; print([name for name in ('hal.bench', 'hal.runtime') if name in sys.modules])"
+    program = "import sys, hal.cli; print([name for name in ('hal.bench', 'hal.generation') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -588,13 +592,13 @@ class TestLaunches:
     def test_kinds_of_layers_are_cut_too(self, setting: plan.Setting) -> None:
         kinds = ["full_attention", "full_attention"]
         config = {**TINY, "layer_types": kinds, "num_hidden_layers": 2}
-        checkpoint = weights.RandomCheckpoint.of("kinds", config)
+        checkpoint = random_weights.RandomCheckpoint.of("kinds", config)
         found = launches.count(attrs.evolve(setting, checkpoint=checkpoint), lambda text: None)
         assert found[0].per_layer == 9
 
     def test_a_config_that_says_its_layers_elsewhere_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         setting = plan.settle(tiny(backend="cpu"))
-        meta = weights.meta_model(TINY)
+        meta = random_weights.meta_model(TINY)
         monkeypatch.setattr(launches, "meta_model", lambda config: meta)
         with pytest.raises(BenchmarkError, match="asked for a model of 1 layers, and num_hidden_layers gives one of 2"):
             launches.count(setting, lambda text: None)
@@ -605,7 +609,7 @@ class TestLaunches:
             for size in (1, 2) for name, copies in (("hal eager", 0), ("hal graph", 6))
         ]  # fmt: skip
         result = attrs.evolve(TestReport.result(eager=[1.0, 1.0, 1.0]), launches=counted)
-        columns, rows = report.launches_table(result)
+        columns, rows = bench_report.launches_table(result)
         assert columns == ["batch", "kernel"] + [
             f"hal {mode}, {where}" for mode in ("eager", "graph") for where in ("a layer", "outside")
         ]
@@ -613,8 +617,10 @@ class TestLaunches:
             ["1", "linear", "4", "0", "4", "0"], ["1", "copy", "0", "0", "0", "6"], ["1", "all", "4", "0", "4", "6"],
             ["2", "linear", "4", "0", "4", "0"], ["2", "copy", "1", "0", "1", "6"], ["2", "all", "5", "0", "5", "6"],
         ]  # fmt: skip
-        assert list(report.launches_notes(result))[1:] == ["others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"]
-        figures = report.as_json(result)
+        assert list(bench_report.launches_notes(result))[1:] == [
+            "others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"
+        ]
+        figures = bench_report.as_json(result)
         assert figures["launches"][2] == {
             "contender": "hal eager", "batch_size": 2, "layer": {"linear": 4, "copy": 1}, "outside": {"copy": 0},
             "per_layer": 5,

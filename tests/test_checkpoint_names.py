@@ -18,8 +18,8 @@ from limited import limited
 import hal
 from checkpoints import INDEX, random_checkpoint, write_json
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.config.untrusted_files import JSON_BYTES, is_plain_name, read_json
 from hal.errors import CheckpointError
-from hal.files import JSON_BYTES, is_plain_name, read_json
 
 LAYER = "model.layers.1.mlp.down_proj.weight"
 

@@ -420,7 +420,7 @@ class TestProcess:
         def faulty(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr("hal.registry.open_driver", faulty)
+        monkeypatch.setattr("hal.drivers.registry.open_driver", faulty)
         result = run("generate", checkpoint, "--prompt", "a", "--backend", "cpu")
         assert isinstance(result.exception, RuntimeError)
 

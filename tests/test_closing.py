@@ -18,7 +18,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.closing import Uses
+from hal.device.closing import Uses
 from hal.errors import ClosedError, DeviceError, GraphError
 
 NORM = (torch.ones(2, 8), torch.ones(8), 1e-6)

@@ -17,18 +17,18 @@ from checkpoints import random_checkpoint
 from hal import ops
 from hal.cli import main
 from hal.compare.backends import compare_backends
-from hal.compare.errors import CompareError
+from hal.compare.compare_errors import CompareError
+from hal.compare.comparison_results import OUTSIDE, Call
+from hal.compare.distance import drift, error
 from hal.compare.local import Evidence, transplant
-from hal.compare.measure import drift, error
 from hal.compare.modes import compare_modes, in_mode
-from hal.compare.results import OUTSIDE, Call
 from hal.compare.saved import CALL, TENSORS, SavedCall, save
 from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts
 from hal.compare.watch import layer_of
 from hal.config import CompilationConfig, PhaseConfig
 from hal.errors import BatchError, HalError, NumericsError
-from hal.runtime.quantize import quantize_checkpoint
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "4")
 NORM = "model.layers.2.self_attn.k_norm"

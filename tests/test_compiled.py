@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.compile.inductor import compile_step
+from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.errors import BatchError, CompileError, ConfigError
 from hal.execution.inductor import InductorForm

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 import hal
 from checkpoints import random_checkpoint, random_weights, write_json, write_weights
 from hal import ops
-from hal.cli import explained, main
+from hal.cli import main
+from hal.cli.commands import explanation
 from hal.compile.optimise import OptimisedStep, all_passes, optimise_model
-from hal.compile.rewrite import Rewrite, of_operation
+from hal.compile.rewrite.rewrite import Rewrite, of_operation
 from hal.compile.trace import StepSizes
 from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncompatible
-from hal.execution.full_graph import FullGraphForm, OptimisedGraphs
+from hal.execution.capture.full_graph import FullGraphForm, OptimisedGraphs
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
-from hal.ops.preparing import PreparingKernel
-from hal.runtime.quantize import quantize_checkpoint
+from hal.ops.kernels.prepared_arguments import PreparingKernel
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import StepShape
 from hal.step.batch import Batch
 from hal.step.state import key_value_states
@@ -417,7 +418,7 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
         assert caplog.messages == [
             "Halved: the rewrite halved was applied nowhere: the width 16 is no multiple of 32 (1 times)"
         ]
-        shown = {name: (applied, missed, why) for name, applied, missed, _, why in explained._rewrites(step, backend)}
+        shown = {name: (applied, missed, why) for name, applied, missed, _, why in explanation._rewrites(step, backend)}
         assert shown["halved"] == ("0", "1", "1 x the width 16 is no multiple of 32")
         assert shown["silent"] == ("", "", "")
         caplog.clear()

@@ -22,16 +22,16 @@ from limited import limited
 
 import hal
 from checkpoints import CONFIG, random_checkpoint, trained_tokenizer, write_json, write_weights
-from hal.checkpoint.bindings import bindings_of
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.model_classes import GROUP, find_model, make_model
+from hal.checkpoint.model_registry import GROUP, find_model, make_model
+from hal.checkpoint.weight_bindings import bindings_of
 from hal.config import Config, read
 from hal.config.reading import INERT_MODEL_KEYS
 from hal.config.text import kind_of
+from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import ROPE_TYPES
 from hal.quantization.description import KEYS as QUANTIZATION_KEYS
-from hal.registry import driver_names, load_driver
 
 VALUES: dict[str, Any] = {
     "Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan"), "1e308": 1e308, "-1e308": -1e308,

@@ -20,7 +20,7 @@ import pytest
 
 import hal
 from hal.cli import main
-from hal.doctor import checks, findings, host, report, together
+from hal.doctor import checks, doctor_report, findings, host_facts, together
 from hal.doctor.findings import Findings
 
 ACME = """
@@ -346,7 +346,7 @@ def test_the_docs_describe_every_key_and_option(everything: dict[str, Any], repo
 )
 def test_what_fits(requirement: str, fits: bool | None) -> None:
     driver = findings.Driver("acme", "acme:Driver", "acme", "1.0", requires=[requirement])
-    rows = [each for each in host.packages([driver]) if each.required_by == "acme"]
+    rows = [each for each in host_facts.packages([driver]) if each.required_by == "acme"]
     assert [each.fits for each in rows] == ([] if fits is None else [fits])
 
 
@@ -354,7 +354,7 @@ def test_what_fits(requirement: str, fits: bool | None) -> None:
 def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
     driver = findings.Driver("acme", "acme:Driver", "acme", "1.0", probe_ms=took)
     alone = Findings("1", "1.1", "3", "linux", 1, findings.Torch(), {}, [], [driver], True)
-    columns, (row,) = report.drivers(alone)
+    columns, (row,) = doctor_report.drivers(alone)
     assert row[columns.index("probe")] == shown
 
 
@@ -447,7 +447,7 @@ class TestPrivacy:
             assert "hunter2" not in text
             assert str(tmp_path) not in text
         variables = json.loads(document)["variables"]
-        variables.pop(host.AUTOLOAD, None)
+        variables.pop(host_facts.AUTOLOAD, None)
         variables.pop("HAL_CACHE_DIR", None)
         assert variables == {"ACME_KEYS": "/data/USER/keys", "CUDA_VISIBLE_DEVICES": "3", "HAL_ACME_CARD": "1"}
 
@@ -457,23 +457,23 @@ def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> No
     (doctor.site / "acme-1.0.dist-info" / "entry_points.txt").write_text(
         "[hal.drivers]\nacme = acme_driver:Acme\n[torch.backends]\nacme = acme_backend:load\n"
     )
-    on = {host.AUTOLOAD: "0"}
+    on = {host_facts.AUTOLOAD: "0"}
     assert doctor.found("--backend", "acme", **on)["torch"]["imports"] is True
-    found = doctor.found("--backend", "acme", **{host.AUTOLOAD: "1"}, code=1)
+    found = doctor.found("--backend", "acme", **{host_facts.AUTOLOAD: "1"}, code=1)
     torch = found["torch"]
     assert torch["imports"] is False
     assert torch["version"], "it is imported without the vendors' packages"
     assert "Failed to load the backend extension: acme" in torch["problem"]
-    assert host.AUTOLOAD in torch["remedy"]
+    assert host_facts.AUTOLOAD in torch["remedy"]
     # With the variable so set, hal cannot keep torch from importing the package either: the driver cannot be used.
     assert of(found, "acme")["status"] == "broken"
 
 
 @pytest.mark.parametrize("autoload", ["0", "1", None])
 def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(host.AUTOLOAD, raising=False)
+    monkeypatch.delenv(host_facts.AUTOLOAD, raising=False)
     doctor.install({}, torch="raise ImportError('libtorch.so is missing')")
-    environ = {} if autoload is None else {host.AUTOLOAD: autoload}
+    environ = {} if autoload is None else {host_facts.AUTOLOAD: autoload}
     shown = doctor.run(code=1, **environ)
     assert shown.stderr == "examining torch ...\n", "and no driver"
     lines = shown.stdout.splitlines()

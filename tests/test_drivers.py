@@ -20,8 +20,10 @@ from hal.backends.cpu.tape import Tape
 from stevedore.extension import ExtensionManager
 
 import hal
-from hal import negotiation, ops, registry
-from hal.driver import ADDED
+from hal import ops
+from hal.device.host_device import memory_limits
+from hal.drivers import api_version, registry
+from hal.drivers.driver import ADDED
 from hal.errors import (
     ConfigError,
     DriverError,
@@ -30,8 +32,7 @@ from hal.errors import (
     DriverUnavailable,
     OperationError,
 )
-from hal.host import memory_limits
-from hal.ops.preparing import PreparingKernel
+from hal.ops.kernels.prepared_arguments import PreparingKernel
 from hal.version import API_VERSION
 
 VENDOR = """
@@ -275,9 +276,9 @@ def test_auto_warns_of_a_broken_driver_and_takes_another(
     vendor: Vendor, target: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     vendor.install(acme=target, absent="acme_driver:Absent")
-    with caplog.at_level("WARNING", "hal.backend"):
+    with caplog.at_level("WARNING", "hal.drivers"):
         assert hal.open({}, activate=False).name == "cpu"
-    (told,) = [each.getMessage() for each in caplog.records if each.name == "hal.backend"]
+    (told,) = [each.getMessage() for each in caplog.records if each.name == "hal.drivers"]
     assert told.startswith("auto passes over the driver acme: ")
 
 
@@ -338,7 +339,7 @@ def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: P
 
 
 def test_a_later_hal_loads_todays_drivers(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(negotiation, "API_VERSION", (2, 3))
+    monkeypatch.setattr(api_version, "API_VERSION", (2, 3))
     vendor.install(acme="acme_driver:NextMinor")
     assert hal.open("acme", activate=False).name == "acme"
 
@@ -572,10 +573,10 @@ class TestDevice:
         assert list(memory_limits(tmp_path)) == [(3000, 2000), (9223372036854771712, 4500), (2000, 500)]
 
     def test_the_least_limit_counts(self, cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hal.host, "memory_limits", lambda: iter([(1 << 62, 1), (5 << 20, 3 << 20)]))
+        monkeypatch.setattr(hal.device.host_device, "memory_limits", lambda: iter([(1 << 62, 1), (5 << 20, 3 << 20)]))
         stats = cpu.device.memory_stats()
         assert (stats.free, stats.total) == (2 << 20, 5 << 20)
-        monkeypatch.setattr(hal.host, "memory_limits", lambda: iter([(100, 200)]))
+        monkeypatch.setattr(hal.device.host_device, "memory_limits", lambda: iter([(100, 200)]))
         assert cpu.device.memory_stats().free == 0, "over the limit"
 
 

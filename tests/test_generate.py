@@ -18,7 +18,7 @@ from reference import open_runner, prompts
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.errors import BatchError, ConfigError, NumericsError
-from hal.runtime.blocks import BlockAllocator
+from hal.step.block_allocator import BlockAllocator
 from hal.step.state import DUMMY_BLOCK
 
 GREEDY = [hal.SamplingParams(max_new_tokens=8 + 3 * row) for row in range(8)]  # they end one after another

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal import ops
+from hal.device.graph import Captures
 from hal.errors import CaptureError, GraphError, HostValueError
-from hal.graph import Captures
 from hal.ops import Draw, Operation
 from hal.step import StaticBatch, StepShape
 

@@ -55,7 +55,7 @@ def imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-        if node.module in ("hal", "torch"):  # from hal import runtime: the name is the module
+        if node.module in ("hal", "torch"):  # from hal import generation: the name is the module
             return [f"{node.module}.{alias.name}" for alias in node.names]
         return [node.module]
     return []
@@ -93,14 +93,14 @@ def test_the_sources_are_layered(repository: Path) -> None:
     [
         ("models/qwen3.py", "import torch_npu", "imports the vendor package torch_npu"),
         ("models/qwen3.py", "from flashinfer import rope", "imports the vendor package flashinfer"),
-        ("models/qwen3.py", "from hal import runtime", "imports hal.runtime, which models may not"),
+        ("models/qwen3.py", "from hal import generation", "imports hal.generation, which models may not"),
         ("models/qwen3.py", "import numpy", "imports numpy, which models may not"),
         ("models/qwen3.py", "import torch; torch.npu.synchronize()", "names torch.npu"),
         ("hal/nn/linear.py", "torch.cuda.is_available()", "names torch.cuda"),
         ("hal/nn/linear.py", "weight.is_mkldnn", "knows a vendor's is_mkldnn"),
         ("hal/config/settings.py", "ALIASES = {'npugraph': 'graph'}", "knows a vendor's npugraph"),
         (
-            "hal/drivers/compilers.py",
+            "hal/drivers/compiler_registry.py",
             "NAMES = ['atb._npu_paged_attention']",
             "knows a vendor's atb._npu_paged_attention",
         ),
@@ -117,12 +117,16 @@ def test_the_syntax_tree_shows_violations(copy: Path, file: str, line: str, mess
     ("file", "line", "contract"),
     [
         ("models/qwen3.py", "import torch_npu", "Models import hal.ops, hal.nn, hal.step and hal.config only"),
-        ("models/qwen3.py", "import hal.backend", "Models import hal.ops, hal.nn, hal.step and hal.config only"),
+        (
+            "models/qwen3.py",
+            "import hal.drivers.backend",
+            "Models import hal.ops, hal.nn, hal.step and hal.config only",
+        ),
         ("models/qwen3.py", "import hal.compile.trace", "Models import hal.ops, hal.nn, hal.step and hal.config only"),
-        ("hal/registry.py", "import backends.cpu", "The core imports no backend, no model and no vendor"),
+        ("hal/drivers/registry.py", "import backends.cpu", "The core imports no backend, no model and no vendor"),
         ("hal/nn/linear.py", "import models.qwen3", "The core imports no backend, no model and no vendor"),
-        ("hal/ops/norm.py", "import hal.backend", "The core is layered"),
-        ("hal/graph.py", "from hal import ops", "The core is layered"),
+        ("hal/ops/norm.py", "import hal.drivers.backend", "The core is layered"),
+        ("hal/device/graph.py", "from hal import ops", "The core is layered"),
         ("backends/cpu/driver.py", "import models", "A backend imports no other backend, and no model"),
     ],
 )
@@ -153,7 +157,7 @@ def test_the_public_names_are_all_there() -> None:
 
 
 def test_import_hal_loads_neither_the_compile_stack_nor_the_runtime() -> None:
-    late = ("torch._dynamo", "hal.checkpoint", "hal.runtime", "hal.execution", "hal.ops", "tokenizers")
+    late = ("torch._dynamo", "hal.checkpoint", "hal.generation", "hal.execution", "hal.ops", "tokenizers")
     program = f"import sys, hal; print([name for name in {late} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

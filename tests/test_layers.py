@@ -17,7 +17,7 @@ from checkpoints import random_checkpoint
 from hal.cli import main
 from hal.errors import ConfigError, DriverIncompatible
 from hal.nn import DynamicQuantizedLinear, Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
-from hal.runtime.quantize import quantize_checkpoint
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
 class OwnNorm(RMSNorm):

@@ -20,10 +20,10 @@ from torch import Tensor
 
 import hal
 from checkpoints import random_checkpoint, write_json
-from hal.checkpoint import model_classes, safetensors_files
+from hal.checkpoint import model_registry, safetensors_files
 from hal.errors import CheckpointError, HalError, ModelError
 from hal.nn import WeightUse
-from hal.runtime.quantize import quantize_checkpoint
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 PROGRAM = """
 import sys, hal, hal.models.qwen3, hal.checkpoint.loading
@@ -85,7 +85,7 @@ def test_entry_points_that_give_no_model(place: str, message: str, monkeypatch: 
     points = importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("ToyForCausalLM", place, "hal.models")])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
     with pytest.raises(ModelError, match=message):
-        model_classes.find_model("ToyForCausalLM")
+        model_registry.find_model("ToyForCausalLM")
 
 
 def test_a_model_class_that_is_none(cpu: hal.Backend, tmp_path: Path) -> None:

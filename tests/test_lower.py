@@ -14,11 +14,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import hal
 from hal import ops
-from hal.compile.clean import CLEANUPS, common_subexpressions, constants, needless_copies, reciprocals
+from hal.compile.fx.clean import CLEANUPS, common_subexpressions, constants, needless_copies, reciprocals
+from hal.compile.fx.normalise import normalise
 from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower, source_of
-from hal.compile.normalise import normalise
-from hal.ops.preparing import PreparingKernel
+from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:

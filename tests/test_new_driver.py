@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hal.cli import main
-from hal.cli.new_driver import FILES
+from hal.cli.commands.new_driver import FILES
 
 NAME = "acme_x1"
 WRITTEN = {

@@ -11,8 +11,8 @@ import torch
 from rewriting import Traced, mixture, trace
 from torch import Tensor
 
-from hal.compile.memory import Memory
-from hal.compile.normalise import normalise
+from hal.compile.fx.alias_analysis import Memory
+from hal.compile.fx.normalise import normalise
 
 aten = torch.ops.aten
 

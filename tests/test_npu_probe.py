@@ -177,7 +177,7 @@ def test_the_option_decides_what_is_probed() -> None:
 def test_nothing_of_torch_npu_is_imported() -> None:
     program = """
 import sys
-from hal.registry import candidates
+from hal.drivers.registry import candidates
 found = {each.name: each.probe for each in candidates()}
 assert not found["npu"].available, found
 print([name for name in sys.modules if name.partition(".")[0] in ("torch_npu", "torchair")])

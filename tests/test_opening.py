@@ -14,8 +14,8 @@ import torch
 from stevedore.extension import ExtensionManager
 
 import hal
+from hal.drivers.registry import load_driver
 from hal.errors import ConfigError, DriverError, DriverUnavailable, HalError, OperationError
-from hal.registry import load_driver
 
 MODULE = """
 import hal

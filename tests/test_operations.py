@@ -18,7 +18,7 @@ import hal
 from hal import ops
 from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, Draw, Operation, Sample
-from hal.ops.agreement import assert_agree
+from hal.ops.declaration.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
@@ -277,7 +277,7 @@ def test_strict_refuses_to_run_a_reference() -> None:
 def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     backend = hal.Backend("bare", hal.HostDevice(), kernels={})
     backend.activate()
-    with caplog.at_level("INFO", "hal.backend"):
+    with caplog.at_level("INFO", "hal.drivers"):
         for _ in range(3):
             ops.silu_and_mul(torch.ones(1, 4))
     assert [record.getMessage() for record in caplog.records] == [

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from checkpoints import random_checkpoint
 from hal.cli import main
-from hal.cli.results import ResultCommand
+from hal.cli.stdout import ResultCommand
 
 PROGRAM = "from hal_command import main; main()"
 NOISY = """

@@ -11,9 +11,9 @@ from rewriting import Traced, rewrite_of, trace
 from torch import Tensor, fx
 
 from hal import ops
-from hal.compile.passes import PassManager, PassReport, Report
-from hal.compile.proof import check_rewrite
-from hal.compile.rewrite import Rewrite
+from hal.compile.pass_manager import PassManager, PassReport, Report
+from hal.compile.rewrite.proof import check_rewrite
+from hal.compile.rewrite.rewrite import Rewrite
 from hal.errors import CompileError
 from hal.ops import FLOATING, Draw, Sample
 

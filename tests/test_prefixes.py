@@ -14,8 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 import hal
 from hal.errors import DeviceError, NumericsError
-from hal.runtime.blocks import BlockAllocator
-from hal.runtime.prefixes import PrefixCache
+from hal.step.block_allocator import BlockAllocator
+from hal.step.prefix_cache import PrefixCache
 
 SIZE = 16
 

@@ -31,9 +31,9 @@ from hal.checkpoint.quantized_layers import linear_layers
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError, NumericsError
 from hal.nn import DynamicQuantizedLinear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
-from hal.quantization.arithmetic import activation_for, quantize_weight
-from hal.runtime.calibration import input_ranges
-from hal.runtime.quantize import quantize_checkpoint
+from hal.quantization.int8_arithmetic import activation_for, quantize_weight
+from hal.quantize.calibration import input_ranges
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 Format = Literal["compressed-tensors", "modelslim"]
 Scheme = Literal["w8a8", "w8a8_dynamic"]

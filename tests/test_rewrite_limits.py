@@ -11,7 +11,7 @@ from rewriting import rewrite_of, trace
 from torch import Tensor
 
 from hal import ops
-from hal.compile.rewrite import Rewrite, example
+from hal.compile.rewrite.rewrite import Rewrite, example
 from hal.ops import FLOATING, Draw
 
 EPS = 1e-6

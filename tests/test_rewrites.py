@@ -15,11 +15,11 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.compile.proof import check_rewrite
-from hal.compile.rewrite import fusions
+from hal.compile.rewrite.proof import check_rewrite
+from hal.compile.rewrite.rewrite import fusions
 from hal.compile.trace import StepSizes, trace_step
 from hal.nn import Batch
-from hal.ops.samples import Draw
+from hal.ops.declaration.samples import Draw
 
 FUSED = [name for name, operation in ops.catalogue().items() if operation.fused]
 SIZES = (1, 2, 3, 5, 17, 64, 129, 257)

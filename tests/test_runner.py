@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 import hal
 from hal import ops
 from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible, ModelError
-from hal.execution.capture_sizes import bucket_for, capture_sizes
-from hal.execution.captured_form import CapturedForm
+from hal.execution.capture.capture_sizes import bucket_for, capture_sizes
+from hal.execution.capture.captured_form import CapturedForm
 from hal.nn import Batch, CausalLM, Embedding, WeightUse
 from hal.nn.model import LayerState
 from hal.step.state import key_value_states

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rewriting import trace
 from torch import Tensor
 
-from hal.compile.arithmetic import POWER_DTYPES, RESPELLED, Reading, readings
-from hal.compile.clean import common_subexpressions
-from hal.compile.report import PassReport
-from hal.compile.rewrite import Rewrite
-from hal.ops.samples import Draw
+from hal.compile.fx.arithmetic import POWER_DTYPES, RESPELLED, Reading, readings
+from hal.compile.fx.clean import common_subexpressions
+from hal.compile.rewrite.rewrite import Rewrite
+from hal.compile.rewrite_report import PassReport
+from hal.ops.declaration.samples import Draw
 
 aten = torch.ops.aten
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from checkpoints import trained_tokenizer
-from hal.runtime.generate import Token
-from hal.runtime.text import Piece, TextStream, texts_in_order
+from hal.generation.generate import Token
+from hal.generation.streaming_text import Piece, TextStream, texts_in_order
 
 BYTE_LEVEL = trained_tokenizer()
 TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20)  # models have more rows than tokens

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import hal
 from checkpoints import write_json
 from hal.checkpoint import safetensors_files
-from hal.checkpoint.bindings import Binding, bindings_of
 from hal.checkpoint.safetensors_files import TensorSlice
+from hal.checkpoint.weight_bindings import Binding, bindings_of
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import (
     Assembly,
@@ -34,7 +34,7 @@ from hal.nn import (
     Whole,
 )
 from hal.nn.weight import source_name
-from hal.quantization.registry import schemes
+from hal.quantization.scheme_registry import schemes
 
 
 def layer_of(weight: Weight, shape: Sequence[int]) -> nn.Module:

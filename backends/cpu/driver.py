@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
-from hal.backend import Backend
 from hal.config import read
-from hal.driver import Driver, Probe
+from hal.device.graph import Graph
+from hal.device.host_device import HostDevice
+from hal.drivers.backend import Backend
+from hal.drivers.driver import Driver, Probe
 from hal.errors import DriverUnavailable
-from hal.graph import Graph
-from hal.host import HostDevice
-from hal.ops import torch_kernels
-from hal.ops.binding import Kernel
+from hal.ops.kernels import torch_kernels
+from hal.ops.kernels.kernel_table import Kernel
 
 from . import kernels
 from .packing import ROWS, Packing, linear

@@ -1,4 +1,4 @@
-"""Kernels for what torch does faster on a CPU than the references do, beside those that hal.ops.torch_kernels has.
+"""CPU kernels that are faster than the references, beside those in hal.ops.kernels.torch_kernels.
 
 Each rounds as its operation declares, silu_and_mul apart.
 """

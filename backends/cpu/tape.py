@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hal import ops
+from hal.device.graph import Graph
+from hal.device.host_values import HostValues
+from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError
-from hal.graph import Graph
-from hal.host_values import HostValues
-from hal.ops.binding import Kernel
-from hal.ops.declaration import Operation
-from hal.ops.library import without_aliases
-from hal.stream import Stream
+from hal.ops.declaration.operation import Operation
+from hal.ops.declaration.torch_library import without_aliases
+from hal.ops.kernels.kernel_table import Kernel
 
-from .plan import Pool, place, storage_of
+from .replay_plan import Pool, place, storage_of
 
 
 @attrs.define

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import CaptureError
-from hal.ops.binding import Kernel
+from hal.ops.kernels.kernel_table import Kernel
 from hal.step.batch import one_query_each
 
 PAGE = 256

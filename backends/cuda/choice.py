@@ -8,7 +8,7 @@ import attrs
 
 from hal import ops
 from hal.errors import ConfigError, nearest
-from hal.ops.binding import Kernel
+from hal.ops.kernels.kernel_table import Kernel
 
 REFERENCE = "reference"
 """What the option ``kernels`` names to have an operation run without a kernel."""

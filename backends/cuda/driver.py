@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hal.backend import Backend
 from hal.config import read
-from hal.driver import Driver, Probe
+from hal.drivers.backend import Backend
+from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable, HalError, nearest
 
 from .probe import probe
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hal.graph import Graph
+    from hal.device.graph import Graph
 
     from .choice import Chosen
 
@@ -70,7 +70,7 @@ class CudaBackend(Backend):
     ) -> None:
         import torch
 
-        from hal.device import Device
+        from hal.device.device import Device
 
         from .gpu import limits
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hal.device.graph import MEMORY_REMEDY
 from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
-from hal.graph import MEMORY_REMEDY
 
 _MOVE = "move it out of the captured function, or keep the value on the device"
 CAPTURE_REMEDIES = (

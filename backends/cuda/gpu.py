@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hal.limits import Limits
+from hal.device.limits import Limits
 
 OLDEST = (7, 5)
 """The compute capability of the Turing generation: what torch's builds for CUDA 13 begin with."""

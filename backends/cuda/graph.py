@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
+from hal.device.graph import Graph
+from hal.device.stream import Stream
 from hal.errors import GraphError, HalError, HostValueError
-from hal.graph import Graph
-from hal.ops.binding import Kernel
-from hal.ops.declaration import Operation
+from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
 from hal.step.batch import one_query_each
-from hal.stream import Stream
 
 from .failures import explain_in_capture
 
 if TYPE_CHECKING:
     from .driver import CudaBackend
-    from .flashinfer_plans import GraphPlan
+    from .flashinfer.plans import GraphPlan
 
 QUERIES = "query_start_loc_host"
 _UNENDED: list[torch.cuda.CUDAGraph] = []

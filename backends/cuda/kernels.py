@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
-from hal.ops import torch_kernels
-from hal.ops.binding import Kernel
+from hal.ops.kernels import torch_kernels
+from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import accumulated
 
 FEWEST_ROWS, MULTIPLE = 17, 8

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hal import ops
-from hal.ops.binding import Kernel
+from hal.ops.kernels.kernel_table import Kernel
 
 from .attention import ByLength, TorchAttention
 from .choice import Chosen, Library, choose
@@ -96,7 +96,7 @@ def flashinfer_library(
             problem="flashinfer is installed, but neither its compiled kernels nor nvcc, which would compile them",
             remedy="install the package flashinfer-jit-cache for your CUDA, or the CUDA toolkit",
         )
-    from .flashinfer_kernels import kernels
+    from .flashinfer.kernels import kernels
 
     try:
         return Library("flashinfer", kernels(device, otherwise, in_graphs=in_graphs))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hal.driver import Probe
+from hal.drivers.driver import Probe
 
 LIBRARY = "libcuda.so.1"
 """What the NVIDIA driver brings, and what torch loads."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hal.device import Device
+from hal.device.device import Device
 from hal.errors import HalError
 
 from .failures import EXECUTION, explain

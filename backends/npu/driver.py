@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from hal.backend import Backend
 from hal.config import read
-from hal.driver import Driver, Probe
+from hal.drivers.backend import Backend
 from hal.drivers.compiler import Compiler, Form
+from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable, HalError
 
 from .emulator.activation import Switch, switch_of
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from hal.device.graph import Graph
     from hal.execution.context import FormContext
-    from hal.graph import Graph
     from hal.nn import WeightUse
 
 log = logging.getLogger("hal.npu")
@@ -86,10 +86,10 @@ class NpuBackend(Backend):
     def __init__(self, options: NpuOptions, soc: str, generation: Generation) -> None:
         import torch
 
-        from . import fractal, quantized
         from .device import NpuDevice
         from .emulator import is_active
-        from .kernels import kernels
+        from .kernels import fractal, quantized
+        from .kernels.kernels import kernels
 
         if options.attention == "atb" and not generation.atb:
             raise ConfigError(f"{soc} has no ATB, which the option attention asks for", 'leave it at "fused"')
@@ -151,8 +151,8 @@ class NpuBackend(Backend):
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         """Projections' in FRACTAL_NZ, if the option ``nz_weights`` says so; scales as npu_quant_matmul wants them."""
-        from .kernels import in_fractal_nz
-        from .quantized import prepared_deq_scale, prepared_int8_weight
+        from .kernels.kernels import in_fractal_nz
+        from .kernels.quantized import prepared_deq_scale, prepared_int8_weight
 
         match use.operation, use.argument:
             case "linear", "weight":
@@ -256,7 +256,7 @@ class NpugraphEx(Compiler):
 
     def make(self, context: FormContext) -> Form:
         """Compile and capture the steps."""
-        from .npugraph_ex import make_form
+        from .npugraph_ex.compiler import make_form
 
         return make_form(context)
 

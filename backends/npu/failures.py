@@ -6,8 +6,8 @@ import re
 
 import torch
 
+from hal.device.graph import MEMORY_REMEDY
 from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
-from hal.graph import MEMORY_REMEDY
 
 OUT_OF_MEMORY = (200000, 207001, 107002)
 OUT_OF_STREAMS = 207008

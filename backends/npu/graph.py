@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
+from hal.device.graph import Graph
+from hal.device.host_values import HostValue, HostValues
+from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError, HalError, HostValueError
-from hal.graph import Graph
-from hal.host_values import HostValue, HostValues
-from hal.ops.binding import Kernel
-from hal.ops.declaration import Operation
-from hal.stream import Stream
+from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
 
 from .failures import explain_in_capture, first_line
 from .lengths import PackedLengths, Update, updates_of

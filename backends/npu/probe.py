@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hal.driver import Probe
+from hal.drivers.driver import Probe
 
 DEVICES = Path("/dev")
 MANAGER = "davinci_manager"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import torch
 
+from hal.device.limits import Limits
 from hal.errors import DriverUnavailable
-from hal.limits import Limits
 
 BLOCK_SIZES = (128, 256, 384, 512)
 """Tokens per block of a cache that attention takes for prefill and decode alike."""

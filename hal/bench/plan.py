@@ -9,15 +9,15 @@ import attrs
 import torch
 
 import hal
-from hal.bench.errors import BenchmarkError, need
-from hal.bench.shapes import SHAPES
-from hal.bench.weights import RandomCheckpoint
+from hal.bench.bench_errors import BenchmarkError, need
+from hal.bench.contenders.random_weights import RandomCheckpoint
+from hal.bench.contenders.shapes import SHAPES
 from hal.checkpoint.loading import build_model
 from hal.config import environment_mapping, read
-from hal.drivers.compilers import EAGER
+from hal.drivers.compiler_registry import EAGER
+from hal.drivers.registry import driver_names
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
-from hal.registry import driver_names
 from hal.step import StateSpec
 
 Workload = Literal["decode", "prefill"]
@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         workload: one decode step, or the prefill of whole prompts.
         checkpoint: a checkpoint's folder; or else
-        shapes: a name in :data:`hal.bench.shapes.SHAPES`, whose weights are random.
+        shapes: a name in :data:`hal.bench.contenders.shapes.SHAPES`, whose weights are random.
         backend: a driver's name, or ``auto``; None leaves it to the environment.
         dtype: as in :class:`hal.Config`; None leaves it to the environment.
         batch_sizes: each is measured by itself.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hal.bench.errors import need
-from hal.bench.measure import Result
+from hal.bench.bench_errors import need
+from hal.bench.measurement import Result
 
 
 def require() -> None:

@@ -26,8 +26,8 @@ from hal.checkpoint.safetensors_files import (
     tensors_of,
     weight_files,
 )
+from hal.config.untrusted_files import AGAIN, is_there, read_json, regular_file
 from hal.errors import CheckpointError, nearest
-from hal.files import AGAIN, is_there, read_json, regular_file
 from hal.quantization.description import KEYS, Quantization, read_quantization
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hal.backend import Backend, LayerMaker
+from hal.drivers.backend import Backend, LayerMaker
 from hal.errors import DriverIncompatible
 from hal.nn import CausalLM
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hal.backend import Backend
-from hal.checkpoint.bindings import Binding, Piece, bindings_of
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.driver_layers import put_layers
-from hal.checkpoint.model_classes import check_model_class, find_model, make_model
+from hal.checkpoint.model_registry import check_model_class, find_model, make_model
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.validate import check_fit, check_tied
+from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of
 from hal.checkpoint.weight_buffers import WeightBuffers
+from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Attention, CausalLM, WeightUse
 

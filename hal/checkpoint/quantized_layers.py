@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal.backend import Backend
-from hal.checkpoint.bindings import Binding
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.safetensors_files import TensorInfo
+from hal.checkpoint.weight_bindings import Binding
+from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ModelError
 from hal.nn import CausalLM, Linear, MergedLinear, Weight, WeightUse
 from hal.quantization.description import Quantization

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hal.config.untrusted_files import AGAIN, is_plain_name, is_there, read_json, regular_file, shown
 from hal.errors import LISTED, CheckpointError
-from hal.files import AGAIN, is_plain_name, is_there, read_json, regular_file, shown
 
 Item = TypeVar("Item")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hal.checkpoint.bindings import Binding, Piece, rounds
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
+from hal.checkpoint.weight_bindings import Binding, Piece, rounds
 from hal.errors import CheckpointError, ModelError, nearest
 from hal.nn import CausalLM
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hal.backend import Backend
+from hal.drivers.backend import Backend
 
 
 class WeightBuffers:

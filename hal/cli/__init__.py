@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import click
 
-from hal.cli import backends, bench, compare, doctor, explain, generate, new_driver, operations, quantize
+from hal.cli.commands import backends, bench, compare, doctor, explain, generate, new_driver, ops, quantize
 from hal.cli.console import logging_to_stderr
-from hal.cli.contributed import ContributedCommands
+from hal.cli.plugin_commands import ContributedCommands
 from hal.version import __version__
 
 
@@ -31,4 +31,4 @@ main.add_command(backends.command, "backends")
 main.add_command(doctor.command, "doctor")
 main.add_command(new_driver.command, "new-driver")
 main.add_command(explain.command, "explain")
-main.add_command(operations.command, "ops")
+main.add_command(ops.command, "ops")

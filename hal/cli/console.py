@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from hal.cli.results import NoReader, echo, end_stdout, has_lost_its_reader, result_stream
+from hal.cli.stdout import NoReader, echo, end_stdout, has_lost_its_reader, result_stream
 from hal.errors import HalError
 
 INTERRUPTED = 130

@@ -47,6 +47,6 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
 
 def _backend_of_the_environment() -> str:
     from hal.config import environment_mapping
-    from hal.registry import driver_names  # which needs torch
+    from hal.drivers.registry import driver_names  # which needs torch
 
     return str(environment_mapping(driver_names=driver_names()).get("backend", "auto"))

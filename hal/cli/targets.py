@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hal.cli.results import OutputError
+from hal.cli.stdout import OutputError
 from hal.errors import ConfigError
 
 

@@ -9,18 +9,18 @@ from typing import cast
 import attrs
 from torch import Tensor
 
-from hal.backend import Backend
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
-from hal.compare.errors import CompareError
+from hal.compare.compare_errors import CompareError
+from hal.compare.comparison_results import OUTSIDE, Comparison, Outcome, Row
 from hal.compare.local import OurCalls, Side, TheirCalls
-from hal.compare.results import OUTSIDE, Comparison, Outcome, Row
 from hal.compare.rounding import Disturbance
 from hal.compare.saved import check_folder, save
 from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch
 from hal.config import CompilationConfig, DTypeName
+from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 
 

@@ -17,11 +17,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.backend import Backend
-from hal.compare.errors import CompareError
-from hal.compare.measure import error, results_of, shape_of
-from hal.compare.results import Call, Outcome
+from hal.compare.compare_errors import CompareError
+from hal.compare.comparison_results import Call, Outcome
+from hal.compare.distance import error, results_of, shape_of
 from hal.compare.texts import fill
+from hal.drivers.backend import Backend
 from hal.errors import HalError
 from hal.execution.runner import Runner
 from hal.nn import CausalLM

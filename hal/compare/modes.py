@@ -14,17 +14,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.backend import Backend
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
 from hal.compare.backends import configure
-from hal.compare.errors import CompareError
-from hal.compare.results import Comparison, Row
+from hal.compare.compare_errors import CompareError
+from hal.compare.comparison_results import Comparison, Row
 from hal.compare.rounding import Disturbance
 from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch
 from hal.config import CompilationConfig
+from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
 from hal.step.state import DUMMY_BLOCK
 

@@ -1,9 +1,9 @@
 """What rounding does to a model: a run in which every operation's result is moved by about one rounding.
 
 How far such a run comes from an undisturbed one depends on the model, its weights, the dtype and the text, so it is
-measured, each time. What two correct implementations differ by is of that size. :mod:`hal.testing.agreement` measures
-it on logits alone, by a second run in a wider dtype, which here the reference may not have: it is any backend, on a
-device that computes in 16 bits perhaps, with weights that it prepared.
+measured, each time. What two correct implementations differ by is of that size.
+:mod:`hal.testing.models.same_tokens` measures it on logits alone, by a second run in a wider dtype, which here the
+reference may not have: it is any backend, on a device that computes in 16 bits perhaps, with weights that it prepared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hal.compare.results import Call
+from hal.compare.comparison_results import Call
 from hal.ops import Operation
 
 ALLOWANCE = 4.0

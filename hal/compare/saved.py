@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hal import ops
-from hal.compare.errors import CompareError
+from hal.compare.compare_errors import CompareError
 from hal.compare.local import Evidence, memory_of, transplant
 from hal.config import parse_json
 from hal.errors import ConfigError

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import attrs
 from torch import Tensor
 
-from hal.compare.measure import drift
-from hal.compare.results import Choice, Departure
+from hal.compare.comparison_results import Choice, Departure
+from hal.compare.distance import drift
 from hal.compare.rounding import ALLOWANCE, TIE
 from hal.compare.texts import likeliest
 from hal.errors import NumericsError

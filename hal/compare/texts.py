@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.backend import Backend
+from hal.drivers.backend import Backend
 from hal.errors import BatchError
 from hal.execution.runner import Runner
 from hal.nn import CausalLM

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hal import ops
-from hal.compare.results import OUTSIDE, Call
+from hal.compare.comparison_results import OUTSIDE, Call
 from hal.ops import Operation
 
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)*\d+(?=\.|$)")

@@ -11,17 +11,17 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal import ops
-from hal.backend import Backend
-from hal.compile.make_graph import make_graph
-from hal.compile.normalise import value
-from hal.ops.preparing import PreparingKernel
+from hal.compile.fx.make_graph import make_graph
+from hal.compile.fx.normalise import value
+from hal.drivers.backend import Backend
+from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 
 def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, *, keep: Collection[str] = ()) -> int:
-    """Write out what each :class:`hal.ops.preparing.PreparingKernel` does to its arguments; returns to how many it did.
+    """Write out what each :class:`~hal.ops.kernels.prepared_arguments.PreparingKernel` does to its arguments.
 
     The nodes of those operations then call the kernel behind the preparation. What is prepared several times from the
-    same tensor is left to :func:`hal.compile.clean.common_subexpressions`.
+    same tensor is left to :func:`hal.compile.fx.clean.common_subexpressions`.
 
     Args:
         graph: of a rewritten step.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
-from hal.compile.sizes import same_size, value
+from hal.compile.fx.symbolic_sizes import same_size, value
 
 aten = torch.ops.aten
 

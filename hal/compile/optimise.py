@@ -12,14 +12,14 @@ import attrs
 from torch import Tensor
 
 from hal import ops
-from hal.backend import Backend
-from hal.compile.clean import CLEANUPS, common_subexpressions
+from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.hoist import hoist_preparations
 from hal.compile.lower import lower, source_of
-from hal.compile.passes import PassManager, Report
-from hal.compile.rewrite import Rewrite, fusions
+from hal.compile.pass_manager import PassManager, Report
+from hal.compile.rewrite.rewrite import Rewrite, fusions
 from hal.compile.trace import StepSizes, TracedStep, trace_step
-from hal.drivers.compilers import pass_name
+from hal.drivers.backend import Backend
+from hal.drivers.compiler_registry import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 from hal.step.state import StateMemory
@@ -83,7 +83,7 @@ def optimise_model(
 ) -> OptimisedStep:
     """Trace a model's step, and rewrite it for a backend; see :func:`optimise`.
 
-    Warns of what :meth:`hal.compile.report.Report.missed` tells: somebody expects what those rewrites bring.
+    Warns of what :meth:`hal.compile.rewrite_report.Report.missed` tells: somebody expects what those rewrites bring.
 
     Args:
         model: loaded on the backend.

@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hal import ops
+from hal.compile.fx.alias_analysis import SIZES, Memory
+from hal.compile.fx.symbolic_sizes import value
 from hal.compile.lower import lower
-from hal.compile.memory import SIZES, Memory
-from hal.compile.sizes import value
 from hal.compile.trace import TracedStep
 
 _OPEN: Any = (torch.SymInt, torch.SymFloat, torch.SymBool)

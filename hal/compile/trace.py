@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from hal import ops
-from hal.compile.make_graph import make_graph
+from hal.compile.fx.make_graph import make_graph
 from hal.compile.stand_in import stand_in
 from hal.errors import CompileError
 from hal.nn import CausalLM
-from hal.ops.binding import Kernel
-from hal.ops.declaration import Operation
+from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
 from hal.step.fields import Field, fields_of
 from hal.step.shape import StepShape
 from hal.step.state import StateMemory

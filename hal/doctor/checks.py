@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.backend import Backend
+from hal.drivers.backend import Backend
 from hal.nn import WeightUse
 from hal.ops import Draw
-from hal.ops.agreement import assert_agree
+from hal.ops.declaration.tolerance import assert_agree
 from hal.step.state import StateMemory, StateSpec, canonical_states
 
 OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_mul", "greedy_sample")

@@ -11,7 +11,7 @@ from typing import Any
 
 import cattrs
 
-from hal.doctor import host
+from hal.doctor import host_facts
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.doctor.privacy import without_names
 from hal.doctor.process import Ending
@@ -44,9 +44,9 @@ def examine(
         ConfigError: ``options`` are not for it.
     """
     deadline = time.monotonic() + total
-    drivers = host.installed_drivers(only)
+    drivers = host_facts.installed_drivers(only)
     say("examining torch")
-    torch = host.torch_found(min(seconds, total))
+    torch = host_facts.torch_found(min(seconds, total))
     if torch.version:
         finished = _examine(drivers, options, seconds, deadline, say)
     else:
@@ -63,8 +63,8 @@ def examine(
             platform=platform.platform(),
             cores=os.cpu_count() or 1,
             torch=torch,
-            variables=host.variables(drivers),
-            packages=host.packages(drivers),
+            variables=host_facts.variables(drivers),
+            packages=host_facts.packages(drivers),
             drivers=drivers,
             ok=finished and well and any(each.status == "works" for each in drivers),
         )

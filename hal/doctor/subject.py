@@ -70,9 +70,9 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
     """
     import hal
     from hal.config import environment_options
-    from hal.driver import Probe
+    from hal.drivers.driver import Probe
+    from hal.drivers.registry import load_driver
     from hal.errors import DriverIncompatible
-    from hal.registry import load_driver
 
     tell("at", "importing the driver")
     driver = load_driver(name)
@@ -111,7 +111,7 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
 def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
     """Check and measure the device of ``backend``, which is active."""
     from hal.doctor.checks import Skipped, checks
-    from hal.doctor.measure import measures
+    from hal.doctor.speed_probe import measures
 
     for name, check in checks(backend):
         tell("at", f"checking {name} on {backend.device.torch}")

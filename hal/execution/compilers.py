@@ -24,7 +24,7 @@ class GraphCompiler(_Capturing):
     reads = frozenset({"passes", "torch_compile_max_bs", "queries"})
 
     def make(self, context: FormContext) -> Form:
-        from hal.execution.full_graph import FullGraphForm, OptimisedGraphs
+        from hal.execution.capture.full_graph import FullGraphForm, OptimisedGraphs
 
         return FullGraphForm(context, OptimisedGraphs(context))
 
@@ -37,7 +37,7 @@ class PiecewiseCompiler(_Capturing):
     any_shape = True
 
     def make(self, context: FormContext) -> Form:
-        from hal.execution.piecewise import PiecewiseForm
+        from hal.execution.pieces.piecewise import PiecewiseForm
 
         return PiecewiseForm(context)
 
@@ -50,7 +50,7 @@ class PiecewiseEagerCompiler(_Capturing):
     any_shape = True
 
     def make(self, context: FormContext) -> Form:
-        from hal.execution.piecewise_eager import PiecewiseEagerForm
+        from hal.execution.pieces.piecewise_eager import PiecewiseEagerForm
 
         return PiecewiseEagerForm(context)
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor
 
-from hal.backend import Backend
 from hal.config import CompilationConfig
+from hal.drivers.backend import Backend
 from hal.nn import CausalLM
 from hal.step import Batch, StateMemory, StaticBatch, StepShape
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from hal.compile.inductor import compile_step
+from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, trace_step
 from hal.drivers.compiler import Form
 from hal.errors import CompileError
-from hal.execution.capture_sizes import capture_sizes, queries_to_capture
+from hal.execution.capture.capture_sizes import capture_sizes, queries_to_capture
 from hal.execution.context import FormContext
 from hal.step import Batch, StepShape
 

@@ -14,19 +14,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.backend import Backend
-from hal.closing import Closable
+from hal.device.closing import Closable
+from hal.device.graph import CAPTURING, check_not_capturing
+from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
-from hal.drivers.compilers import EAGER
+from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
 from hal.execution.check_logits import check_logits
 from hal.execution.context import FormContext, Phase
-from hal.graph import CAPTURING, check_not_capturing
 from hal.nn import CausalLM
-from hal.runtime.blocks import BlockAllocator, SlotAllocator
-from hal.runtime.prefixes import PrefixCache
 from hal.step import Batch, Bounds, StateMemory, StateSpec, StepShape
 from hal.step.batch import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.block_allocator import BlockAllocator, SlotAllocator
+from hal.step.prefix_cache import PrefixCache
 from hal.step.state import SEQUENCE
 
 log = logging.getLogger("hal.execution")

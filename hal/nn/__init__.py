@@ -3,16 +3,16 @@
 Their parameters carry the names of Hugging Face checkpoints, so that loading needs no table per model.
 """
 
-from hal.nn.assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
 from hal.nn.attention import Attention
 from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
 from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
-from hal.nn.quantized import DynamicQuantizedLinear, QuantizedLinear, StaticQuantizedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
 from hal.nn.weight import Consumer, TiedUse, Weight, WeightUse
+from hal.nn.weight_assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
 from hal.step.batch import Batch
 
 __all__ = [

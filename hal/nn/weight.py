@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from hal.errors import ModelError
-from hal.nn.assembly import Assembly, Concatenated, Whole
+from hal.nn.weight_assembly import Assembly, Concatenated, Whole
 
 
 @attrs.frozen

@@ -1,14 +1,15 @@
 """The operations that models are written in, one module a family.
 
-Each is declared once (see :mod:`hal.ops.declaration`) and runs on whichever backend is active.
+Each is declared once (see :mod:`hal.ops.declaration.operation`) and runs on whichever backend is active.
 """
 
 from hal.ops.activation import silu_and_mul
 from hal.ops.attention import paged_attention
-from hal.ops.binding import intercepted
 from hal.ops.cache import store_kv_cache
-from hal.ops.declaration import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
-from hal.ops.dtypes import FLOATING
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
+from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.norm import add_rms_norm, rms_norm
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import (
@@ -22,7 +23,6 @@ from hal.ops.quantization import (
     silu_and_mul_quantize,
 )
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
-from hal.ops.samples import Draw, Sample
 from hal.ops.sampling import greedy_sample, sample
 
 __all__ = [

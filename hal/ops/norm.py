@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hal.ops.declaration import fused_op, op
-from hal.ops.dtypes import FLOATING
-from hal.ops.samples import Draw, Sample
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.samples import Draw, Sample
 
 
 def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.declaration import op
-from hal.ops.dtypes import FLOATING
-from hal.ops.samples import Draw, Sample
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import op
+from hal.ops.declaration.samples import Draw, Sample
 
 
 def _linear_samples(draw: Draw) -> Iterator[Sample]:

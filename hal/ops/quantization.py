@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hal.ops.activation import silu_and_mul
-from hal.ops.declaration import fused_op, op
-from hal.ops.dtypes import FLOATING
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.norm import add_rms_norm
-from hal.ops.samples import Draw, Sample
 
 SHAPES = ((1, 64), (7, 96), (2, 3, 128), (0, 64))
 

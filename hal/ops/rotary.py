@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hal.ops.cache import cache_sample, store_kv_cache
-from hal.ops.declaration import fused_op, op
-from hal.ops.dtypes import FLOATING
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.norm import rms_norm
-from hal.ops.samples import Draw, Sample
 
 
 def _angles(draw: Draw, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ from typing import Any
 import attrs
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.arithmetic import AGAIN
 from hal.quantization.description import Quantization, Writer
+from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.layer_patterns import LayerPattern
-from hal.quantization.registry import schemes, supported
 from hal.quantization.scheme import Scheme
+from hal.quantization.scheme_registry import schemes, supported
 
 _WHERE = "quantization_config in config.json"
 COMPRESSED_TENSORS = "compressed-tensors"

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hal.config.untrusted_files import read_json
 from hal.errors import CheckpointError, ConfigError
-from hal.files import read_json
-from hal.quantization.arithmetic import AGAIN
-from hal.quantization.registry import supported
+from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.scheme import Scheme
+from hal.quantization.scheme_registry import supported
 
 KEYS = ("quantization_config", "quantize")
 """What config.json may say about quantisation, and models do not read."""

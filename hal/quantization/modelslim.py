@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.arithmetic import AGAIN
 from hal.quantization.description import Quantization, Writer
-from hal.quantization.registry import schemes, supported
+from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.scheme import Scheme
+from hal.quantization.scheme_registry import schemes, supported
 
 FILE = "quant_model_description.json"
 MODELSLIM = "modelslim"

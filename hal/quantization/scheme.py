@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hal.errors import CheckpointError
 from hal.nn import Linear
-from hal.quantization.arithmetic import Activation
+from hal.quantization.int8_arithmetic import Activation
 
 Shapes = tuple[tuple[int, ...], ...]
 INTEGERS = frozenset({"I8", "I32", "I64"})

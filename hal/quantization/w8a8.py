@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hal.errors import CheckpointError
 from hal.nn import Linear, StaticQuantizedLinear
-from hal.quantization.arithmetic import (
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.int8_arithmetic import (
     AGAIN,
     Activation,
     StaticLayer,
@@ -20,7 +21,6 @@ from hal.quantization.arithmetic import (
     merge_static,
     quantize_weight,
 )
-from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, int8_row_sums, zeros
 

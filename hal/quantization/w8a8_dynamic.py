@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hal.nn import DynamicQuantizedLinear, Linear
-from hal.quantization.arithmetic import Activation, DynamicLayer, merge_dynamic, quantize_weight
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.int8_arithmetic import Activation, DynamicLayer, merge_dynamic, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, zeros
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from hal.backend import active_backend
+from hal.drivers.backend import active_backend
 
 
 class NotApplicable(Exception):

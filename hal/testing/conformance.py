@@ -10,28 +10,19 @@ from typing import Any
 
 import attrs
 
-from hal import opening
-from hal.backend import Backend
+from hal.drivers import opening
+from hal.drivers.backend import Backend
 from hal.errors import ConfigError, DriverUnavailable, nearest
-from hal.testing import (
-    closing,
-    devices,
-    errors,
-    graphs,
-    leaks,
-    limits,
-    memory,
-    models,
-    operations,
-    rewrites,
-    runners,
-    streams,
-)
 from hal.testing.case import Case, NotApplicable, raised_in
+from hal.testing.devices import closing_cases, device_cases, memory_cases, stream_cases
+from hal.testing.graphs import graph_cases
+from hal.testing.models import limit_cases, model_cases, runner_cases
+from hal.testing.operations import error_cases, leak_cases, operation_cases, rewrite_cases
 from hal.testing.target import Target
 
 AREAS: tuple[ModuleType, ...] = (
-    devices, streams, memory, operations, rewrites, graphs, runners, models, errors, limits, leaks, closing,
+    device_cases, stream_cases, memory_cases, operation_cases, rewrite_cases, graph_cases, runner_cases, model_cases,
+    error_cases, limit_cases, leak_cases, closing_cases,
 )  # fmt: skip
 """The modules that make cases."""
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from hal import registry
-from hal.backend import Backend
 from hal.config import Config, read
-from hal.device import Device
-from hal.driver import Driver
-from hal.ops.declaration import Operation
+from hal.device.device import Device
+from hal.drivers import registry
+from hal.drivers.backend import Backend
+from hal.drivers.driver import Driver
+from hal.ops.declaration.operation import Operation
 from hal.step.state import KEY_VALUE
 from hal.testing.case import NotApplicable
 
@@ -105,7 +105,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def reference_backend(dtype: torch.dtype, num_tokens: int, block_size: int, max_prefill_tokens: int = 2048) -> Backend:
     """A backend without a kernel: every operation runs its declaration, on the CPU. Not made active."""
-    from hal.host import HostDevice
+    from hal.device.host_device import HostDevice
 
     backend = Backend("reference", HostDevice(), kernels={})
     config = {

@@ -24,8 +24,8 @@ from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, regist
 
 import hal
 from hal import ops
-from hal.compile.passes import PassManager
-from hal.compile.rewrite import of_operation
+from hal.compile.pass_manager import PassManager
+from hal.compile.rewrite.rewrite import of_operation
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.step import StateSpec
 from hal.step.state import canonical_states

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 
 import hal
 from hal import ops
+from hal.device.graph import Graph
+from hal.device.host_values import HostValues
 from hal.errors import CaptureError
-from hal.graph import Graph
-from hal.host_values import HostValues
-from hal.ops import torch_kernels
+from hal.ops.kernels import torch_kernels
 
 
 class Twin(CpuBackend):

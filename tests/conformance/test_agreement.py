@@ -11,8 +11,8 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.ops import agreement
-from hal.testing.agreement import TOKEN_RATIO, Agreement, Truth, check_choice, check_logits
+from hal.ops.declaration.operation import tolerance
+from hal.testing.models.same_tokens import TOKEN_RATIO, Agreement, Truth, check_choice, check_logits
 
 SEED, TEXTS, TOKENS, VOCAB = 5, 3, 20, 50
 ERROR = 1e-3
@@ -93,9 +93,9 @@ def test_another_choice_must_be_a_tie() -> None:
 
 def test_steps_are_counted_under_python_o_too() -> None:
     """It leaves out assert statements, which a check must therefore not be."""
-    namespace: dict[str, object] = {"__name__": agreement.__name__}
-    source = Path(agreement.__file__).read_text(encoding="utf-8")
-    exec(compile(source, agreement.__file__, "exec", optimize=2), namespace)
+    namespace: dict[str, object] = {"__name__": tolerance.__name__}
+    source = Path(tolerance.__file__).read_text(encoding="utf-8")
+    exec(compile(source, tolerance.__file__, "exec", optimize=2), namespace)
     assert_agree = namespace["assert_agree"]
     assert callable(assert_agree)
     operation = ops.operation("dynamic_quantize")

@@ -12,8 +12,8 @@ from hal.backends.cuda.probe import INSTALL, probe
 
 import hal
 from hal.cli import main
+from hal.drivers.registry import candidates, load_driver
 from hal.errors import ConfigError, DriverUnavailable
-from hal.registry import candidates, load_driver
 
 cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
 no_gpu = pytest.mark.skipif(probe().available, reason="there is a GPU")

@@ -89,7 +89,7 @@ def test_strict(gpu: Opened, trained: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_quantised_model(gpu: Opened, trained: Path, tmp_path: Path, mode: str) -> None:
-    from hal.runtime.quantize import quantize_checkpoint
+    from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
     made = quantize_checkpoint(trained, tmp_path / "int8", "w8a8_dynamic")
     runner = reference.open_runner(made.path)

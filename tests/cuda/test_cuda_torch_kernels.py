@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by_one
-from hal.backends.cuda.flashinfer_plans import Plan, Shape, pages_of
+from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
 from hal.backends.cuda.kernels import KERNELS, int8_product
 from torch import Tensor
 
 from hal import ops
 from hal.ops import Draw
-from hal.ops.agreement import assert_agree
+from hal.ops.declaration.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION = TorchAttention(flash=False)

@@ -2,8 +2,8 @@
 
 A plan is what an engine would do: which sequences run in each step, in which order, and in which blocks. The CPU runs
 it in the dtype and chooses the tokens, and runs it again in float32 on the same weights and tokens. The NPU runs it on
-those tokens too, step by step. The measure is the conformance suite's, :mod:`hal.testing.agreement`, with the CPU's
-kernels for its reference and closer bounds, which so many tokens allow.
+those tokens too, step by step. The measure is the conformance suite's, :mod:`hal.testing.models.same_tokens`, with the
+CPU's kernels for its reference and closer bounds, which so many tokens allow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 import checkpoints
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.testing.agreement import Agreement, Truth, check_choice, check_logits
+from hal.testing.models.same_tokens import Agreement, Truth, check_choice, check_logits
 
 BLOCK = 128
 DTYPES = ("float16", "bfloat16")
@@ -38,7 +38,7 @@ PREFILLS = (16, 64, 256)
 MEAN_RATIO = 1.05
 """How far from float32 the NPU's logits may lie, root mean square over all, in units of the CPU's distance."""
 TOKEN_RATIO = 2.0
-"""The same of a single token, in the units of :data:`hal.testing.agreement.TOKEN_RATIO`."""
+"""The same of a single token, in the units of :data:`hal.testing.models.same_tokens.TOKEN_RATIO`."""
 
 
 # Configurations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hal.ops import Draw, Operation, Sample
-from hal.ops.agreement import assert_agree
+from hal.ops.declaration.tolerance import assert_agree
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 128, 192, 256)
 KINDS = ("decode", "padded decode", "prefill", "prefix", "mixed", "alike", "left over", "uneven")

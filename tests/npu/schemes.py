@@ -112,7 +112,8 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
 
 def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
     """Rows in Markdown: weights, cache, batch, mode, launches of a layer, and outside the layers."""
-    from hal.bench import launches, plan
+    from hal.bench import plan
+    from hal.bench.figures import launches
 
     rows = []
     for scheme, cache, sizes, modes in (

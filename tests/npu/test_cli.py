@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hal
-from hal.bench import floor
+from hal.bench.figures import floor
 from hal.cli import main
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")

@@ -19,7 +19,7 @@ from hal.cli import main
 from hal.compare.backends import compare_backends
 from hal.compare.saved import SavedCall
 from hal.compare.texts import Prompts
-from hal.runtime.quantize import quantize_checkpoint
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "5")
 TEXT = "def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n" * 8

@@ -11,7 +11,7 @@ import processes
 import pytest
 
 import hal
-from hal.bench import launches
+from hal.bench.figures import launches
 
 PAGE = processes.ROOT / "docs" / "npu.md"
 FENCE = re.compile(r"^```(python|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

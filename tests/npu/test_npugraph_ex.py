@@ -19,7 +19,7 @@ import reference
 import torch
 from click.testing import CliRunner
 from hal.backends.npu import emulator
-from hal.backends.npu.compiled_code import CodeCache, _digest, _write
+from hal.backends.npu.npugraph_ex.compiled_code import CodeCache, _digest, _write
 from pieces import eagerly
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
@@ -28,7 +28,7 @@ import hal
 from checkpoints import random_checkpoint
 from hal.cli import main
 from hal.errors import CaptureError, CompileError, ConfigError, DeviceError, GraphError, HostValueError
-from hal.execution.full_graph import FullGraphForm
+from hal.execution.capture.full_graph import FullGraphForm
 from hal.nn import Batch
 from hal.step import StaticBatch, StepShape
 
@@ -327,7 +327,7 @@ class TestCache:
 
     def test_static_kernels_are_kept_with_the_code(self, tmp_path: Path) -> None:
         """On hardware torch_npu compiles them when the code first runs; here only what it is told can be seen."""
-        from hal.backends.npu.native import LENGTHS  # noqa: F401  (imports torch_npu's part)
+        from hal.backends.npu.npugraph_ex.native_nodes import LENGTHS  # noqa: F401  (imports torch_npu's part)
 
         cache = CodeCache(str(tmp_path), {"static_kernel_compile": True, "capture_error_mode": "thread_local"})
         names = cache.compile(tiny_step())
@@ -339,7 +339,7 @@ class TestCache:
 
 def tiny_step() -> Any:
     """The native step of a model that adds up the rows of its embedding."""
-    from hal.backends.npu.native import native_step
+    from hal.backends.npu.npugraph_ex.native_nodes import native_step
 
     weight = torch.ones(8, 16, dtype=torch.float16, device="npu")
 
@@ -394,7 +394,7 @@ class TestErrors:
 
     def test_lengths_that_a_kernel_reads_as_numbers(self) -> None:
         """Such a graph would be right for the lengths of its capture only."""
-        from hal.backends.npu.native import native_step
+        from hal.backends.npu.npugraph_ex.native_nodes import native_step
 
         def reads(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
             return (token_ids + rest[7].tolist()[0],)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from drawn import assert_close, on_cpu
 from hal.backends.npu import emulator
-from hal.backends.npu.quantized import prepared_deq_scale
+from hal.backends.npu.kernels.quantized import prepared_deq_scale
 from torch import Tensor
 
 import hal

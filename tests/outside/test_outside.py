@@ -19,8 +19,8 @@ from hal import ops
 from hal.checkpoint.loading import build_model
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, Linear, WeightUse
-from hal.quantization.registry import schemes
-from hal.runtime.quantize import quantize_checkpoint
+from hal.quantization.scheme_registry import schemes
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hal
-from hal.checkpoint.bindings import bindings_of
-from hal.checkpoint.model_classes import find_model
+from hal.checkpoint.model_registry import find_model
+from hal.checkpoint.weight_bindings import bindings_of
 
 PACKAGE = Path(__file__).parent / "package"
 

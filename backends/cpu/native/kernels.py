@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError
-from hal.ops.binding import Kernel
+from hal.ops.kernels.kernel_table import Kernel
 
 from .. import kernels as by_torch
 from .build import load

@@ -7,7 +7,7 @@ With TRITON_INTERPRET=1 set before that, they run on CPU tensors, slowly, in Tri
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from hal.ops.binding import Kernel
+from hal.ops.kernels.kernel_table import Kernel
 
 from .activation import silu_and_mul, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
 from .attention import paged_attention

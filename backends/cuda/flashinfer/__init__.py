@@ -1,0 +1,1 @@
+"""FlashInfer's attention: kernels, and the plans that it makes on the host before each step."""

@@ -1,0 +1,134 @@
+"""Attention over the paged cache by FlashInfer, which plans a step on the host and then runs it for each layer.
+
+A plan is made from the lengths on the host and from the block table. Layers of one step share it; a graph has one of
+its own, in fixed memory, which is made anew before each replay.
+
+Source: FlashInfer 0.6, ``flashinfer.decode`` and ``flashinfer.prefill``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.kernels.kernel_table import Kernel
+from hal.step.batch import one_query_each
+
+from .plans import Arguments, GraphPlan, Plan, Shape, pages_of, taken
+
+WORKSPACE = 384 << 20
+"""Bytes for partial results, which a graph has room for as if every sequence were long.
+
+A decode of 256 sequences with 64 heads of 128 elements, 8 of keys, takes 201 MB: more than the 128 MiB of FlashInfer's
+examples.
+"""
+
+
+class FlashInferAttention:
+    """``paged_attention`` by FlashInfer; what it does not take goes to another kernel.
+
+    Args:
+        device: the GPU.
+        otherwise: the other kernel.
+        in_graphs: whether graphs capture this kernel; if not, what ``otherwise`` has for them.
+
+    Attributes:
+        in_graphs: as given.
+        captured: what graphs capture if they do not capture this, or :meth:`for_graph` gives None.
+    """
+
+    def __init__(self, device: torch.device, otherwise: Kernel, *, in_graphs: bool = True) -> None:
+        self._otherwise, self.in_graphs = otherwise, in_graphs
+        self.captured: Kernel = getattr(otherwise, "captured", otherwise)
+        self._library = import_module("flashinfer")
+        self._device, self._done = device, torch.cuda.Event()
+        self._wrappers: dict[tuple[str, Shape], Any] = {}
+        self._plans: dict[Shape, Plan] = {}
+
+    @cached_property
+    def _workspace(self) -> Tensor:
+        return torch.zeros(WORKSPACE, dtype=torch.uint8, device=self._device)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        scale: float,
+        causal: bool,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See :func:`hal.ops.paged_attention`."""
+        arguments = {
+            "query": query, "key_cache": key_cache, "scale": scale, "causal": causal, "sliding_window": sliding_window
+        }  # fmt: skip
+        shape, queried = Shape.of(arguments), int(query_start_loc_host[-1])
+        if not shape.taken or not queried:
+            return self._otherwise(  # type: ignore[no-any-return]
+                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
+                kv_lens_host, scale, causal, sliding_window,
+            )  # fmt: skip
+        layer = key_cache.data_ptr()
+        plan = self._plans.get(shape)
+        if plan is None or not plan.serves(layer, block_table, query_start_loc_host, kv_lens_host):
+            with torch.inference_mode():  # which FlashInfer's buffers, made here, can be written under only
+                run = self._plan(shape, query.shape[0], block_table, query_start_loc_host, kv_lens_host)
+            plan = self._plans[shape] = Plan.of(run, block_table, query_start_loc_host, kv_lens_host)
+        plan.layers.add(layer)
+        attended = plan.run(query[:queried].contiguous(), (key_cache, value_cache))
+        left = query.shape[0] - queried
+        return functional.pad(attended, (0, 0, 0, 0, 0, left)) if left else attended
+
+    def _plan(self, shape: Shape, tokens: int, table: Tensor, starts: Tensor, lengths: Tensor) -> Callable[..., Tensor]:
+        ends, places, last = pages_of(lengths, shape.block_size, table.shape[1])
+        indices = taken(table, places)
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
+        self._done.synchronize()  # FlashInfer stages every plan in the same memory of the host
+        if one_query_each(tokens, starts.tolist()):
+            wrapper = self._wrapper(f"decode, tensor cores {shape.tensor_cores}", shape)
+            wrapper.plan(ends, indices, last, *sizes, **shape.settings())
+        else:
+            wrapper = self._wrapper("prefill", shape)
+            wrapper.plan(starts, ends, indices, last, *sizes, causal=shape.causal, **shape.settings())
+        self._done.record(torch.cuda.current_stream(table.device))
+        run: Callable[..., Tensor] = wrapper.run
+        return run
+
+    def _wrapper(self, kind: str, shape: Shape) -> Any:
+        if (kind, shape) not in self._wrappers:  # one a shape, as a model's layers may take two by turns
+            if kind == "prefill":
+                made = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+            else:
+                made = self._library.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace, "NHD", use_tensor_cores=shape.tensor_cores
+                )
+            self._wrappers[kind, shape] = made
+        return self._wrappers[kind, shape]
+
+    def release(self) -> None:
+        """Let go of the workspace, and of the block tables that plans were made for; both come again at a call."""
+        self._wrappers.clear()
+        self._plans.clear()
+        self.__dict__.pop("_workspace", None)
+
+    def for_graph(self, arguments: Arguments) -> GraphPlan | None:
+        """What runs this call in a graph, and those of other layers that are like it; None if FlashInfer cannot.
+
+        It cannot if the call is a prefill, whose plan has a size that depends on the lengths. Must be called by another
+        thread than the one that captures: planning copies to the device.
+        """
+        shape, starts = Shape.of(arguments), arguments["query_start_loc_host"].tolist()
+        if not shape.taken or not starts[-1] or not one_query_each(arguments["query"].shape[0], starts):
+            return None
+        return GraphPlan(self._library, self._workspace, shape, arguments)

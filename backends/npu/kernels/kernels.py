@@ -1,0 +1,169 @@
+"""Kernels of the operations on torch_npu's. Attention is in attention.py."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+from torch.nn import functional
+
+from hal.errors import ConfigError
+from hal.ops.kernels.kernel_table import Kernel
+
+from .attention import AtbAttention, FusedAttention
+
+FRACTAL_NZ = 29
+TURNED_IN_PLACE = (64, 128)
+"""Head dimensions that npu_apply_rotary_pos_emb takes."""
+UNIFIED_BUFFER = 192 * 1024
+"""Bytes that it has for all heads of one token."""
+
+
+def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
+    """By operation, for a canonical cache."""
+    return {
+        "add_rms_norm": add_rms_norm,
+        "embedding": functional.embedding,
+        "greedy_sample": greedy_sample,
+        "linear": functional.linear,
+        "paged_attention": (AtbAttention if attention == "atb" else FusedAttention)(device),
+        "rms_norm": rms_norm,
+        "rotary_embedding": rotary_embedding,
+        "sample": Sample(device),
+        "silu_and_mul": silu_and_mul,
+        "split_qkv_rmsnorm_rope": split_qkv_rmsnorm_rope,
+        "store_kv_cache": store_kv_cache,
+    }
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See :func:`hal.ops.rms_norm`."""
+    return torch_npu.npu_rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.add_rms_norm`."""
+    normed, _, hidden = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+    return normed, hidden
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See :func:`hal.ops.silu_and_mul`."""
+    return torch_npu.npu_swiglu(x, dim=-1)  # type: ignore[no-any-return]
+
+
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.rotary_embedding`. Not npu_apply_rotary_pos_emb: it writes into its inputs."""
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    return (
+        torch_npu.npu_rotary_mul(query.unsqueeze(0), cos, sin).squeeze(0),
+        torch_npu.npu_rotary_mul(key.unsqueeze(0), cos, sin).squeeze(0),
+    )
+
+
+def split_qkv_rmsnorm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope`. What the norms give is nobody else's, and is rotated in place."""
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, q_weight.shape[0]))
+    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
+    if qkv.shape[0] and _turns_in_place(num_heads + num_kv_heads, q_weight.shape[0], qkv.dtype):
+        query, key = torch_npu.npu_apply_rotary_pos_emb(query, key, cos[:, None], sin[:, None], layout="TND")
+    else:
+        query, key = rotary_embedding(query, key, cos, sin)
+    return query, key, value
+
+
+def _turns_in_place(heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether npu_apply_rotary_pos_emb takes it, by its documents: bfloat16 is computed in float32."""
+    computed = 4 if dtype is torch.bfloat16 else dtype.itemsize
+    needed = 5 * heads * head_dim * computed + 4 * head_dim * dtype.itemsize
+    if computed != dtype.itemsize:
+        needed += 8 * head_dim
+    return head_dim in TURNED_IN_PLACE and needed <= UNIFIED_BUFFER
+
+
+def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :func:`hal.ops.store_kv_cache`.
+
+    Values that are part of a merged projection cost a copy. Nothing does without: this operation refuses strides, ATB's
+    _npu_reshape_and_cache makes the same copy itself, and npu_scatter_nd_update_ takes a launch for each cache.
+    """
+    torch_npu.npu_scatter_pa_kv_cache(
+        key.contiguous(), value.contiguous(), key_cache, value_cache, slot_mapping, cache_mode="Norm"
+    )
+
+
+def greedy_sample(logits: Tensor) -> Tensor:
+    """See :func:`hal.ops.greedy_sample`.
+
+    One launch: of equal logits CANN's ArgMax takes the first (its select_last_index, of the ONNX operator, can only be
+    0), and the reference's way, which looks for the first of several ones, would rest on the same.
+    """
+    return logits.argmax(-1)
+
+
+class Sample:
+    """``sample`` as the reference computes it, bit for bit; see there.
+
+    The hash shifts by tensors that are on the device: torch_npu copies a plain number there at each shift, and waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._13, self._16, self._32 = (torch.tensor(bits, device=device) for bits in (13, 16, 32))
+
+    def __call__(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
+        step: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """See :func:`hal.ops.sample`."""
+        vocabulary, greedy, wide = logits.shape[-1], temperature <= 0, logits.float()
+        scaled = (wide - wide.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)[:, None]
+        ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(vocabulary, device=logits.device)
+        limit = torch.where(greedy, 1, torch.where(top_k > 0, top_k.long(), vocabulary))
+        probability = ranked.masked_fill_(rank >= limit[:, None], float("-inf")).softmax(-1)
+        before = probability.cumsum(-1) - probability
+        keep = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+        keep &= probability >= min_p[:, None] * probability[:, :1]
+        probability.masked_fill_(~keep & (rank > 0), 0.0)
+        chosen = (self._exponential(seed, step, token) / probability).argmin(-1, keepdim=True)
+        return token.gather(-1, chosen).squeeze(-1)
+
+    def _exponential(self, seed: Tensor, step: Tensor, token: Tensor) -> Tensor:
+        state = self._mix(seed & 0xFFFFFFFF)
+        state = self._mix(state ^ (seed >> self._32 & 0xFFFFFFFF))
+        state = self._mix(state ^ (step & 0xFFFFFFFF))
+        bits = self._mix(self._mix(state[:, None] ^ token) ^ 0x9E3779B9)
+        return -torch.log1p(-(bits.float() + 0.5) / 2**32)
+
+    def _mix(self, x: Tensor) -> Tensor:
+        x = (x ^ (x >> self._16)) * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ (x >> self._13)) * 0xC2B2AE35 & 0xFFFFFFFF
+        return x ^ (x >> self._16)
+
+
+def in_fractal_nz(weight: Tensor) -> Tensor:
+    """A projection's weight in FRACTAL_NZ: the same shape, in the tiles that matrix products compute on.
+
+    Raises:
+        ConfigError: torch_npu left it as it was, which it does without a word.
+    """
+    if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
+        weight = weight.clone()  # torch_npu casts no part of a larger piece of memory
+    cast: Tensor = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
+    if torch_npu.get_npu_format(cast) != FRACTAL_NZ:
+        raise ConfigError(
+            f"the option nz_weights, and torch_npu keeps a weight of {list(weight.shape)} in the format "
+            f"{torch_npu.get_npu_format(cast)}",
+            "leave torch.npu.config.allow_internal_format as the driver sets it, or leave the option out",
+        )
+    return cast

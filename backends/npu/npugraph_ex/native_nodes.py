@@ -1,0 +1,158 @@
+"""An optimised step as a graph of torch_npu's and torch's own operations, which npugraph_ex compiles.
+
+The step is run on fake tensors of one batch size, with the backend's kernels in it. Lengths, which kernels read on the
+host, are inputs of their own there: a symbolic integer for each sequence, and a tensor for kernels that take one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, fx
+from torch._dynamo import mark_static_address
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from hal.compile.fx.make_graph import make_graph
+from hal.errors import CompileError
+from hal.step import Batch, StaticBatch, StepShape, fields_of
+
+from ..failures import first_line
+
+LENGTHS, STARTS = "kv_lens_host", "query_start_loc_host"
+FIRST_HINT = 5
+"""Of the symbolic lengths: 0 and 1 would become constants, and equal ones could become one."""
+
+
+@attrs.frozen
+class NativeStep:
+    """A step of one batch size.
+
+    Attributes:
+        graph: takes the batch's tensors on the device, the fixed ones, the lengths as a tensor, and each as an integer;
+            returns ``(logits,)``. Caches are written in place.
+        examples: a fake tensor or symbolic integer for each input. Those that are always the same are marked so.
+        fixed: weights, buffers, caches, and what else the kernels hold: the same tensors at every call.
+        mode: whose fake tensors they are.
+        readers: the nodes that read lengths on the host.
+    """
+
+    graph: fx.GraphModule
+    examples: list[Any]
+    fixed: list[Tensor]
+    mode: FakeTensorMode
+    readers: list[fx.Node]
+
+    def arguments(self, batch: Batch) -> list[Tensor]:
+        """All inputs but the lengths, for a batch on fixed memory."""
+        return [*on_device(batch), *self.fixed]
+
+
+class _Starts:
+    """As many queries for each sequence: what kernels read where each begins, in place of a tensor."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self._starts = list(range(0, shape.tokens + 1, shape.queries))
+
+    def tolist(self) -> list[int]:
+        return self._starts
+
+
+class _Lengths:
+    """The lengths as kernels read them, in place of a tensor: as integers, or as a tensor of their own."""
+
+    def __init__(self, tensor: Tensor, integers: Sequence[Any]) -> None:
+        self._tensor, self._integers = tensor, list(integers)
+
+    def tolist(self) -> list[Any]:
+        return self._integers
+
+    def clone(self) -> Tensor:
+        return self._tensor  # a new one at every step
+
+
+def on_device(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch that the device reads, in the order of its fields."""
+    return [getattr(batch, name) for name, each in fields_of(type(batch)).items() if each.twin_of is None]
+
+
+def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], static: StaticBatch) -> NativeStep:
+    """Make the graph for batches of one size.
+
+    Args:
+        step: of calls of operations, in which the active backend's kernels run: from the tensors of a batch, in the
+            order of its fields, and the fixed ones, to ``(logits,)``.
+        fixed: weights, buffers and caches.
+        static: a batch of that size, on the memory that all will have.
+
+    Raises:
+        CompileError: a kernel or the model reads a value, or a length otherwise than to hand it on.
+    """
+    batch, shape = static.batch, static.shape
+    names, sequences, device = list(fields_of(type(batch))), shape.sequences, on_device(batch)
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    tensors = [_fake(mode, tensor) for tensor in (*device, *fixed, batch.kv_lens_host)]
+    lengths = [_symbol(shapes, number) for number in range(sequences)]
+
+    def run(*inputs: Any) -> tuple[Tensor]:
+        given, last = iter(inputs), len(tensors) - 1
+        host = {STARTS: _Starts(shape), LENGTHS: _Lengths(inputs[last], inputs[last + 1 :])}
+        first: list[Any] = [host[name] if name in host else next(given) for name in names]
+        return step(*first, *inputs[len(device) : last])
+
+    try:
+        graph = make_graph(run, [*tensors, *lengths], mode)
+    except Exception as error:
+        raise CompileError(
+            f"the step for a batch of {sequences} cannot be lowered to torch_npu's operations: {first_line(error)}",
+            'use the compiler "graph", which captures kernels as they are',
+        ) from error
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    held = _hold(graph, mode, before=places[len(tensors) - 1])
+    examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    for example in examples:
+        if isinstance(example, Tensor):
+            mark_static_address(example)  # so that it is neither copied nor looked at
+    readers = _users(places[len(tensors) - 1 :])
+    return NativeStep(graph, examples, [*fixed, *held], mode, readers)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake of a tensor; of one that was made under inference mode, as states are, one that may be written without."""
+    if not tensor.is_inference():
+        return mode.from_tensor(tensor, static_shapes=True)
+    with torch.inference_mode(False), mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _symbol(shapes: ShapeEnv, number: int) -> Any:
+    source, hint = ConstantSource(f"length_{number}"), FIRST_HINT + number
+    symbol = shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _hold(module: fx.GraphModule, mode: FakeTensorMode, before: fx.Node) -> list[Tensor]:
+    """Make inputs of the tensors that the graph holds, which would be copied into compiled code."""
+    inputs: dict[int, fx.Node] = {}
+    held: list[Tensor] = []
+    for node in [each for each in module.graph.nodes if each.op == "get_attr"]:
+        tensor: Tensor = getattr(module, str(node.target))
+        if id(tensor) not in inputs:
+            with module.graph.inserting_before(before):
+                inputs[id(tensor)] = place = module.graph.placeholder(f"held_{len(held)}")
+            place.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
+            held.append(tensor)
+        node.replace_all_uses_with(inputs[id(tensor)])
+        module.graph.erase_node(node)
+    module.graph.lint()
+    module.recompile()
+    return held
+
+
+def _users(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys(user for node in nodes for user in node.users))

@@ -1,0 +1,78 @@
+"""Our side: one model, and a runner for each compiler. Only what an engine would use, too."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import attrs
+import torch
+
+import hal
+from hal import ops
+from hal.bench.contenders.workload import Contender, Inputs
+from hal.bench.plan import Setting
+from hal.config import read
+from hal.drivers.compiler_registry import EAGER
+
+
+class Ours:
+    """The weights, loaded once; every mode runs on them.
+
+    Raises:
+        HalError: whatever loading gives.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.modes = tuple(setting.modes)
+        self._backend, self._compilation = setting.backend, setting.plan.compilation
+        # Before loading, so that a driver that prepares weights by batch size knows which ones will come.
+        self._configure("eager", setting.plan.batch_sizes)
+        self._model = hal.load_model(setting.checkpoint, self._backend)
+
+    def contender(self, mode: str, inputs: Inputs) -> Contender:
+        """A runner with a cache and graphs of just the size that is measured."""
+        backend, size = self._backend, inputs.batch_size
+        length = inputs.length + (inputs.workload == "decode")
+        per_sequence = -(-length // backend.block_size)
+        prompts = size * inputs.length if inputs.workload == "prefill" else None
+        self._configure(mode, (size,), size * per_sequence * backend.block_size, prompts)
+        start = time.perf_counter()
+        runner = hal.Runner(self._model, backend)
+        made = time.perf_counter() - start
+        blocks = [list(range(1 + row * per_sequence, 1 + (row + 1) * per_sequence)) for row in range(size)]
+        tokens = inputs.tokens.tolist()
+        if inputs.workload == "decode":
+            _fill(runner, inputs, blocks)
+            batch = runner.batch(tokens, blocks, cached=[inputs.length] * size)
+        else:
+            batch = runner.batch(tokens, blocks)
+        start = time.perf_counter()
+        runner.step(batch)
+        backend.device.synchronize()
+        setup = made + time.perf_counter() - start
+        # A step writes the same slots each time, so there is nothing to reset.
+        return Contender(f"hal {mode}", lambda: runner.step(batch).logits, lambda: None, setup, runner.close)
+
+    def _configure(
+        self, compiler: str, sizes: tuple[int, ...], num_tokens: int = 1, prompts: int | None = None
+    ) -> None:
+        """``prompts`` are the tokens of a prefill, all sequences together, if that is what is measured."""
+        config = self._backend.config
+        measured: dict[str, Any] = {"compiler": compiler, "capture_sizes": list(sizes)}
+        if prompts is not None and compiler != EAGER and self._backend.compiler(compiler).any_shape:
+            measured["prefill"] = {"capture_sizes": [min(prompts, config.max_prefill_tokens)]}
+        given = {} if compiler == "eager" else self._compilation  # which are for compilers, and eager would refuse
+        compilation = read(hal.CompilationConfig, {**given, **measured}, "compilation")
+        cache = attrs.evolve(config.cache, num_tokens=num_tokens)
+        self._backend.configure(attrs.evolve(config, compilation=compilation, cache=cache))
+
+
+def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]]) -> None:
+    """Write the drawn cache, by the operation that knows the backend's layout."""
+    nobody = [[0] * inputs.length] * inputs.batch_size
+    slots = runner.batch(nobody, blocks).slot_mapping
+    with torch.inference_mode():
+        for layer, state in enumerate(runner.states.layers):
+            keys, values = inputs.cached(layer)
+            ops.store_kv_cache(keys.flatten(0, 1), values.flatten(0, 1), state["key"], state["value"], slots)

@@ -1,0 +1,62 @@
+"""Checkpoints of random weights that never touch a disk."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.model_registry import find_model
+from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
+from hal.checkpoint.weight_bindings import bindings_of
+from hal.nn import CausalLM
+
+
+@attrs.frozen
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint whose values are drawn when they are read, always the same ones for a name and shape.
+
+    Matrices are drawn such that hidden states keep their size from layer to layer; vectors are ones, as norms begin.
+    """
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, Any]) -> RandomCheckpoint:
+        """A checkpoint with the tensors that the model registered for ``config`` takes, in the config's dtype."""
+        pieces = [piece for binding in bindings_of(meta_model(config)) for piece in binding.pieces()]
+        tensors = {piece.source: TensorInfo(Path(name), piece.source_shape, "BF16") for piece in pieces}
+        return cls(Path(name), config, tensors)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The values of ``names``, in that order, as CPU tensors of the checkpoint's dtype."""
+        for name in names:
+            shape = self.tensors[name].shape
+            values = torch.ones(shape, dtype=self.dtype)
+            if len(shape) > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                values.normal_(std=1 / math.sqrt(shape[-1]), generator=generator)
+            yield name, values
+
+    def read_slices(self, wanted: Sequence[TensorSlice]) -> Iterator[tuple[int, int, Tensor]]:
+        """Of each slice its place, 0 and all of its values, in that order."""
+        for place, each in enumerate(wanted):
+            for _, values in self.read([each.name]):
+                yield place, 0, values[tuple(slice(*taken) for taken in each.taken)]
+
+
+def meta_model(config: Mapping[str, Any]) -> CausalLM:
+    """The model registered for a config.json, with shapes and no values.
+
+    Raises:
+        CheckpointError: no model is registered for it.
+        ConfigError: the config is not one that the model takes.
+    """
+    architecture = Checkpoint(Path("config.json"), config, {}).architecture
+    with torch.device("meta"):
+        return find_model(architecture).from_config(config)

@@ -1,0 +1,126 @@
+"""Hugging Face transformers as a contender: its eager forward, and compiled over a static cache.
+
+As its own ``generate`` runs them, with everything left out that hal's figures leave out too: sampling, and making the
+inputs of a step from the tokens (there ``prepare_inputs_for_generation``, here ``Runner.batch``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.bench.bench_errors import BenchmarkError, need
+from hal.bench.contenders.extensions import only_imported_extensions
+from hal.bench.contenders.workload import Contender, Inputs
+from hal.bench.plan import Setting
+
+
+class Transformers:
+    """Its model for the same config, with the same values.
+
+    Raises:
+        BenchmarkError: transformers is not installed, or does not know the model.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._device = setting.backend.device
+        # generate() compiles decode steps alone: of a prefill there is only the eager one.
+        self.modes = ("eager", "compiled") if setting.plan.workload == "decode" else ("eager",)
+        with only_imported_extensions():
+            self._library = need("transformers", "--against transformers")
+            with torch.device(self._device.torch), need("transformers.initialization", "--against").no_init_weights():
+                self._model = model_of(self._library, setting.checkpoint.config, setting.dtype).eval()
+        self._model.tie_weights()  # which initialising the weights would have done
+        parameters = dict(self._model.named_parameters())
+        if absent := sorted(set(parameters) - set(setting.checkpoint.tensors)):
+            raise BenchmarkError(
+                f"transformers' model has parameters that the checkpoint lacks: {', '.join(absent[:3])}",
+                "leave --against out, or check that config.json and the weights belong together",
+            )
+        for name, values in setting.checkpoint.read(parameters):
+            parameters[name].data.copy_(values)
+
+    def contender(self, mode: str, inputs: Inputs) -> Contender:
+        """One with a cache of its own."""
+        tokens = inputs.tokens.to(self._device.torch)
+        if inputs.workload == "prefill":
+            forward, reset = self._prefill(tokens)
+        elif mode == "eager":
+            forward, reset = self._eager(tokens, inputs)
+        else:
+            forward, reset = self._compiled(tokens, inputs)
+
+        def step() -> Tensor:
+            with torch.no_grad():  # as generate() does
+                logits: Tensor = forward().logits[:, -1]
+            return logits
+
+        start = time.perf_counter()
+        step()
+        self._device.synchronize()
+        return Contender(f"transformers {mode}", step, reset, time.perf_counter() - start)
+
+    def _prefill(self, tokens: Tensor) -> tuple[Callable[[], Any], Callable[[], None]]:
+        held = [self._library.DynamicCache(config=self._model.config)]
+
+        def reset() -> None:
+            held[0] = self._library.DynamicCache(config=self._model.config)
+
+        return lambda: self._model(input_ids=tokens, past_key_values=held[0], use_cache=True, logits_to_keep=1), reset
+
+    def _eager(self, tokens: Tensor, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], None]]:
+        cache = self._library.DynamicCache(config=self._model.config)
+        self._fill(cache, inputs)
+
+        def reset() -> None:
+            longer = cache.get_seq_length() - inputs.length
+            if longer:
+                cache.crop(-longer)
+
+        return lambda: self._model(input_ids=tokens, past_key_values=cache, use_cache=True), reset
+
+    def _compiled(self, tokens: Tensor, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], None]]:
+        # The smallest static cache that holds the step. generate() makes it for all tokens to come, and attends over
+        # all of that, so it is never faster than this.
+        cache = self._library.StaticCache(config=self._model.config, max_cache_len=inputs.length + 1)
+        self._fill(cache, inputs)
+        every = torch.ones(inputs.batch_size, inputs.length + 1, dtype=torch.int64, device=tokens.device)
+        positions = torch.full_like(tokens, inputs.length)
+        prepared = self._model.prepare_inputs_for_generation(
+            tokens, past_key_values=cache, attention_mask=every, position_ids=positions, use_cache=True
+        )
+        compiled = self._model.get_compiled_call(None)
+
+        def reset() -> None:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(inputs.length)
+
+        return lambda: compiled(**prepared, return_dict=True), reset
+
+    def _fill(self, cache: Any, inputs: Inputs) -> None:
+        if any(layer.is_sliding for layer in cache.layers):
+            raise BenchmarkError(
+                "the model has a sliding window, and transformers' caches of those cannot be set back after a step",
+                "leave --against out",
+            )
+        for layer in range(len(inputs.setting.meta.states)):
+            keys, values = inputs.cached(layer)
+            cache.update(keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous(), layer)
+
+
+def model_of(library: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+    """Its model for a ``config.json``, on torch's default device.
+
+    Raises:
+        BenchmarkError: it does not know the model.
+    """
+    keys = dict(config)
+    try:
+        known = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    except (KeyError, ValueError) as error:
+        raise BenchmarkError(f"transformers does not know the model: {error}", "leave --against out") from error
+    return library.AutoModelForCausalLM.from_config(known, dtype=dtype)

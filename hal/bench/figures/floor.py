@@ -1,0 +1,173 @@
+"""The floor: what a step would take if the hardware did nothing but what cannot be avoided.
+
+Decode reads every weight and every cached key and value once: bytes over the read bandwidth. Prefill multiplies:
+operations over the rate of a large matmul. Both rates are measured in the same rounds as the contenders.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.bench.contenders.workload import Contender
+from hal.bench.plan import Setting
+from hal.device.device import Device
+from hal.nn import Attention, CausalLM, Embedding, Linear
+from hal.step import SEQUENCE
+
+READ_BYTES = 1 << 30
+"""Of the buffer that is read: far more than any cache holds."""
+SHORTEST_READ, MOST_READ_BYTES = 2e-3, 8 << 30
+"""Seconds that a read should take, so that launching it is little of that; a fast device reads more for it."""
+MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+"""Square matmuls that are tried. The fastest, by operations a second, is the one that counts."""
+LONGEST_TRIAL = 0.1
+"""Seconds; a larger matmul is not tried once one took so long."""
+
+
+@attrs.frozen(eq=False)
+class Probe:
+    """A contender that does nothing but read, or multiply.
+
+    Attributes:
+        contender: takes its turn among the others.
+        amount: bytes or operations of a step.
+        description: what it does, for the reader.
+    """
+
+    contender: Contender
+    amount: int
+    description: str
+
+
+@attrs.frozen
+class Work:
+    """What cannot be avoided in a step.
+
+    Attributes:
+        parts: bytes or operations, by what they are for.
+        unit: ``bytes`` or ``operations``.
+    """
+
+    parts: dict[str, int]
+    unit: str
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+
+def work(setting: Setting, batch_size: int) -> Work:
+    """The unavoidable work of the plan's step at a batch size."""
+    model, length = setting.meta, setting.plan.length
+    if setting.plan.workload == "decode":
+        return decode_bytes(model, setting.dtype, batch_size, length)
+    return prefill_operations(model, int(setting.checkpoint.config["num_attention_heads"]), batch_size, length)
+
+
+def decode_bytes(model: CausalLM, dtype: torch.dtype, batch_size: int, context: int) -> Work:
+    """Bytes that a decode step reads: every weight once, and the keys and values of ``context`` tokens a sequence.
+
+    Looking up embeddings is left out. A table that is the output projection too is read once, for that.
+    """
+    weights = sum(each.numel() for each in model.parameters())
+    if not model.tied:
+        weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
+    cache = 0
+    for layer in model.states:
+        for state in layer.values():
+            entries = (
+                1 if state.per is SEQUENCE else context if state.window is None else min(context, state.window - 1)
+            )
+            cache += entries * batch_size * math.prod(state.shape) * (state.dtype or dtype).itemsize
+    return Work({"weights": weights * dtype.itemsize, "cache": cache}, "bytes")
+
+
+def prefill_operations(model: CausalLM, num_heads: int, batch_size: int, tokens: int) -> Work:
+    """Multiplications and additions of a prefill: two for each weight of a projection and token, and attention's.
+
+    The output projection is for the last token of each sequence only. Attention is causal: token ``i`` meets ``i + 1``
+    keys, and takes part in two matmuls.
+    """
+    table = sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
+    projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
+    inner = projections if model.tied else projections - table  # the output projection is as large as the table
+    attentions = [each for each in model.modules() if isinstance(each, Attention)]
+    pairs = sum(_causal_pairs(tokens, each.sliding_window) * each.head_dim for each in attentions)
+    return Work(
+        {
+            "projections": 2 * inner * tokens * batch_size,
+            "output projection": 2 * table * batch_size,
+            "attention": 4 * pairs * num_heads * batch_size,
+        },
+        "operations",
+    )
+
+
+def _causal_pairs(tokens: int, window: int | None) -> int:
+    seen = tokens if window is None else min(tokens, window)
+    return seen * (seen + 1) // 2 + (tokens - seen) * seen
+
+
+def read_probe(device: Device) -> Probe:
+    """Reads a large buffer by whatever reduction reads it fastest."""
+    nbytes = min(READ_BYTES, device.memory_stats().free // 8)
+    while True:
+        buffer = torch.ones(nbytes // 4, device=device.torch)
+        reductions = _reductions(buffer)
+        took = {name: _seconds(run, device) for name, run in reductions.items()}
+        fastest = min(took, key=lambda name: took[name])
+        more = 2 * nbytes
+        if took[fastest] >= SHORTEST_READ or more > min(MOST_READ_BYTES, device.memory_stats().free // 8):
+            contender = Contender("read", reductions[fastest], lambda: None)
+            return Probe(contender, buffer.nbytes, f"{fastest} of {buffer.nbytes >> 20} MiB")
+        nbytes = more
+
+
+def _reductions(buffer: Tensor) -> dict[str, Callable[[], Tensor]]:
+    return {"sum": buffer.sum, "max": buffer.max, "norm": lambda: torch.linalg.vector_norm(buffer)}
+
+
+def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
+    """Multiplies square matrices of ``dtype``, of the size with the highest rate."""
+    best: Probe | None = None
+    fastest = 0.0
+    for size in MATMUL_SIZES:
+        left, right = (torch.randn(size, size).to(device.torch, dtype) for _ in range(2))
+        run = _multiplying(left, right)
+        took = _seconds(run, device)
+        if 2 * size**3 / took > fastest:
+            fastest = 2 * size**3 / took
+            description = f"matmul {size} x {size} x {size} in {str(dtype).removeprefix('torch.')}"
+            best = Probe(Contender("matmul", run, lambda: None), 2 * size**3, description)
+        if took > LONGEST_TRIAL:
+            break
+    assert best is not None
+    return best
+
+
+def _multiplying(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with torch.inference_mode():
+            return functional.linear(left, right)
+
+    return run
+
+
+def _seconds(run: Callable[[], Tensor], device: Device) -> float:
+    """The fastest of three, after one that warms up."""
+    took = []
+    for _ in range(4):
+        device.synchronize()
+        start = time.perf_counter()
+        run()
+        device.synchronize()
+        took.append(time.perf_counter() - start)
+    return min(took[1:])

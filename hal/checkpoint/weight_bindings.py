@@ -1,0 +1,222 @@
+"""Which slices of a checkpoint's tensors go where in a model, as its layers declare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+from hal.errors import ConfigError, ModelError, nearest
+from hal.nn.weight import Consumer, Weight, default_weight, source_name
+from hal.nn.weight_assembly import Interval, Region
+
+
+@attrs.frozen
+class Piece:
+    """A slice of a checkpoint's tensor, and the part of a layer's tensor that it fills.
+
+    Attributes:
+        source: the checkpoint's name.
+        source_shape: of the whole tensor in the checkpoint.
+        taken: by its dimensions, the slice.
+        target: by dimensions of the layer's tensor, the part.
+        order: of the target's dimensions, in order, which one of the source it is; None for one that is stacked.
+    """
+
+    source: str
+    source_shape: tuple[int, ...]
+    taken: tuple[Interval, ...]
+    target: tuple[Interval, ...]
+    order: tuple[int | None, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return torch.Size(stop - start for start, stop in self.taken).numel()
+
+    def put(self, tensor: Tensor, start: int, values: Tensor) -> None:
+        """Copy some rows of the slice into the layer's tensor.
+
+        Args:
+            tensor: the layer's.
+            start: the first of the rows, counted from where the slice begins.
+            values: the slice from there on, as far as it has been read.
+        """
+        where: list[int | slice] = []
+        for (first, stop), dim in zip(self.target, self.order, strict=True):
+            if dim is None:
+                where.append(first)
+            elif dim == 0:
+                where.append(slice(first + start, first + start + values.shape[0]))
+            else:
+                where.append(slice(first, stop))
+        tensor[tuple(where)].copy_(values.permute([dim for dim in self.order if dim is not None]))
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype hold numbers that mean themselves, and are rounded to another; 8 bits have a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+@attrs.frozen(eq=False)
+class Binding:
+    """A parameter or buffer of a layer in a model, and how it is made.
+
+    Attributes:
+        path: of the layer in the model.
+        module: the layer.
+        name: of the tensor in it.
+        weight: the declaration.
+        tensor: as the model was built, on the meta device.
+    """
+
+    path: str
+    module: nn.Module
+    name: str
+    weight: Weight
+    tensor: Tensor
+
+    @property
+    def full_name(self) -> str:
+        """The tensor's name in the model."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    def dtype(self, computing: torch.dtype) -> torch.dtype:
+        """Return what it is held in, in a model that computes in ``computing``."""
+        return computing if self.weight.dtype is None and rounds(self.tensor.dtype) else self.held
+
+    @property
+    def held(self) -> torch.dtype:
+        """What it is held in; of a tensor that goes by what the model computes in, any dtype that rounds to that."""
+        return self.weight.dtype or self.tensor.dtype
+
+    def pieces(self, rank: int = 0, ranks: int = 1) -> tuple[Piece, ...]:
+        """Return what one of several ranks reads, and where in its own tensor that goes.
+
+        Args:
+            rank: which one.
+            ranks: how many share the tensor along the axis ``shard``; without one, each has it whole. Of each
+                concatenated part a rank gets its share, so that parts stay where a layer looks for them.
+
+        Raises:
+            ModelError: the declaration does not fit the tensor.
+            ConfigError: the ranks cannot share it equally.
+        """
+        weight, axes = self.weight, tuple(self.weight.axes.split())
+        if not weight.sources:  # a scheme gives it
+            return ()
+        if len(axes) != self.tensor.dim():
+            raise ModelError(
+                f"{self.full_name} is declared with the axes {weight.axes!r} and has the shape {[*self.tensor.shape]}",
+                "name each dimension",
+            )
+        sizes = dict(zip(axes, self.tensor.shape, strict=True))
+        try:
+            regions = list(weight.assemble.regions({axis: (0, size) for axis, size in sizes.items()}, axes))
+        except ModelError as error:
+            raise ModelError(f"{self.full_name}: {error.problem}", error.remedy) from None
+        if len(regions) != len(weight.sources):
+            raise ModelError(
+                f"{self.full_name} is assembled of {len(regions)} tensors, and {len(weight.sources)} sources are named",
+                "name one for each, in order",
+            )
+        kept = self._kept(sizes, rank, ranks)
+        return tuple(
+            piece
+            for source, region in zip(weight.sources, regions, strict=True)
+            for piece in _pieces(source_name(self.path, source), region, axes, weight.shard, kept)
+        )
+
+    def _kept(self, sizes: Mapping[str, int], rank: int, ranks: int) -> list[tuple[Interval, int]]:
+        """Of the axis ``shard``, the intervals that a rank keeps, and where each begins in what it holds."""
+        axis, kept, start, place = self.weight.shard, list[tuple[Interval, int]](), 0, 0
+        if axis is None:
+            return kept
+        for cut in self.weight.assemble.cuts(axis, sizes[axis]):
+            if cut % ranks:
+                raise ConfigError(
+                    f"{self.full_name} has a part of {cut} {axis}, which {ranks} ranks cannot share equally",
+                    f"choose a number of ranks that divides {cut}",
+                )
+            share = cut // ranks
+            kept.append(((start + rank * share, start + (rank + 1) * share), place))
+            start, place = start + cut, place + share
+        return kept
+
+
+def bindings_of(model: nn.Module) -> list[Binding]:
+    """Return the bindings of all tensors that a checkpoint or a scheme fills, in the model's order.
+
+    Raises:
+        ModelError: a declaration is none, or does not fit its layer.
+    """
+    found = []
+    for path, module in model.named_modules():
+        declared = _declared(path, module)
+        sizes: dict[str, int] = {}
+        named: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+        named |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in declared}
+        for name, tensor in named.items():
+            binding = Binding(path, module, name, declared.get(name) or default_weight(name, tensor.shape), tensor)
+            binding.pieces()  # whether it fits is found before anything is read
+            for axis, size in zip(binding.weight.axes.split(), tensor.shape, strict=True):
+                if sizes.setdefault(axis, size) != size:
+                    raise ModelError(
+                        f"the axis {axis} of {binding.full_name} has {size} elements, and elsewhere in its layer "
+                        f"{sizes[axis]}",
+                        "give different axes names of their own",
+                    )
+            found.append(binding)
+    return found
+
+
+def _declared(path: str, module: nn.Module) -> Mapping[str, Weight]:
+    declared: Any = getattr(module, "weights", None)
+    if declared is None or isinstance(declared, nn.Module | Tensor):  # a submodule or parameter of that name
+        return {}
+    what = f"weights of {type(module).__name__} at {path!r}"
+    if not isinstance(declared, Mapping) or not all(isinstance(each, Weight) for each in declared.values()):
+        raise ModelError(f"{what} is {declared!r:.70}", "make it a mapping from names to hal.nn.Weight")
+    # A tensor that a layer was built without, such as a bias, may be declared all the same.
+    held = {**module._parameters, **module._buffers}
+    for name, weight in declared.items():
+        if name not in held:
+            raise ModelError(f"{what} declares {name!r}, which is no parameter or buffer of it", nearest(name, held))
+        for consumer in (weight.consumer, weight.tied_use and weight.tied_use.consumer):
+            if consumer is not None:
+                _check_consumer(f"{what} says of {name!r}", consumer)
+    return declared
+
+
+def _check_consumer(what: str, consumer: Consumer) -> None:
+    known = ops.operation(consumer.operation).weights
+    if consumer.argument not in known:
+        raise ModelError(
+            f"{what} that {consumer.operation} takes it as {consumer.argument!r}, which is none of its weights",
+            nearest(consumer.argument, known) if known else f"declare {consumer.operation} with weights=",
+        )
+
+
+def _pieces(
+    source: str, region: Region, axes: tuple[str, ...], shard: str | None, kept: list[tuple[Interval, int]]
+) -> Iterator[Piece]:
+    order = tuple(region.axes.index(axis) if axis in region.axes else None for axis in axes)
+    starts = dict(zip(region.axes, region.starts, strict=True))
+    targets: list[tuple[Mapping[str, Interval], int]] = [(region.target, 0)]
+    if shard is not None:
+        targets = []
+        for (start, stop), place in kept:
+            first, last = max(start, region.target[shard][0]), min(stop, region.target[shard][1])
+            if first < last or (start, stop) == region.target[shard]:  # the latter where there are no elements at all
+                targets.append(({**region.target, shard: (first, last)}, place - start))
+    for target, shift in targets:
+        taken = []
+        for axis in region.axes:
+            begin = starts[axis] + target[axis][0] - region.target[axis][0]
+            taken.append((begin, begin + target[axis][1] - target[axis][0]))
+        placed = {**target, shard: (target[shard][0] + shift, target[shard][1] + shift)} if shard else target
+        yield Piece(source, region.shape, tuple(taken), tuple(placed[axis] for axis in axes), order)

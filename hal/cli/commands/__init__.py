@@ -1,0 +1,1 @@
+"""The subcommands of ``hal``, one module each."""

@@ -1,0 +1,132 @@
+"""``hal bench``: time decode and prefill, against other implementations and against what the hardware can do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from hal.cli.config_options import COMPILATION_CONFIG, compilation_of
+from hal.cli.console import print_table
+from hal.cli.emulation import EMULATE, emulated
+from hal.cli.stdout import ResultCommand, echo
+from hal.cli.targets import check_file, writing
+
+if TYPE_CHECKING:
+    from hal.bench.plan import Workload
+
+log = logging.getLogger("hal.cli")
+
+FILE = click.Path(path_type=Path)
+HELP = {
+    "shapes": "Instead of a checkpoint: random weights of a model's shapes, such as qwen3-0.6b.",
+    "backend": "A driver, or auto; see `hal backends`.",
+    "dtype": "auto (the checkpoint's own), float32, bfloat16 or float16.",
+    "batch_sizes": "Sequences. Repeatable.",
+    "compilers": "A mode of hal. Repeatable. By default decode takes all of the backend's; prefill takes eager.",
+    "against": "transformers: eager and, for decode, compiled over a static cache. Repeatable.",
+    "compilation_config": f"{COMPILATION_CONFIG} For all modes.",
+    "repeats": "Timed steps of each contender.",
+    "threads": "Threads that torch computes with on the CPU.",
+    "trace": "Also count the kernels that a step launches, per layer; on devices that count them.",
+    "memory": "Also run each contender in a process of its own, for its peak memory.",
+    "json_file": "Write all figures there.",
+    "plot_file": "Draw them there; needs matplotlib.",
+}
+OPTIONS = (
+    click.argument("checkpoint", required=False, metavar="[CHECKPOINT]"),
+    click.option("--shapes", metavar="NAME", help=HELP["shapes"]),
+    click.option("--backend", metavar="NAME", help=HELP["backend"]),
+    click.option("--emulate", is_flag=True, help=EMULATE),
+    click.option("--dtype", metavar="NAME", help=HELP["dtype"]),
+    click.option("--batch-size", "batch_sizes", type=int, multiple=True, default=(1,), help=HELP["batch_sizes"]),
+    click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=HELP["compilers"]),
+    click.option("--compilation-config", metavar="JSON", help=HELP["compilation_config"]),
+    click.option("--against", multiple=True, metavar="NAME", help=HELP["against"]),
+    click.option("--repeats", type=int, default=15, show_default=True, help=HELP["repeats"]),
+    click.option("--threads", type=int, help=HELP["threads"]),
+    click.option("--trace", is_flag=True, help=HELP["trace"]),
+    click.option("--memory", is_flag=True, help=HELP["memory"]),
+    click.option("--json", "json_file", type=FILE, metavar="FILE", help=HELP["json_file"]),
+    click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help=HELP["plot_file"]),
+)
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
+
+
+@click.group()
+def command() -> None:
+    """Measure decode steps or prefills.
+
+    All contenders take turns in one run, round after round, and are compared by the medians of their times. Before
+    that, it is checked that they compute the same.
+    """
+
+
+@command.command(cls=ResultCommand)
+@_options
+@click.option("--context", "length", type=int, default=512, show_default=True, help="Tokens in each sequence's cache.")
+def decode(**options: Any) -> None:
+    """Time one decode step of the model in the folder CHECKPOINT, or of --shapes."""
+    _bench("decode", **options)
+
+
+@command.command(cls=ResultCommand)
+@_options
+@click.option("--tokens", "length", type=int, default=512, show_default=True, help="Tokens of each prompt.")
+def prefill(**options: Any) -> None:
+    """Time the prefill of whole prompts of the model in the folder CHECKPOINT, or of --shapes."""
+    _bench("prefill", **options)
+
+
+def _say_what_is_not_read() -> None:
+    from hal.config import environment_mapping
+    from hal.drivers.registry import driver_names
+
+    given = environment_mapping(driver_names=driver_names()).get("compilation", {})
+    if given:
+        keys = ", ".join(f"compilation.{key}" for key in given) if isinstance(given, dict) else "compilation"
+        log.warning("%s of the environment is not read: it is modes that are measured; give it with "
+                    "--compilation-config", keys)  # fmt: skip
+
+
+def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
+    from hal.bench import bench_report, plot
+    from hal.bench.measurement import run
+    from hal.bench.plan import Plan
+    from hal.config import CompilationConfig, read
+
+    emulate, given = options.pop("emulate"), options.pop("compilation_config")
+    compilation = {} if given is None else dict(compilation_of(given))
+    read(CompilationConfig, compilation, "--compilation-config")
+    plan = Plan(workload=workload, compilation=compilation, **options)
+    _say_what_is_not_read()
+    for file in (json_file, plot_file):
+        if file is not None:
+            check_file(file)
+    if plot_file is not None:
+        plot.require()
+    with emulated(emulate, plan.backend) as driver_options:
+        plan = attrs.evolve(plan, options=driver_options)
+        result = run(plan, say=lambda text: click.echo(text, err=True))
+    echo(bench_report.heading(result) + "\n")
+    print_table(*bench_report.table(result))
+    echo("\n" + "\n".join(f"- {note}" for note in bench_report.notes(result)))
+    if result.launches:
+        echo("\nkernels that a step launches\n")
+        print_table(*bench_report.launches_table(result))
+        echo("\n" + "\n".join(f"- {note}" for note in bench_report.launches_notes(result)))
+    if json_file is not None:
+        with writing(json_file):
+            json_file.write_text(json.dumps(bench_report.as_json(result), indent=1) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        with writing(plot_file):
+            plot.plot(result, plot_file)

@@ -1,0 +1,136 @@
+"""``hal explain``: what compiling makes of a model's step, stage by stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hal.cli.commands.explanation import captures_python, explain_step
+from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.console import print_table
+from hal.cli.emulation import EMULATE, emulated
+from hal.cli.stdout import ResultCommand, echo
+from hal.cli.targets import check_folder, writing
+from hal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hal.checkpoint.checkpoint import Checkpoint
+    from hal.compile.optimise import Stage
+    from hal.compile.split import SplitStep
+    from hal.drivers.backend import Backend
+    from hal.nn import CausalLM
+
+
+@click.command(cls=ResultCommand, short_help="Show what compiling makes of a decode step.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
+@click.option("--emulate", is_flag=True, help=EMULATE)
+@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
+@click.option("--compiler", metavar="NAME", help=COMPILER)
+@click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+@click.option("--batch-size", type=click.IntRange(min=1), default=2, show_default=True, help="Of the decode step.")
+@click.option(
+    "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph."
+)
+def command(
+    checkpoint: Path,
+    backend: str | None,
+    emulate: bool,
+    dtype: str | None,
+    compiler: str | None,
+    compilation_config: str | None,
+    batch_size: int,
+    dump: Path | None,
+) -> None:
+    """Compile a decode step of the model in the folder CHECKPOINT, and say what was done to it.
+
+    Prints each stage's calls and seconds; at how many places with a rewrite's structure it was applied, at how many it
+    was not, and why; where the step was split; and, on devices that count them, what a layer launches before and after.
+    Of a compiler that applies no rewrites it says so.
+    """
+    import hal
+    from hal.checkpoint.checkpoint import Checkpoint
+    from hal.config import read
+
+    if dump is not None:
+        check_folder(dump)
+    settings = settings_of(backend, dtype, compiler, compilation_config)
+    read(hal.Config, settings, "configuration")
+    opened = Checkpoint.open(checkpoint)
+    with emulated(emulate, backend) as options:
+        settings["options"] = {**settings.get("options", {}), **options}
+        on = hal.open(read(hal.Config, settings, "configuration"))
+    model = hal.load_model(opened, on)
+    config = on.config.compilation.of("decode")
+    echo(f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
+               f"{config.compiler}\n")  # fmt: skip
+    _layers(opened, model, on)
+    with on.explaining():
+        stages, split = explain_step(model, on, batch_size)
+    _launches(opened, checkpoint, on, batch_size, options)
+    if dump is not None and stages:
+        with writing(dump):
+            _dump(dump, stages, split)
+        echo(f"\nthe graphs are in {dump}")
+    elif dump is not None:
+        echo(f"\nthere is no graph to write to {dump}")
+
+
+def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
+    """Which layers of hal's the driver replaced by its own, and how many."""
+    if not on.layers:
+        return
+    from hal.checkpoint.driver_layers import replaced
+    from hal.checkpoint.loading import build_model
+
+    found = Counter((old.__name__, new.__name__) for old, new in replaced(model, build_model(opened)))
+    rows = [(*names, str(times)) for names, times in found.items()]
+    if rows:
+        print_table(("layer", "the driver's", "times"), rows)
+        echo()
+
+
+def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: dict[str, Any]) -> None:
+    """What a layer launches by the model's Python and compiled, on a backend that counts it."""
+    from hal.bench.figures.launches import count
+    from hal.bench.plan import Plan, settle
+
+    config = on.config.compilation.of("decode")
+    try:
+        with on.counting_launches():
+            pass
+    except ConfigError:
+        return
+    # What is captured of the model's own Python launches what that does.
+    modes = ("eager",) if config.compiler == "eager" or captures_python(config, size) else ("eager", config.compiler)
+    kept = {"passes": dict(config.passes), "splitting_ops": config.splitting_ops}
+    plan = Plan(workload="decode", checkpoint=str(path), backend=on.name, dtype=None if on.config.dtype == "auto" else
+                on.config.dtype, batch_sizes=(size,), length=20, compilers=modes, trace=True,
+                options={**on.config.options, **options}, compilation=kept)  # fmt: skip
+    found = count(settle(plan), say=lambda text: None)
+    echo()
+    print_table(
+        ("launches", "per layer", "kernels of a layer"),
+        [
+            (each.contender, str(each.per_layer), ", ".join(f"{name} {times}" for name, times in each.layer.items()))
+            for each in found
+        ],
+    )
+
+
+def _dump(folder: Path, stages: Sequence[Stage], split: SplitStep | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, stage in enumerate(stages):
+        (folder / f"{number}-{stage.name}.py").write_text(stage.code, encoding="utf-8")
+    if split is None:
+        return
+    lines = []
+    for number, each in enumerate(split.segments):
+        kind = "captured" if each.captured else f"eager: {', '.join(each.operations) or 'rows of logits'}"
+        outputs = ", ".join(output.name for output in each.outputs)
+        lines.append(f"{number} {kind}\n  reads {', '.join(each.inputs)}\n  gives {outputs or 'nothing'}\n")
+    (folder / f"{len(stages)}-split.txt").write_text("".join(lines), encoding="utf-8")

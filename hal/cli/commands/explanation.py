@@ -1,0 +1,194 @@
+"""What becomes of a model's decode step in each way of running it, for ``hal explain``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hal.cli.console import print_table
+from hal.cli.stdout import echo
+
+if TYPE_CHECKING:
+    from hal.compile.optimise import OptimisedStep, Stage
+    from hal.compile.split import SplitStep
+    from hal.config import CompilationConfig
+    from hal.drivers.backend import Backend
+    from hal.execution.context import FormContext
+    from hal.nn import CausalLM
+    from hal.step import StateSpec
+
+MOST_REASONS = 3
+"""Of a rewrite's near misses, the commonest are shown."""
+UNTRACED = "the model's own Python is"
+NO_REWRITES = "no rewrite is applied"
+
+
+def explain_step(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage], SplitStep | None]:
+    """Print what the backend's compiler of decode steps does to one of ``size`` sequences.
+
+    Returns:
+        The graphs that there are on the way, if any; and the pieces of the last, if it is captured in pieces.
+
+    Raises:
+        HalError: what a runner would raise, or warn of where ``on_capture_error`` is ``eager``.
+    """
+    config = on.config.compilation.of("decode")
+    if captures_python(config, size):
+        limit = config.torch_compile_max_bs
+        echo(f"{UNTRACED} captured as it is, since torch_compile_max_bs is {limit}; {NO_REWRITES}")
+    elif config.compiler == "eager":
+        echo(f"{UNTRACED} run as it is; {NO_REWRITES}")
+    elif config.compiler == "piecewise_eager":
+        _at_markers(model, on, size)
+    elif config.compiler == "inductor":
+        return _for_inductor(model, on, size), None
+    else:
+        return _rewritten(model, on, size)
+    return (), None
+
+
+def captures_python(config: CompilationConfig, size: int) -> bool:
+    """Whether the compiler ``graph`` captures decode steps of ``size`` from the model's own Python."""
+    limit = config.torch_compile_max_bs
+    return config.compiler == "graph" and limit is not None and size > limit
+
+
+def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
+    at = sorted(on.splitting_ops(on.config.compilation.of("decode")))
+    with _capturing_only(on, size), on.explaining():
+        pieces = _form(model, on, size).num_graphs
+    echo(f"{UNTRACED} captured in pieces, {pieces} of them; the {pieces - 1} calls between them run eagerly, of "
+               f"{', '.join(at)}; {NO_REWRITES}")  # fmt: skip
+
+
+def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
+    """The step as Inductor gets it."""
+    from hal.compile.optimise import stage_of
+    from hal.compile.trace import StepSizes, trace_step
+
+    began = time.perf_counter()
+    kept = sorted(on.inductor or ())
+    states = on.allocate(_spec(model, on, 2))
+    traced = stage_of("trace", trace_step(model, states, StepSizes(size), whole=kept), began)
+    _print_stages((traced,))
+    echo(f"\nInductor compiles what is traced; {NO_REWRITES}; the driver's kernels run for "
+               f"{', '.join(kept) or 'nothing'}")  # fmt: skip
+    return (traced,)
+
+
+def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage], SplitStep | None]:
+    """Rewritten, and then split, lowered, or handed to a compiler that is none of hal's."""
+    compiler = on.config.compilation.of("decode").compiler
+    split, after = None, None
+    if compiler == "piecewise":
+        step, split = _in_pieces(model, on, size)
+    else:
+        step, seconds = _lowered(model, on, size)
+        after = "lower", "", f"{seconds:.3f}"
+    own = compiler in ("graph", "piecewise")
+    later = () if own else _of_another(model, on, size)
+    if not own and not later:
+        echo(f"the compiler {compiler} does not show what it runs; if it takes hal's rewrites, it gets this\n")
+    _print_stages(step.stages, after, later)
+    echo()
+    print_table(("rewrite", "applied", "not applied", "ms", "why not"), _rewrites(step, on))
+    if split is not None:
+        pieces = [each for each in split.segments if each.captured]
+        between = [each for each in split.segments if not each.captured]
+        names = sorted({name for each in between for name in each.operations})
+        echo(f"\n{len(pieces)} pieces are captured; {len(between)} parts between them run eagerly, at "
+                   f"{', '.join(names)} and where lengths or rows of logits are read")  # fmt: skip
+    return (*step.stages, *later), split
+
+
+def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, float]:
+    """The rewritten step, and the seconds that came after the rewrites."""
+    from hal.execution.optimised_model import OptimisedModel
+    from hal.step import StepShape
+
+    began, shape = time.perf_counter(), StepShape.uniform(size)
+    decoder = OptimisedModel(_context(model, on, 2))
+    decoder.prepare(shape)
+    step = decoder.optimised[shape]
+    return step, time.perf_counter() - began - sum(each.seconds for each in step.stages)
+
+
+def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, SplitStep]:
+    with _capturing_only(on, size), on.explaining():
+        pieces = _form(model, on, size)
+    assert pieces.optimised is not None  # else it has raised
+    assert pieces.split is not None
+    return pieces.optimised, pieces.split
+
+
+def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
+    """What a compiler that is none of hal's did behind the rewrites, as far as it says so."""
+    from hal.step import StepShape
+
+    with _capturing_only(on, size), on.explaining():
+        stages: Sequence[Stage] = _form(model, on, size).stages(StepShape.uniform(size))
+    return stages
+
+
+def _context(model: CausalLM, on: Backend, num_blocks: int) -> FormContext:
+    from hal.execution.context import FormContext
+
+    states = on.allocate(_spec(model, on, num_blocks))
+    longest = min(model.max_length, states.spec.num_tokens)
+    return FormContext(model, on, states, on.config.compilation.of("decode"), "decode", None, longest)
+
+
+def _form(model: CausalLM, on: Backend, size: int) -> Any:
+    """What the backend's compiler makes of decode steps."""
+    return on.compiler(on.config.compilation.of("decode").compiler).make(_context(model, on, size + 1))
+
+
+@contextmanager
+def _capturing_only(on: Backend, size: int) -> Iterator[None]:
+    """Inside, the configuration says that one batch size is captured, and what goes wrong is raised."""
+    import attrs
+
+    config = on.config
+    decode = attrs.evolve(config.compilation.decode, capture_sizes=None, max_capture_size=None)
+    alone = attrs.evolve(
+        config.compilation, capture_sizes=(size,), max_capture_size=None, decode=decode, on_capture_error="raise"
+    )
+    on.configure(attrs.evolve(config, compilation=alone))
+    try:
+        yield
+    finally:
+        on.configure(config)
+
+
+def _spec(model: CausalLM, on: Backend, num_blocks: int) -> StateSpec:
+    from hal.step import StateSpec
+
+    dtype = next(model.parameters()).dtype
+    return StateSpec(tuple(model.states), dtype, num_blocks, on.block_size, num_slots=num_blocks)
+
+
+def _print_stages(
+    stages: Sequence[Stage], after: tuple[str, str, str] | None = None, later: Sequence[Stage] = ()
+) -> None:
+    rows = [(stage.name, str(stage.nodes), f"{stage.seconds:.3f}") for stage in (*stages, *later)]
+    if after is not None:
+        rows.insert(len(stages), after)
+    print_table(("stage", "calls", "seconds"), rows)
+
+
+def _rewrites(step: OptimisedStep, on: Backend) -> list[tuple[str, ...]]:
+    """A row for each pass. A function looks for no structure, and may not say how often it changed something."""
+    from hal.compile.optimise import all_passes
+    from hal.compile.rewrite.rewrite import Rewrite
+
+    rewrites = {each.name for each in all_passes(on) if isinstance(each, Rewrite)}
+    rows: list[tuple[str, ...]] = []
+    for each in step.report.passes:
+        counts = "" if each.changes is None else str(each.changes), ""
+        if each.name in rewrites:
+            counts = str(len(each.matches)), str(len(each.near_misses))
+        reasons = [f"{times} x {reason}" for reason, times in each.reasons.most_common(MOST_REASONS)]
+        rows.append((each.name, *counts, f"{each.seconds * 1e3:.1f}", "; ".join(reasons)))
+    return rows

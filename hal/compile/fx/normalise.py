@@ -1,0 +1,221 @@
+"""One spelling for each thing in a traced graph, so that a pattern meets its code however that was written.
+
+The trace has seen to the first half: operators, methods and functions are overloads by then. This does the rest. Parts
+of a tensor are slices of the tensor itself, whether it was split, chunked, indexed, or given another shape before; a
+view of a view is one view; what changes nothing is gone, such as the factor that ``1 / x`` has in a trace; sizes are
+asked of the graph's inputs; what is written in place into a tensor that nothing else can see is made anew. Arithmetic
+stays as it is written: :mod:`hal.compile.fx.arithmetic` knows its spellings.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import fx
+
+from hal.compile.fx.alias_analysis import mutates, needed
+from hal.compile.fx.arithmetic import is_unit_factor
+from hal.compile.fx.inplace import IN_PLACE, out_of_place, without_copies
+from hal.compile.fx.symbolic_sizes import ask_inputs, same_shape, same_size, value
+
+__all__ = ["IN_PLACE", "VIEWS", "mutates", "normalise", "same_shape", "same_size", "value"]
+
+aten = torch.ops.aten
+
+VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.squeeze.default, aten.unsqueeze.default,
+})  # fmt: skip
+"""Elements in the same order under another shape: which of them it is, follows from the shapes."""
+SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes, aten.chunk.default})
+RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+PARTS = SPLITS | {aten.unbind.int}
+SAME = frozenset({aten.alias.default, aten.detach.default, aten.lift_fresh.default})
+
+
+def normalise(graph: fx.Graph) -> None:
+    """Rewrite ``graph``, whose nodes carry fake tensors as ``meta["val"]``, into the spelling above."""
+    _Speller(graph).run()
+
+
+class _Speller:
+    """Goes through a graph once, from its inputs on; what a node reads is spelled right when its turn comes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.sizes = ask_inputs(graph)
+
+    def run(self) -> None:
+        changed = True
+        while changed:  # once, and again behind what was written in place or copied
+            self.spell()
+            self.drop_unread()
+            changed = out_of_place(self.graph) + without_copies(self.graph) > 0
+
+    def spell(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or not _is_known(node):
+                continue
+            with self.graph.inserting_before(node):
+                if node.target in PARTS:
+                    self.parts(node)
+                elif node.target is aten.select.int:
+                    self.replace(node, self.one(node.args[0], node.args[1], node.args[2], node))
+                elif node.target is aten.slice.Tensor:
+                    self.slice(node)
+                elif node.target in VIEWS:
+                    self.replace(node, self.viewed(node.args[0], node, node.target))
+                elif node.target in SAME or is_unit_factor(node):
+                    self.replace(node, node.args[0])
+
+    def drop_unread(self) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and not needed(node):
+                self.graph.erase_node(node)
+
+    def replace(self, node: fx.Node, other: Any) -> None:
+        if other is not node and other is not None:
+            node.replace_all_uses_with(other)
+            self.graph.erase_node(node)
+
+    def parts(self, node: fx.Node) -> None:
+        """Every part of a tensor becomes a slice."""
+        source: Any = node.args[0]
+        arguments = {each.name: given for each, given in zip(_arguments(node), node.args, strict=False)} | node.kwargs
+        dim: Any = arguments.get("dim", 0)
+        dim %= value(source).dim()
+        single = node.target is aten.unbind.int
+        sizes = [1 if single else part.shape[dim] for part in value(node)]
+        if not all(type(size) is int for size in sizes):
+            return  # where a part begins is known in the trace only
+        for part in list(node.users):
+            index: Any = part.args[1] if part.target is operator.getitem else None
+            if type(index) is not int:
+                continue
+            index %= len(sizes)
+            start = sum(sizes[:index])
+            self.replace(
+                part,
+                self.one(source, dim, index, part)
+                if single
+                else self.sliced(source, dim, start, start + sizes[index], part),
+            )
+
+    def slice(self, node: fx.Node) -> None:
+        given: tuple[Any, ...] = node.args
+        start: Any
+        end: Any
+        source, dim, start, end, step = given + (None, 0, None, None, 1)[len(given) :]
+        if same_shape(value(node).shape, value(source).shape) and step == 1:
+            self.replace(node, source)
+            return
+        dim %= value(source).dim()
+        size, start, end = value(source).shape[dim], value(start), value(end)
+        if type(size) is not int or any(type(each) not in (int, NoneType) for each in (start, end)) or step != 1:
+            return
+        start, end, _ = slice(start, end).indices(size)
+        self.replace(node, self.sliced(source, dim, start, max(start, end), node))
+
+    def one(self, source: Any, dim: Any, index: Any, node: fx.Node) -> fx.Node | None:
+        """What ``node``, a ``source.select(dim, index)``, is: a slice of one in another shape. None if it cannot be."""
+        dim %= value(source).dim()
+        size = value(source).shape[dim]
+        if type(size) is not int or type(index) is not int:
+            return None
+        piece = self.sliced(source, dim, index % size, index % size + 1, None)
+        return self.viewed(piece, node, aten.view.default)
+
+    def sliced(self, source: fx.Node, dim: int, start: int, end: int, node: fx.Node | None) -> fx.Node:
+        """A slice of ``source``; what is known of it is taken from ``node``."""
+        size = value(source).shape[dim]
+        if start == 0 and end == size:
+            return source
+        if source.target is aten.slice.Tensor and source.args[1] == dim and source.args[4:] in ((), (1,)):
+            outer: Any = source.args[2]
+            if type(outer) is int:
+                return self.sliced(source.args[0], dim, outer + start, outer + end, node)  # type: ignore[arg-type]
+        if source.target in RESHAPES:
+            deeper = self.through_view(source, dim, start, end, node)
+            if deeper is not None:
+                return deeper
+        arguments = source, dim, start, end
+        if node is not None and node.target is aten.slice.Tensor and node.args == arguments:
+            return node
+        made = self.graph.call_function(aten.slice.Tensor, arguments)
+        if node is not None:
+            made.meta = dict(node.meta)
+        else:
+            with value(source).fake_mode:
+                made.meta["val"] = aten.slice.Tensor(value(source), dim, start, end)
+        return made
+
+    def through_view(self, view: fx.Node, dim: int, start: int, end: int, node: fx.Node | None) -> fx.Node | None:
+        """A slice of a view as a view of a slice, if it is one."""
+        source: Any = view.args[0]
+        outer, inner = list(value(source).shape), list(value(view).shape)
+        step = _product(inner[dim + 1 :])
+        for place, size in enumerate(outer):
+            width = _product(outer[place + 1 :])
+            if type(size) is not int or type(width) is not int or type(step) is not int or not width or not step:
+                continue
+            if start * step % width or end * step % width or not same_size(inner[dim] * step, size * width):
+                continue
+            if not same_size(_product(outer[:place]), _product(inner[:dim])):
+                continue
+            piece = self.sliced(source, place, start * step // width, end * step // width, None)
+            shape = [*inner[:dim], end - start, *inner[dim + 1 :]]
+            if node is None:
+                fake = value(piece)
+                with fake.fake_mode:
+                    return self.viewed(piece, None, aten.view.default, fake.view(shape))
+            return self.viewed(piece, node, aten.view.default)
+        return None
+
+    def viewed(self, source: Any, node: fx.Node | None, target: Any, fake: Any = None) -> fx.Node | None:
+        """``source`` in the shape of ``node``, by one view of what is none; None if that cannot be written."""
+        fake = value(node) if fake is None else fake
+        sizes = self.written(list(fake.shape))
+        if sizes is None:
+            return None
+        kind = aten.view.default
+        if target is aten.reshape.default:
+            kind = target
+        while source.target in RESHAPES:
+            kind = source.target if source.target is aten.reshape.default else kind
+            source = source.args[0]
+        if same_shape(value(source).shape, fake.shape):
+            return source  # type: ignore[no-any-return]
+        if node is not None and node.target is kind and node.args == (source, sizes):
+            return node
+        made = self.graph.call_function(kind, (source, sizes))
+        made.meta = {**(node.meta if node is not None else {}), "val": fake}
+        return made
+
+    def written(self, shape: list[Any]) -> list[Any] | None:
+        """A shape as arguments of a view."""
+        open_sizes = [index for index, size in enumerate(shape) if type(size) is not int]
+        if len(open_sizes) == 1 and 0 not in shape:
+            shape[open_sizes[0]] = -1
+            return shape
+        sizes = [size if type(size) is int else self.sizes.get(str(size)) for size in shape]
+        return None if None in sizes else sizes
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether it is known what a node gives, and what it is made of."""
+    return (
+        "val" in node.meta and bool(node.args) and (not isinstance(node.args[0], fx.Node) or "val" in node.args[0].meta)
+    )
+
+
+def _product(sizes: Iterable[Any]) -> Any:
+    return functools.reduce(operator.mul, sizes, 1)
+
+
+def _arguments(node: fx.Node) -> Any:
+    return node.target._schema.arguments  # type: ignore[union-attr]

@@ -1,0 +1,69 @@
+"""Sizes in a traced graph, which may be open: what they are, and where a graph asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hal.compile.fx.alias_analysis import SIZES
+
+aten = torch.ops.aten
+
+
+def value(node: Any) -> Any:
+    """What a node stood for in the trace; anything else stands for itself."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def same_size(one: Any, other: Any) -> bool:
+    """Whether two sizes, perhaps symbolic ones of the same trace, are written alike. Adds no guard."""
+    one, other = value(one), value(other)
+    if type(one) is int and type(other) is int:
+        return one == other
+    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
+        return bool(one.node.expr == other.node.expr)
+    return str(one) == str(other)
+
+
+def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether two shapes are alike in every size."""
+    first, second = list(one), list(other)
+    return len(first) == len(second) and all(map(same_size, first, second))
+
+
+def ask_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Read every size that an input has of the first such input, at the top; returns where, by what the size is."""
+    asking = [node for node in graph.nodes if node.target in SIZES]
+    if not any(isinstance(value(node), torch.SymInt) for node in asking):
+        return {}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    found: dict[str, tuple[fx.Node, int | None]] = {}
+    for node in inputs:
+        fake: Any = value(node)
+        if isinstance(fake, torch.SymInt):
+            found.setdefault(str(fake), (node, None))
+        shape: Any = fake.shape if isinstance(fake, Tensor) else ()
+        for dim, size in enumerate(shape):
+            if isinstance(size, torch.SymInt):
+                found.setdefault(str(size), (node, dim))
+    asked: dict[str, fx.Node] = {}
+    last = inputs[-1]
+    for node in asking:
+        known = str(value(node))
+        if not isinstance(value(node), torch.SymInt) or known not in found:
+            continue
+        source, place = found[known]
+        if place is None:
+            asked[known] = source
+        elif known not in asked:
+            node.target, node.args = aten.sym_size.int, (source, place)
+            if last.next is not node:
+                last.append(node)
+            asked[known] = last = node
+            continue
+        node.replace_all_uses_with(asked[known])
+        graph.erase_node(node)
+    return asked

@@ -1,0 +1,114 @@
+"""The pass manager: rewrites and functions, applied to a traced graph in order, and a report of what each did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hal.compile.fx.alias_analysis import PURE
+from hal.compile.fx.normalise import normalise
+from hal.compile.rewrite.apply_rewrite import Rewriting
+from hal.compile.rewrite.rewrite import Rewrite, prepare
+from hal.compile.rewrite_report import PassReport, Report
+from hal.errors import CompileError
+
+__all__ = ["Pass", "PassManager", "PassReport", "Report"]
+
+Pass = Callable[..., Any]
+
+
+class PassManager:
+    """Applies passes to a graph.
+
+    Args:
+        graph: of overloads, with fake tensors as ``meta["val"]``; changed in place.
+        mode: whose fake tensors they are.
+    """
+
+    def __init__(self, graph: fx.GraphModule, mode: FakeTensorMode) -> None:
+        self._graph, self._mode = graph, mode
+        self._passes: list[tuple[str, Callable[[], PassReport]]] = []
+
+    def add(self, which: Rewrite | Pass, **options: Any) -> PassManager:
+        """Add a rewrite, or a function of a GraphModule, which is called with ``options``; returns this manager.
+
+        A function may return how often it changed something. Calls that it adds to the graph need no fake tensors.
+
+        Raises:
+            CompileError: it is neither; or options were given for a rewrite; or the two sides of a rewrite do not give
+                the same shapes and dtypes on its samples, or its pattern cannot be looked for.
+        """
+        if isinstance(which, Rewrite):
+            if options:
+                raise CompileError(
+                    f"the rewrite {which.name} takes no options, and {', '.join(options)} were given", "leave them out"
+                )
+            prepare(which)
+            self._passes.append((which.name, lambda: Rewriting(which, self._graph, self._mode).run()))
+        elif callable(which):
+            name = getattr(which, "__name__", repr(which))
+            self._passes.append((name, lambda: self._call(name, which, options)))
+        else:
+            raise CompileError(f"{which!r} is no pass", "give a Rewrite, or a function of a GraphModule")
+        return self
+
+    def apply(self, expected: Mapping[str, int] | None = None) -> Report:
+        """Apply all passes.
+
+        Args:
+            expected: by name, how often rewrites are expected to be applied; for the report.
+
+        Raises:
+            CompileError: a pass raised, or a rewrite's replacement does not give what its pattern gave.
+        """
+        normalise(self._graph.graph)
+        reports = [run() for _, run in self._passes]
+        self._graph.graph.lint()
+        self._graph.recompile()
+        counts = expected or {}
+        return Report(tuple(attrs.evolve(each, expected=counts.get(each.name)) for each in reports))
+
+    def _call(self, name: str, function: Pass, options: dict[str, Any]) -> PassReport:
+        start = time.perf_counter()
+        try:
+            result = function(self._graph, **options)
+            self._graph.graph.lint()
+            _fill_in(self._graph.graph, self._mode)
+        except Exception as error:
+            node = _node_of(error)
+            at = f" at {node.format_node() or node.name}" if node is not None else ""
+            raise CompileError(
+                f"the pass {name} failed{at}: {type(error).__name__}: {error}", "correct the pass, or leave it out"
+            ) from error
+        normalise(self._graph.graph)
+        changes = result if type(result) is int else None
+        return PassReport(name, (), (), time.perf_counter() - start, changes=changes)
+
+
+def _fill_in(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Fake tensors for the overloads that a function called without giving them."""
+    for node in graph.nodes:
+        if "val" in node.meta or not (isinstance(node.target, torch._ops.OpOverload) or node.target in PURE):
+            continue
+        if any("val" not in read.meta for read in node.all_input_nodes):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+        with torch.inference_mode(False), torch.no_grad(), mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _node_of(error: BaseException) -> fx.Node | None:
+    """The node that a function was at when it failed: what it calls ``node``, in the innermost of its calls."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        held = trace.tb_frame.f_locals.get("node")
+        if isinstance(held, fx.Node) and "/torch/fx/" not in trace.tb_frame.f_code.co_filename:
+            found = held
+        trace = trace.tb_next
+    return found

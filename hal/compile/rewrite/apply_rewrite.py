@@ -1,0 +1,173 @@
+"""Putting a rewrite's replacement where its pattern is."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hal.compile.fx.alias_analysis import Memory
+from hal.compile.fx.normalise import same_shape, value
+from hal.compile.rewrite.match import Match, Matcher, NearMiss
+from hal.compile.rewrite.pattern import outputs_of, signature, trace_function
+from hal.compile.rewrite.placement import place_of
+from hal.compile.rewrite.rewrite import Rewrite, prepare
+from hal.compile.rewrite.sample_forms import as_list, demand_alike
+from hal.compile.rewrite_report import PassReport
+from hal.errors import CompileError
+
+KEPT = ("stack_trace", "nn_module_stack")
+"""What a replacement takes over from the last node that it stands for."""
+
+
+class Rewriting:
+    """One rewrite on its way through one graph."""
+
+    def __init__(self, rewrite: Rewrite, graph: fx.GraphModule, mode: FakeTensorMode) -> None:
+        self._rewrite, self._graph, self._mode = rewrite, graph.graph, mode
+        self._forms = [Matcher(rewrite.pattern, form.example, mode, form.structure) for form in prepare(rewrite)]
+        self._memory: Memory | None = None
+        self._fakes: dict[Any, Any] = {}
+
+    def run(self) -> PassReport:
+        start = time.perf_counter()
+        with _no_guards(self._mode):
+            applied, missed = self._everywhere()
+        return PassReport(self._rewrite.name, tuple(applied), tuple(missed), time.perf_counter() - start)
+
+    def _everywhere(self) -> tuple[list[str], list[str]]:
+        applied: list[str] = []
+        gone: set[fx.Node] = set()
+        left = list(self._graph.nodes)
+        while True:  # once, and again where it missed: what was done behind may have made room
+            count, missed = len(applied), dict[fx.Node, str]()
+            for matcher in self._forms:  # one after another, for one may be a part of the one before
+                for node in left:
+                    if node in gone:
+                        continue
+                    try:
+                        match, name = self._at(node, matcher)
+                    except NearMiss as miss:
+                        missed.setdefault(node, str(miss))
+                        continue
+                    if match is not None:
+                        applied.append(name)
+                        gone.update(match.nodes)
+            left = [node for node in missed if node not in gone]
+            if len(applied) == count or not left:
+                return applied, [missed[node] for node in left]
+
+    def _at(self, node: fx.Node, matcher: Matcher) -> tuple[Match | None, str]:
+        """Apply the rewrite at a node, if its pattern is there."""
+        try:
+            match = matcher.at(node)
+            return match, "" if match is None else self._replace(match, node)
+        except (NearMiss, CompileError):
+            raise
+        except Exception as error:
+            raise CompileError(
+                f"the rewrite {self._rewrite.name} failed at {node.format_node()}: {type(error).__name__}: {error}",
+                "correct the rewrite, or leave it out",
+            ) from error
+
+    def _replace(self, match: Match, node: fx.Node) -> str:
+        values = [value(each) for each in match.arguments]
+        try:
+            reason = self._rewrite.constraints.unmet(values) or self._rewrite.when(*values)
+        except RuntimeError as error:
+            if type(error).__name__ != "_ShapeEnvGuardError":
+                raise
+            raise NearMiss(node, f"`when` asks for a size that is open here: {error}") from None
+        if reason is not None:
+            raise NearMiss(node, reason)
+        if self._memory is None:
+            self._memory = Memory(self._graph)
+        place = place_of(match, node, self._memory)
+        with self._graph.inserting_before(place):
+            made, results = self._put(match, values)
+        kept = {name: node.meta[name] for name in KEPT if name in node.meta}
+        for each in made:
+            each.meta.update(kept)
+            self._memory.add(each)
+        inside = set(match.nodes)
+        for output, result in zip(match.outputs, results, strict=True):
+            output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+            self._memory.take_over(output, result)
+        for each in [each for each in made if each.target is operator.getitem and not each.users]:
+            self._memory.drop(each)
+            self._graph.erase_node(each)
+        for each in sorted(inside, reverse=True):
+            self._memory.drop(each)
+            self._graph.erase_node(each)
+        return made[0].name
+
+    def _put(self, match: Match, values: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The replacement's calls, and those of them that are its results."""
+        replacement = self._rewrite.replacement
+        if not isinstance(replacement, torch._ops.OpOverload):
+            return self._put_function(match, values)
+        made = [self._graph.call_function(replacement, match.arguments)]
+        known = self._fake(values)
+        self._demand_alike(match, as_list(known))
+        pairs = zip(match.outputs, as_list(known), strict=True)
+        fakes = [value(output) if self._is_new(output, fake) else self._anew(fake) for output, fake in pairs]
+        if not isinstance(known, (tuple, list)):
+            made[0].meta["val"] = fakes[0] if fakes else None
+            return made, made[: len(fakes)]
+        made[0].meta["val"] = type(known)(fakes)
+        for index, each in enumerate(fakes):
+            made.append(self._graph.call_function(operator.getitem, (made[0], index)))
+            made[-1].meta["val"] = each
+        return made, made[1:]
+
+    def _put_function(self, match: Match, values: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
+        traced = trace_function(self._rewrite.replacement, values, self._mode).graph
+        nodes = iter([each for each in match.arguments if isinstance(each, fx.Node)])
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in traced.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(nodes)
+            elif node.op == "call_function":
+                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+        made = [copy for node, copy in copies.items() if node.op == "call_function"]
+        results = [copies[each] for each in outputs_of(traced)]
+        self._demand_alike(match, [value(each) for each in results])
+        return made, results
+
+    def _demand_alike(self, match: Match, given: Sequence[Any]) -> None:
+        try:
+            demand_alike(given, [value(each) for each in match.outputs])
+        except CompileError as error:
+            names = ", ".join(each.name for each in match.outputs)
+            raise CompileError(
+                f"the rewrite {self._rewrite.name} cannot be used at {names}: {error.problem}", error.remedy
+            ) from None
+
+    def _fake(self, values: Sequence[Any]) -> Any:
+        """What the replacement gives; found once for all places that are alike."""
+        key = signature(values)
+        if key not in self._fakes:
+            with torch.inference_mode(False), torch.no_grad(), self._mode:
+                self._fakes[key] = self._rewrite.replacement(*values)
+        return self._fakes[key]
+
+    def _is_new(self, output: fx.Node, fake: Tensor) -> bool:
+        """Whether the fake tensor of what the pattern gave serves for what the replacement gives."""
+        made = [self._memory.made_by(place) for place in self._memory.places(output)] if self._memory else []
+        return made == [output] and same_shape(value(output).stride(), fake.stride())
+
+    def _anew(self, fake: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad(), self._mode:
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _no_guards(mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """Inside, whoever decides by a size that is open in the trace fails: the graph must serve every size."""
+    forbid: Callable[[], AbstractContextManager[None]] = getattr(mode.shape_env, "error_on_new_guards", nullcontext)
+    return forbid()

@@ -1,0 +1,96 @@
+"""Patterns as graphs: what a function of tensors and numbers calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hal.compile.fx.arithmetic import number_key, scaled_inverse
+from hal.compile.fx.make_graph import make_graph
+from hal.compile.fx.normalise import normalise
+
+
+def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """The calls of overloads that ``function`` makes, as a graph whose placeholders are its tensors in order."""
+    tensors: list[Tensor] = []
+    with mode:
+        for each in arguments:
+            if isinstance(each, Tensor):  # one that is there twice is two arguments
+                tensors.append(each.detach() if any(each is other for other in tensors) else each)
+
+    def flat(*given: Tensor) -> Any:
+        rest = iter(given)
+        return function(*(next(rest) if isinstance(each, Tensor) else each for each in arguments))
+
+    return make_graph(flat, tensors, mode)
+
+
+def trace_pattern(
+    pattern: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode | None = None
+) -> fx.Graph:
+    """The pattern as a normalised graph, whose placeholders are its tensors in order.
+
+    Args:
+        pattern: the function.
+        arguments: its arguments; real tensors are made fake, if ``mode`` is None.
+        mode: whose fake tensors they are.
+    """
+    if mode is None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        arguments = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
+    graph = trace_function(pattern, arguments, mode).graph
+    normalise(graph)
+    return graph
+
+
+def other_units(pattern: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Arguments for which a pattern that computes ``number / x`` calls one multiplication less, or one more.
+
+    A number of 1 is none, as :func:`~hal.compile.fx.arithmetic.is_unit_factor` says.
+    """
+    numbers = [index for index, each in enumerate(arguments) if type(each) in (int, float)]
+    if not numbers:
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
+    nodes = trace_function(pattern, fakes, mode).graph.nodes
+    factors = [number_key(node.args[1]) for node in nodes if scaled_inverse(node)]
+    for index in numbers:
+        given = arguments[index]
+        if number_key(given) in factors:
+            yield (*arguments[:index], type(given)(3 if given == 1 else 1), *arguments[index + 1 :])
+
+
+def outputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph returns, one after another."""
+    (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    if returned is None:
+        return []
+    return [returned] if isinstance(returned, fx.Node) else [each for each in returned if each is not None]
+
+
+def names_of(pattern: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """What a pattern calls its arguments."""
+    try:
+        known = list(inspect.signature(pattern).parameters)
+    except (TypeError, ValueError):
+        known = []
+    return tuple(known[index] if index < len(known) else f"argument {index}" for index in range(count))
+
+
+def signature(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What a trace with these arguments depends on, to look it up by."""
+    return tuple(
+        (tuple(map(_key, each.shape)), tuple(map(_key, each.stride())), each.dtype, each.device)
+        if isinstance(each, Tensor)
+        else number_key(each)
+        for each in values
+    )
+
+
+def _key(size: Any) -> Any:
+    return size if type(size) is int else size.node.expr

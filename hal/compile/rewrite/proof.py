@@ -1,0 +1,152 @@
+"""The proof of a rewrite: what its samples must show before anybody's model is changed by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from hal import ops
+from hal.compile.pass_manager import PassManager
+from hal.compile.rewrite.pattern import trace_function
+from hal.compile.rewrite.rewrite import Rewrite, prepare
+from hal.compile.rewrite.sample_forms import as_list
+from hal.compile.rewrite.violations import violations
+from hal.compile.rewrite_report import PassReport
+from hal.errors import CompileError
+from hal.ops.declaration.operation import DEFAULT_TOLERANCE
+from hal.ops.declaration.sample_coverage import lacking
+from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.declaration.tolerance import assert_agree
+
+
+def check_rewrite(
+    rewrite: Rewrite,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Prove a rewrite on its samples.
+
+    Both sides give the same, within the tolerance of the operation that the replacement is, or else of its dtype; they
+    write the same into their arguments. It is applied once to its own pattern, and the graph then gives what that
+    gives; a second time changes nothing. It is applied to none of its inapplicable samples, and to no sample of which
+    one tensor has been given another rank, size or dtype than is declared. Every sample meets the declared axes and
+    dtypes, and axes that are not declared alike differ in some sample.
+
+    Args:
+        rewrite: to be proved.
+        dtypes: that samples are drawn in.
+        device: where both sides run.
+
+    Raises:
+        CompileError: names the rewrite, what it failed, and the sample.
+    """
+    rewrite.check_declared()
+    if problems := list(lacking(rewrite.constraints, rewrite.samples(Draw()))):
+        raise _failed(
+            rewrite, "its samples", "; ".join(problems), "add samples of other sizes, or declare those that must be so"
+        )
+    _check_violations(rewrite)
+    for dtype in dtypes:
+        for number, sample in enumerate(rewrite.samples(Draw(dtype, device))):
+            what = f"sample {number} of {dtype}"
+            if (reason := rewrite.when(*sample)) is not None:
+                raise _failed(rewrite, what, f"it does not apply: {reason}", "move the sample to inapplicable_samples")
+            expected = _run(rewrite.pattern, sample)
+            results = as_list(expected[0])
+            if rewrite.constraints.results and (reason := rewrite.constraints.unmet_results(sample, results)):
+                raise _failed(rewrite, what, reason, "correct the axes and dtypes of `return`, or leave it out")
+            _demand_equal(rewrite, dtype, _run(rewrite.replacement, sample), expected, f"{what}: its sides differ")
+            graph, mode = _traced(rewrite, sample)
+            first = PassManager(graph, mode).add(rewrite).apply().passes[0]
+            if len(first.matches) != 1:
+                raise _failed(
+                    rewrite, what, f"in its own pattern it was applied {_times(first)}", "correct the pattern"
+                )
+            _demand_equal(rewrite, dtype, _run_graph(graph, sample), expected, f"{what}: the rewritten graph differs")
+            before = str(graph.graph)
+            second = PassManager(graph, mode).add(rewrite).apply().passes[0]
+            if second.matches or str(graph.graph) != before:
+                raise _failed(rewrite, what, "a second time, it changed the graph again", "take the pattern out of it")
+        _check_inapplicable(rewrite, dtype, device)
+
+
+def _check_inapplicable(rewrite: Rewrite, dtype: torch.dtype, device: torch.device | str) -> None:
+    if rewrite.inapplicable_samples is None:
+        return
+    for number, sample in enumerate(rewrite.inapplicable_samples(Draw(dtype, device))):
+        what = f"inapplicable sample {number} of {dtype}"
+        if rewrite.when(*sample) is None:
+            raise _failed(rewrite, what, "`when` gives no reason", "let `when` refuse it, or move it to samples")
+        graph, mode = _traced(rewrite, sample)
+        done = PassManager(graph, mode).add(rewrite).apply().passes[0]
+        if done.matches:
+            raise _failed(
+                rewrite, what, f"it was applied {_times(done)}", "let `when` decide by shapes and dtypes alone"
+            )
+
+
+def _check_violations(rewrite: Rewrite) -> None:
+    for form in prepare(rewrite):
+        for broken, arguments in violations(rewrite.constraints, form.example):
+            try:
+                _run(rewrite.pattern, arguments)
+            except Exception:  # the pattern does not take them, and so no graph has it with them
+                continue
+            graph, mode = _traced(rewrite, arguments)
+            done = PassManager(graph, mode).add(rewrite).apply().passes[0]
+            if done.matches:
+                raise _failed(
+                    rewrite, f"a call with {broken}", "it was applied, and its declaration says otherwise",
+                    "correct its axes and dtypes",
+                )  # fmt: skip
+
+
+def _run(function: Any, sample: Sample) -> tuple[Any, list[Any]]:
+    """What a function gives, and its arguments behind it."""
+    given = copy.deepcopy(list(sample))
+    with torch.no_grad(), ops.intercepted(lambda each, _: each.reference):
+        result = function(*given)
+    return result, given
+
+
+def _run_graph(graph: fx.GraphModule, sample: Sample) -> tuple[Any, list[Any]]:
+    return _run(lambda *given: graph(*(each for each in given if isinstance(each, Tensor))), sample)
+
+
+def _traced(rewrite: Rewrite, sample: Sample) -> tuple[fx.GraphModule, FakeTensorMode]:
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in sample]
+
+    def copied(*given: Any) -> Any:
+        # A graph that returned a view of its input as it is could not be rewritten.
+        result = rewrite.pattern(*given)
+        return tree_map_only(Tensor, torch.clone, result)
+
+    return trace_function(copied, fakes, mode), mode
+
+
+def _demand_equal(rewrite: Rewrite, dtype: torch.dtype, found: Any, expected: Any, what: str) -> None:
+    target = rewrite.replacement
+    operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
+    try:
+        if operation is not None:
+            assert_agree(operation, dtype, found, expected)
+        else:
+            relative, absolute = DEFAULT_TOLERANCE[dtype]
+            torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+    except AssertionError as error:
+        raise _failed(rewrite, what, str(error), "make both sides compute the same") from None
+
+
+def _times(report: PassReport) -> str:
+    return f"{len(report.matches)} times; {'; '.join(report.near_misses) or 'no near miss'}"
+
+
+def _failed(rewrite: Rewrite, what: str, reason: str, remedy: str) -> CompileError:
+    return CompileError(f"the rewrite {rewrite.name} is not proved, at {what}: {reason}", remedy)

@@ -1,0 +1,59 @@
+"""A device: where tensors live and work runs."""
+
+from __future__ import annotations
+
+import torch
+
+from hal.device.memory import MemoryStats
+from hal.device.stream import Event, Stream
+
+
+class Device:
+    """One device of a backend, over PyTorch's device-generic runtime (``torch.accelerator``).
+
+    A vendor whose device is a PyTorch accelerator uses this class as it is. Others override what differs.
+
+    Args:
+        device: the torch device, with its index.
+        name: what a person calls it, such as the product's name.
+    """
+
+    def __init__(self, device: torch.device, name: str = "") -> None:
+        self.torch = device
+        self.name = name or str(device)
+
+    def __repr__(self) -> str:
+        return f"Device({str(self.torch)!r}, {self.name!r})"
+
+    def stream(self, *, priority: int = 0) -> Stream:
+        """A new stream; a lower number is a higher priority, as in torch."""
+        return Stream(self.torch, priority=priority)
+
+    def event(self, *, timing: bool = False) -> Event:
+        """A new event; ``timing`` makes :meth:`Event.elapsed_time` available."""
+        return Event(self.torch, timing=timing)
+
+    def synchronize(self) -> None:
+        """Block the host until everything enqueued on the device has finished."""
+        torch.accelerator.synchronize(self.torch)
+
+    def memory_stats(self) -> MemoryStats:
+        """What is in use now, at most, and free."""
+        stats = torch.accelerator.memory_stats(self.torch)
+        free, total = torch.accelerator.get_memory_info(self.torch)
+        return MemoryStats(
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            peak=stats.get("allocated_bytes.all.peak", 0),
+            reserved=stats.get("reserved_bytes.all.current", 0),
+            free=free,
+            total=total,
+        )
+
+    def reset_peak(self) -> bool:
+        """Make the peak of :meth:`memory_stats` count from now on; False if this device cannot."""
+        torch.accelerator.reset_peak_memory_stats(self.torch)
+        return True
+
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds but no tensor uses back to the device."""
+        torch.accelerator.empty_cache()

@@ -1,0 +1,95 @@
+"""The findings as a person reads them: lines and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hal.doctor.findings import Device, Driver, Findings
+from hal.doctor.host_facts import DISTRIBUTION
+
+Table = tuple[Sequence[str], list[Sequence[str]]]
+"""The columns' names, and rows."""
+PROBE_MS = 50
+"""Milliseconds that a probe may take."""
+
+
+def heading(findings: Findings) -> list[str]:
+    """Versions, the machine, and the variables that are set."""
+    torch = findings.torch
+    build = f"git {torch.git_version[:12]}, for {torch.accelerator or 'the CPU alone'}{', debug' * torch.debug}"
+    lines = [
+        f"hal {findings.hal}, driver API {findings.driver_api}, {findings.python}",
+        f"torch {torch.version} ({build})" if torch.version else "torch cannot be imported",
+        f"{findings.platform}, {findings.cores} cores",
+        *(f"{name}={text}" for name, text in findings.variables.items()),
+    ]
+    return lines if torch.imports else [*lines, f"warning: {torch.problem}", f"remedy: {torch.remedy}"]
+
+
+def packages(findings: Findings) -> Table:
+    """What is needed of torch and by the drivers, and whatever else does not fit."""
+    rows: list[Sequence[str]] = [
+        (
+            each.package,
+            each.found or "-",
+            each.required_by,
+            each.requirement or "any",
+            "yes" if each.fits else "not installed" if each.found is None else "NO",
+        )
+        for each in findings.packages
+        if each.package == "torch" or each.required_by != DISTRIBUTION or not each.fits
+    ]
+    return ("package", "installed", "for", "known to work", "fits"), rows
+
+
+def drivers(findings: Findings) -> Table:
+    """Each driver, and how it fared."""
+    rows: list[Sequence[str]] = [
+        (
+            each.name,
+            each.status.upper() if each.status == "broken" else each.status,
+            f"{each.package or '?'} {each.version}".strip(),
+            each.api_version or "-",
+            _probe(each.probe_ms),
+            each.reason,
+            each.hint,
+        )
+        for each in findings.drivers
+    ]
+    return ("driver", "status", "package", "API", "probe", "why", "what to do"), rows
+
+
+def _probe(ms: float | None) -> str:
+    """What the probe took, and whether that is more than it may."""
+    if ms is None:
+        return "-"
+    return f"{ms:g} ms" if ms <= PROBE_MS else f"{ms:g} ms, over {PROBE_MS}"
+
+
+def devices(findings: Findings) -> Iterator[tuple[str, Table]]:
+    """A heading and a table for each device that was examined."""
+    for driver in findings.drivers:
+        for device in driver.devices:
+            yield f"{driver.name}: {device.name} ({device.device})", _device(device)
+
+
+def _device(device: Device) -> Table:
+    rows: list[Sequence[str]] = [
+        (each.name, "FAILED" if each.outcome == "failed" else each.outcome, each.detail, each.remedy)
+        for each in device.checks
+    ]
+    if (found := device.measures) is not None:
+        copied = f"{found.copy_bytes / 2**20:g} MiB, {'pinned' if found.pinned else 'pageable'} memory"
+        free, total = (number / 2**30 for number in (found.memory_free_bytes, found.memory_total_bytes))
+        rows += [
+            ("host to device", f"{found.host_to_device_gb_per_s:g} GB/s", copied, ""),
+            ("device to host", f"{found.device_to_host_gb_per_s:g} GB/s", copied, ""),
+            ("launch", f"{found.launch_us:g} us", "one small kernel, the host's part", ""),
+            ("memory free", f"{free:.1f} GiB", f"of {total:.1f} GiB", ""),
+        ]
+    return ("check", "result", "what", "what to do"), rows
+
+
+def logs(driver: Driver) -> list[str]:
+    """What a broken driver's process wrote, indented."""
+    return [f"the last that {driver.name} wrote:", *(f"  {line}" for line in driver.log)] if driver.log else []

@@ -1,0 +1,194 @@
+"""What all captured forms of a step have in common: buckets, padding, the budget, and what happens on failure."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.device.graph import Graph
+from hal.drivers.compiler import Form
+from hal.errors import CaptureError, CompileError, DeviceOutOfMemory
+from hal.execution.capture.address_checks import Addresses
+from hal.execution.capture.capture_budget import CaptureBudget
+from hal.execution.context import FormContext
+from hal.step import Batch, StaticBatch, StepShape
+
+log = logging.getLogger("hal.execution")
+
+
+@attrs.define
+class Bucket:
+    """What was captured for one shape.
+
+    Attributes:
+        shape: the largest that it runs.
+        static: the batch that its graphs read.
+        graphs: in the order in which they run.
+        parts: of the step, as the kind of form needs them.
+    """
+
+    shape: StepShape
+    static: StaticBatch
+    graphs: list[Graph] = attrs.Factory(list)
+    parts: list[Any] = attrs.Factory(list)
+
+    def drop(self) -> None:
+        """Free all graphs."""
+        for graph in self.graphs:
+            graph.close()
+        self.graphs.clear()
+        self.parts.clear()
+
+
+class CapturedForm(Form):
+    """Steps that are captured for some sizes, largest first, and share one pool. Smaller batches are padded.
+
+    A subclass says which shapes are captured, captures one, and runs one.
+
+    Attributes:
+        context: of which it was made.
+        num_graphs: graphs of each bucket.
+
+    Raises:
+        CaptureError: a graph could not be captured, or the device has no room for all, and ``on_capture_error`` is
+            ``raise``.
+        CompileError: the model cannot be traced or a pass failed, and ``on_capture_error`` is ``raise``.
+        ConfigError: the configuration does not suit the model.
+    """
+
+    num_graphs: int = 1
+
+    def __init__(self, context: FormContext) -> None:
+        self.context = context
+        self._buckets: dict[int, list[Bucket]] = {}
+        self._missing = "no size was captured"
+        config, phase = context.config, context.phase
+        try:
+            with context.backend.explaining():
+                largest = self.prepare()
+            self._capture(largest)
+        except (CaptureError, CompileError) as error:
+            if config.on_capture_error == "raise":
+                raise
+            self._missing = str(error)
+            log.warning("%s batches run eagerly: %s", phase, error)
+        for found in self._buckets.values():
+            found.sort(key=lambda bucket: bucket.shape.tokens)
+        first = next((found[-1] for found in self._buckets.values()), None)
+        self._addresses = None
+        if config.debug and first is not None:
+            self._addresses = Addresses(context.model, context.states, first.static.batch)
+        log.info(
+            "captured %s for %s: %s", context.phase, self.describe(), ", ".join(map(str, self.shapes)) or "nothing"
+        )
+
+    @abstractmethod
+    def prepare(self) -> Sequence[StaticBatch]:
+        """Make ready for captures; return, for each number of queries, the batch of the largest size."""
+
+    @abstractmethod
+    def shapes_to_capture(self) -> Sequence[StepShape]:
+        """The shapes to capture, the largest first."""
+
+    @abstractmethod
+    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+        """The largest step without graphs, for the budget, and to warm up."""
+
+    @abstractmethod
+    def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
+        """Capture the graphs of a bucket into a pool; return the pool."""
+
+    @abstractmethod
+    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
+        """Run a batch by a bucket that it fits."""
+
+    @abstractmethod
+    def size_of(self, shape: StepShape) -> tuple[int, int]:
+        """The key of the buckets for a shape, and its size among them."""
+
+    def describe(self) -> str:
+        """What is captured, for logs."""
+        return "whole steps"
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """The shapes that were captured, ascending."""
+        return [bucket.shape for found in self._buckets.values() for bucket in found]
+
+    def bucket_for(self, shape: StepShape) -> Bucket | None:
+        """The smallest bucket that holds a step of ``shape``, or None."""
+        key, size = self.size_of(shape)
+        found = self._buckets.get(key)
+        if not found or not size:
+            return None
+        place = bisect_left(found, size, key=lambda bucket: self.size_of(bucket.shape)[1])
+        return found[place] if place < len(found) else None
+
+    def refusal(self, batch: Batch, shape: StepShape) -> str | None:
+        """Why no bucket holds it."""
+        bucket = self.bucket_for(shape)
+        if bucket is None:
+            key, _ = self.size_of(shape)
+            found = self._buckets.get(key)
+            if not found:
+                return self._missing
+            return f"it is above the largest captured size ({found[-1].shape})"
+        return self.bucket_refusal(bucket, batch)
+
+    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
+        """Why a batch does not fit a bucket of its size; None if it does."""
+        return None
+
+    def run(self, batch: Batch, shape: StepShape) -> Tensor:
+        """Replay the bucket that holds it."""
+        bucket = self.bucket_for(shape)
+        assert bucket is not None, "refusal() was not asked"
+        if self._addresses is not None:
+            self._addresses.check()
+        return self.run_bucket(bucket, batch)
+
+    def close(self) -> None:
+        """Drop all graphs."""
+        for found in self._buckets.values():
+            for bucket in found:
+                self.context.backend.captured_graphs.difference_update(bucket.graphs)
+                bucket.drop()
+        self._buckets.clear()
+        self._missing = "the form is closed"
+
+    def _capture(self, largest: Sequence[StaticBatch]) -> None:
+        context, pool = self.context, None
+        backend, shapes = context.backend, self.shapes_to_capture()
+        biggest = max(largest, key=lambda static: static.shape.tokens)
+        try:
+            with backend.explaining(), torch.inference_mode():
+                budget = CaptureBudget.measure(
+                    backend, shapes, self.walk(biggest), phase=context.phase, graphs=self.num_graphs
+                )
+        except DeviceOutOfMemory as error:
+            raise CaptureError(f"a step of {biggest.shape} is too much: {error.problem}", error.remedy) from error
+        log.info("%s", budget)
+        budget.check()
+        for shape in shapes:
+            key, _ = self.size_of(shape)
+            whole = next(each for each in largest if self.size_of(each.shape)[0] == key)
+            bucket = Bucket(shape, whole.first(shape))
+            try:
+                with torch.inference_mode():
+                    pool = self.capture_bucket(bucket, pool)
+            except BaseException as error:
+                bucket.drop()
+                if not isinstance(error, CaptureError | CompileError) or context.config.on_capture_error == "raise":
+                    self.close()
+                    raise
+                log.warning("%s batches of %s run in a larger bucket or eagerly: %s", context.phase, shape, error)
+                continue
+            self._buckets.setdefault(key, []).insert(0, bucket)
+            backend.captured_graphs.update(bucket.graphs)

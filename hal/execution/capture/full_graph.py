@@ -1,0 +1,128 @@
+"""Whole steps as graphs: one for each number of sequences, all of whose sequences have the same number of queries."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hal.device.graph import Graph
+from hal.errors import CompileError
+from hal.execution.capture.capture_sizes import queries_to_capture, sequences_to_capture
+from hal.execution.capture.captured_form import Bucket, CapturedForm
+from hal.execution.context import FormContext
+from hal.execution.optimised_model import OptimisedModel
+from hal.step import Batch, StaticBatch, StepShape
+
+
+class GraphMaker(ABC):
+    """Captures the step of one shape. A driver's compiler brings its own, and takes all else from here."""
+
+    @abstractmethod
+    def walk(self, static: StaticBatch) -> Callable[[], Any]:
+        """What captures will run, to be run without one: it warms the device up and shows what memory a step takes."""
+
+    @abstractmethod
+    def capture(self, static: StaticBatch, pool: Any) -> Graph:
+        """Capture a step that reads ``static``, into the pool of the graphs before it (None for the first).
+
+        Raises:
+            CaptureError: the step cannot be captured.
+            CompileError: it cannot be compiled.
+        """
+
+
+class OptimisedGraphs(GraphMaker):
+    """Captures the optimised step; above ``torch_compile_max_bs`` sequences, the model's own Python.
+
+    Attributes:
+        optimised: the steps.
+    """
+
+    def __init__(self, context: FormContext) -> None:
+        self._context = context
+        self.optimised = OptimisedModel(context)
+
+    def walk(self, static: StaticBatch) -> Callable[[], Any]:
+        try:
+            return self._call(static)
+        except CompileError:
+            if self._context.config.on_capture_error == "raise":
+                raise
+            return partial(self._context.eagerly, static.batch)  # and reported when its turn comes
+
+    def capture(self, static: StaticBatch, pool: Any) -> Graph:
+        graph = self._context.backend.graph()
+        graph.capture(self._call(static), pool=pool)
+        return graph
+
+    def _call(self, static: StaticBatch) -> Callable[[], Tensor]:
+        limit, shape = self._context.config.torch_compile_max_bs, static.shape
+        if limit is not None and shape.sequences > limit:
+            return partial(self._context.eagerly, static.batch)
+        self.optimised.prepare(shape)
+        return partial(self.optimised, static.batch, shape)
+
+
+class FullGraphForm(CapturedForm):
+    """Captures whole steps for each number of sequences, and replays the smallest that holds a batch.
+
+    All buckets of a number of queries read their inputs from the memory of the largest.
+
+    Args:
+        context: of which it is made.
+        maker: captures one step.
+    """
+
+    def __init__(self, context: FormContext, maker: GraphMaker) -> None:
+        self.maker = maker
+        super().__init__(context)
+
+    def prepare(self) -> Sequence[StaticBatch]:
+        largest: dict[int, StaticBatch] = {}
+        for shape in self.shapes_to_capture():
+            if shape.queries not in largest:
+                largest[shape.queries] = self.context.static_batch(shape)
+        return list(largest.values())
+
+    def shapes_to_capture(self) -> Sequence[StepShape]:
+        sizes = sequences_to_capture(self.context)
+        shapes = [
+            StepShape.uniform(size, queries) for queries in queries_to_capture(self.context.config) for size in sizes
+        ]
+        return sorted(shapes, key=lambda shape: -shape.tokens)
+
+    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+        return self.maker.walk(largest)
+
+    def size_of(self, shape: StepShape) -> tuple[int, int]:
+        return shape.queries, shape.sequences
+
+    def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
+        graph = self.maker.capture(bucket.static, pool)
+        bucket.graphs.append(graph)
+        return graph.pool
+
+    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
+        rows, columns = bucket.static.batch.logits_indices.shape[0], bucket.static.batch.block_table.shape[1]
+        if batch.logits_indices.shape[0] > rows:
+            return f"it asks for more rows of logits than the {rows} captured"
+        if batch.block_table.shape[1] > columns:
+            return f"its block table has more columns than the {columns} captured"
+        graph = bucket.graphs[0]
+        return graph.refusal(self._host_values(bucket, batch)) if graph.may_refuse else None
+
+    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
+        bucket.static.fill(batch)
+        graph = bucket.graphs[0]
+        graph.replay(**self._host_values(bucket, batch))
+        outputs: Tensor = graph.outputs
+        return outputs[: batch.logits_indices.shape[0]]
+
+    def _host_values(self, bucket: Bucket, batch: Batch) -> dict[str, Tensor]:
+        # A model without attention takes none of them.
+        known = bucket.graphs[0].host_values
+        return {name: each for name, each in bucket.static.host_values(batch).items() if name in known}

@@ -1,0 +1,1 @@
+"""Piecewise steps: the splitting operations run between captured pieces."""

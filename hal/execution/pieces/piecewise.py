@@ -1,0 +1,148 @@
+"""Steps in pieces: captured graphs for numbers of tokens, and between them what cannot be captured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.compile.optimise import OptimisedStep, optimise_model
+from hal.compile.split import SplitStep, operation_of, split
+from hal.compile.trace import StepSizes
+from hal.device.graph import Graph
+from hal.errors import ConfigError
+from hal.execution.capture.captured_form import Bucket
+from hal.execution.capture.token_form import TokenForm
+from hal.step import Batch, StaticBatch, fields_of
+
+Values = dict[str, Tensor]
+
+
+@attrs.frozen
+class _Part:
+    """A segment of a bucket: its graph, if it was captured, and where its outputs lie for pieces to read."""
+
+    graph: Graph | None
+    rows: Values
+
+
+class PiecewiseForm(TokenForm):
+    """The optimised step, split at the splitting operations; every other piece is a graph. See :class:`TokenForm`.
+
+    Attributes:
+        optimised: the step before it was split, and the report of its passes.
+        split: its segments.
+    """
+
+    optimised: OptimisedStep | None = None
+    split: SplitStep | None = None
+
+    def prepare(self) -> Sequence[StaticBatch]:
+        (largest,) = super().prepare()
+        context = self.context
+        backend = context.backend
+        step = optimise_model(context.model, context.states, StepSizes(None), backend, context.config.passes)
+        self.optimised = step
+        step.traced.demand_any_size(context.model)
+        at = backend.splitting_ops(context.config)
+        present = {name for node in step.traced.graph.graph.nodes if (name := operation_of(node)) is not None}
+        if missing := sorted(at - present):
+            raise ConfigError(
+                f"splitting_ops has {', '.join(missing)}, which the optimised step does not call",
+                f"leave it out, or turn off the pass that took it in; the step calls {', '.join(sorted(present))}",
+            )
+        step.hoist(backend, keep=at)
+        self.split = split(step.traced, at=at)
+        self.num_graphs = sum(each.captured for each in self.split.segments)
+        if not self.num_graphs:
+            raise ConfigError("nothing can be captured between the splitting operations", "split at fewer operations")
+        with torch.inference_mode():
+            self._rows = self._make_rows(largest.shape.tokens)
+        return [largest]
+
+    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+        def run() -> None:
+            assert self.split is not None
+            values = _values_of(largest.batch)
+            for segment in self.split.segments:
+                results = segment.run(*[values[name] for name in segment.inputs])
+                values.update(zip((each.name for each in segment.outputs), results, strict=True))
+
+        return run
+
+    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
+        assert self.split is not None
+        bucket.static.fill_tokens(batch)
+        tokens = batch.num_tokens
+        values = _values_of(batch)
+        for segment, part in zip(self.split.segments, bucket.parts, strict=True):
+            if part.graph is not None:
+                part.graph.replay()
+                for output in segment.outputs:
+                    row = part.rows[output.name]
+                    whole = output.row is None or tokens == bucket.shape.tokens
+                    values[output.name] = row if whole else row[:tokens]
+                continue
+            results = segment.run(*[values[name] for name in segment.inputs])
+            for output, result in zip(segment.outputs, results, strict=True):
+                if (row := part.rows.get(output.name)) is not None:
+                    result = row[:tokens].copy_(result)  # what a piece writes there is for later readers to see
+                values[output.name] = result
+        return values[self.split.logits]
+
+    def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
+        assert self.split is not None
+        values: Values = dict(bucket.static.by_token)
+        holding: list[tuple[int, Graph]] = []
+        for index, segment in enumerate(self.split.segments):
+            graph = None
+            names = [each.name for each in segment.outputs]
+            if segment.captured:
+                graph = self.context.backend.graph()
+                bucket.graphs.append(graph)
+                inputs = [values[name] for name in segment.inputs]
+                graph.capture(partial(segment.run, *inputs), pool=pool, hold=True)
+                pool = graph.pool
+                rows = dict(zip(names, graph.outputs, strict=True))
+                holding.append((max((each.last for each in segment.outputs), default=0), graph))
+            else:
+                rows = {name: row[: bucket.shape.tokens] for name in names if (row := self._rows.get(name)) is not None}
+            values |= rows
+            bucket.parts.append(_Part(graph, rows))
+            for _, held in (each for each in holding if each[0] <= index):
+                held.let_go()
+            holding = [each for each in holding if each[0] > index]
+        for _, held in holding:
+            held.let_go()
+        return pool
+
+    def _make_rows(self, tokens: int) -> Values:
+        """Memory for what runs between pieces to leave its results in for them. Values that do not meet share it."""
+        assert self.split is not None
+        segments, device = self.split.segments, self.context.backend.device.torch
+        rows: Values = {}
+        taken: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = defaultdict(list)
+        read = {name for each in segments if each.captured for name in each.inputs}
+        for index, segment in enumerate(segments):
+            for output in segment.outputs:
+                if segment.captured or output.name not in read or output.row is None:
+                    continue
+                kind = (output.row, output.dtype)
+                free = next((each for each in taken[kind] if each[0] < index), None)
+                if free is not None:
+                    taken[kind].remove(free)
+                    row = free[1]
+                else:
+                    row = torch.zeros(tokens, *output.row, dtype=output.dtype, device=device)
+                taken[kind].append((output.last, row))
+                rows[output.name] = row
+        return rows
+
+
+def _values_of(batch: Batch) -> Values:
+    return {name: getattr(batch, name) for name in fields_of(type(batch))}

@@ -1,0 +1,178 @@
+"""Steps in pieces without a compiler: the model's own Python runs once for each bucket, and is captured on its way.
+
+At each call of a splitting operation the capture under way ends, the operation runs, and the next capture begins. The
+model gets the operation's results in fixed memory, where those of replays will lie, too. A replay launches a graph,
+calls the operation with the batch's own lengths and block tables, and so on. The operation's declaration says which of
+its tensors have a row for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.device.graph import Graph
+from hal.errors import CaptureError, ConfigError
+from hal.execution.capture.captured_form import Bucket
+from hal.execution.capture.token_form import TokenForm
+from hal.execution.check_logits import check_logits
+from hal.execution.pieces.split_calls import Cut, Kind, SplitCall, cut_to, note_calls, tensors_of
+from hal.execution.pieces.splitting_capture import Part, Splitter
+from hal.ops.declaration.axes import ROWS, TOKENS
+from hal.ops.declaration.operation import Operation
+from hal.step import Batch, StaticBatch, StepShape, fields_of
+
+MOST_ROWS = 64
+"""Rows of logits that a prefill gives at once; a step that wants more is run again for the others."""
+Read = Callable[[Operation, Mapping[str, Any]], SplitCall]
+
+
+class PiecewiseEagerForm(TokenForm):
+    """The model's own Python, captured between the splitting operations that it calls. See :class:`TokenForm`."""
+
+    def prepare(self) -> Sequence[StaticBatch]:
+        (largest,) = super().prepare()
+        context, most = self.context, largest.shape.tokens
+        self._largest = largest
+        self._of_steps = [
+            name for name, each in fields_of(context.model.batch_type).items()
+            if name != "logits_indices" and (each.twin_of is not None or not each.only_tokens)
+        ]  # fmt: skip
+        self._at = context.backend.splitting_ops(context.config)
+        states = (tensor for _, tensor in context.states.tensors())
+        self._kept = {id(each) for each in (*context.model.parameters(), *context.model.buffers(), *states)}
+        self._wanted: dict[int, Tensor] = {}
+        batch = self._batch(most)
+        with torch.inference_mode():
+            self._calls = note_calls(partial(context.eagerly, batch), self._at, self._reader(batch))
+            self._check_called()
+            self._memory = self._make_memory()
+        self.num_graphs = len(self._calls) + 1
+        return [largest]
+
+    def describe(self) -> str:
+        return f"{self.num_graphs} pieces of the model's own Python"
+
+    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+        return partial(self.context.eagerly, self._batch(largest.shape.tokens))
+
+    def _batch(self, size: int) -> Batch:
+        """A batch of the first rows of the fixed one, with lengths of its own."""
+        decodes, spec = self.context.phase == "decode", self.context.states.spec
+        sequences = size if decodes else 1
+        length = min(size // sequences, spec.num_tokens)
+        made = self.context.static_batch(
+            StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), rows=sequences,
+            length=length,
+        )  # fmt: skip
+        fixed = self._largest.first(StepShape(size, 0, 0)).by_token
+        wanted = torch.arange(size if decodes else min(size, MOST_ROWS)).to(self.context.backend.device.torch)
+        return attrs.evolve(made.batch, **fixed, logits_indices=wanted)
+
+    def _fields(self, batch: Batch) -> dict[int, str]:
+        """Fields that differ from step to step, by their tensors' ids."""
+        return {id(getattr(batch, name)): name for name in self._of_steps}
+
+    def _reader(self, batch: Batch) -> Read:
+        return partial(SplitCall.read, fields=self._fields(batch), kept=self._kept, sizes=_sizes(batch))
+
+    def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
+        context = self.context
+        batch = self._batch(bucket.shape.tokens)
+        self._wanted[bucket.shape.tokens] = batch.logits_indices
+
+        def new_graph() -> Graph:
+            bucket.graphs.append(context.backend.graph())
+            return bucket.graphs[-1]
+
+        splitter = Splitter(
+            context.backend, self._at, self._reader(batch), self._fields(batch), partial(self._keep, batch), new_graph
+        )
+        bucket.parts, pool = splitter.capture(partial(context.eagerly, batch), pool)
+        if len(bucket.parts) <= len(self._calls):
+            raise self._another(batch, None, len(bucket.parts) - 1)
+        check_logits(context.model, bucket.graphs[-1].outputs, batch)  # of which a step takes as many as it wants
+        return pool
+
+    def _keep(self, batch: Batch, index: int, call: SplitCall, results: list[Tensor]) -> tuple[tuple[Tensor, Cut], ...]:
+        """Where the results of a call lie for graphs to read, in the memory of all buckets."""
+        expected = self._calls[index] if index < len(self._calls) else None
+        kinds = call.result_kinds(results)
+        if expected is None or (call.operation.name, call.kinds, kinds) != (
+            expected.operation, expected.kinds, [kind for kind, _ in expected.results]
+        ):  # fmt: skip
+            raise self._another(batch, call, index)
+        memory = [self._memory[pair] for pair in zip(kinds, expected.places, strict=True)]
+        if any(each.numel() < result.numel() for each, result in zip(memory, results, strict=True)):
+            raise self._another(batch, call, index)
+        given = [each[: prod(result.shape)].view(result.shape) for each, result in zip(memory, results, strict=True)]
+        return tuple(zip(given, call.result_cuts(results, _sizes(batch)), strict=True))
+
+    def _another(self, batch: Batch, call: SplitCall | None, index: int) -> CaptureError:
+        found = "nothing" if call is None else call.operation.name
+        expected = self._calls[index].operation if index < len(self._calls) else "nothing"
+        return CaptureError(
+            f"for {batch.num_tokens} tokens, {type(self.context.model).__name__} calls {found} where it called "
+            f"{expected} for {self._largest.shape.tokens}, or with tensors of another kind",
+            'let it do the same for all sizes, or use the compiler "eager"',
+        )
+
+    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
+        """Several runs for one step would move states per sequence on several times."""
+        rows = self._wanted[bucket.shape.tokens].shape[0]
+        if self.context.states.spec.num_slots and batch.logits_indices.shape[0] > rows:
+            return (
+                f"it asks for more than the {rows} rows of logits captured, and a second run would change states again"
+            )
+        return None
+
+    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
+        bucket.static.fill_tokens(batch)
+        wanted, memory = batch.logits_indices, self._wanted[bucket.shape.tokens]
+        if wanted.shape[0] <= memory.shape[0]:
+            return self._run_for(bucket, batch, wanted)
+        # Again for each so many rows: with the same tokens a step does the same, if all states are per token.
+        return torch.cat([self._run_for(bucket, batch, rows).clone() for rows in wanted.split(memory.shape[0])])
+
+    def _run_for(self, bucket: Bucket, batch: Batch, wanted: Tensor) -> Tensor:
+        sizes = {TOKENS: batch.num_tokens, ROWS: wanted.shape[0]}
+        self._wanted[bucket.shape.tokens][: sizes[ROWS]] = wanted
+        part: Part
+        for part in bucket.parts:
+            part.graph.replay()
+            if (call := part.call) is None:
+                break
+            given = {name: getattr(batch, field) for name, field in call.fields.items()}
+            given |= {name: cut_to(each, call.cuts[name], sizes) for name, each in call.computed.items()}
+            results = tensors_of(call.operation.function(**call.fixed, **given))
+            for (memory, cut), result in zip(part.results, results, strict=True):
+                cut_to(memory, cut, sizes).copy_(result)
+        logits: Tensor = part.graph.outputs[: sizes[ROWS]]
+        return logits
+
+    def _check_called(self) -> None:
+        called = {each.operation for each in self._calls}
+        if missing := sorted(set(self._at) - called):
+            others = f"; of those it calls {', '.join(sorted(called))}" if called else ""
+            raise ConfigError(
+                f"splitting_ops has {', '.join(missing)}, which the model does not call{others}", "leave it out"
+            )
+
+    def _make_memory(self) -> dict[tuple[Kind, int], Tensor]:
+        """Where the results of splitting operations lie for graphs to read, in all buckets."""
+        most: dict[tuple[Kind, int], int] = {}
+        for call in self._calls:
+            for (kind, elements), place in zip(call.results, call.places, strict=True):
+                most[kind, place] = max(elements, most.get((kind, place), 0))
+        device = self.context.backend.device.torch
+        return {key: torch.zeros(elements, dtype=key[0].dtype, device=device) for key, elements in most.items()}
+
+
+def _sizes(batch: Batch) -> dict[str, int]:
+    return {TOKENS: batch.num_tokens, ROWS: batch.logits_indices.shape[0]}

@@ -1,0 +1,202 @@
+"""The calls of splitting operations in a step: which of their tensors are cut to the step, by the declared axes.
+
+Graphs compute with as many rows as their bucket has. What runs between them has a step's own number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_iter
+
+from hal import ops
+from hal.errors import CompileError
+from hal.ops.declaration.axes import BLOCKS, LEADING, ROWS, SEQUENCES, STEP_AXES, TOKENS, Shape
+from hal.ops.declaration.constraints import sizes_shown
+from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
+
+Cut = tuple[tuple[int, str], ...]
+"""Dimensions of a tensor that are cut to the step, and the axes that they are."""
+
+
+@attrs.frozen
+class Kind:
+    """What a tensor is whatever the step: its dtype, and its shape with the names of the axes that differ."""
+
+    dtype: Any
+    shape: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, declared: Shape, tensor: Tensor) -> Kind:
+        """The kind of a tensor that is declared so."""
+        leading = tensor.dim() - len(declared.axes)
+        sizes: list[int | str] = [LEADING] * leading
+        for axis, size in zip(declared.axes, tensor.shape[leading:], strict=True):
+            names = {axis.name, *(name for each in axis.sizes for name in each.names)}
+            sizes.append(axis.text if names & {*STEP_AXES} else size)
+        return cls(tensor.dtype, tuple(sizes))
+
+
+@attrs.frozen
+class SplitCall:
+    """A call of a splitting operation, for as many tokens as its bucket has.
+
+    Attributes:
+        operation: that is called.
+        fields: arguments that are fields of the batch and differ from step to step, and the names of those.
+        computed: the tensors that the step computes for it, by argument.
+        fixed: all other arguments.
+        cuts: of the tensors in ``computed``, to a step.
+    """
+
+    operation: Operation
+    fields: Mapping[str, str]
+    computed: Mapping[str, Tensor]
+    fixed: Mapping[str, Any]
+    cuts: Mapping[str, Cut]
+
+    @classmethod
+    def read(
+        cls, operation: Operation, arguments: Mapping[str, Any], *, fields: Mapping[int, str], kept: Collection[int],
+        sizes: Mapping[str, int],
+    ) -> SplitCall:  # fmt: skip
+        """Sort a call's arguments.
+
+        Args:
+            operation: that is called.
+            arguments: of the call, by name.
+            fields: of the batch that differ from step to step, by the tensors' ids.
+            kept: ids of the tensors that are where they are for good: weights and states.
+            sizes: of the bucket, by axis.
+
+        Raises:
+            CompileError: the declaration does not say how a tensor is cut to a step, or the tensor is not like it.
+        """
+        given = {name: fields[id(each)] for name, each in arguments.items() if id(each) in fields}
+        computed = {
+            name: each for name, each in arguments.items()
+            if isinstance(each, Tensor) and id(each) not in kept and name not in given
+        }  # fmt: skip
+        fixed = {name: each for name, each in arguments.items() if name not in given and name not in computed}
+        call = cls(operation, given, computed, fixed, {})
+        shapes = dict(operation.constraints.shapes)
+        return attrs.evolve(call, cuts={
+            name: call._cut(name, shapes[name], each, sizes) for name, each in computed.items()
+        })  # fmt: skip
+
+    @property
+    def cut_to_step(self) -> bool:
+        """Whether it runs on the step's own rows. Others run on all of the bucket's, as no row depends on another."""
+        return bool(self.fields) or self.operation.rowwise not in (TOKENS, ROWS, LEADING)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """What the tensors are that the step computes for it."""
+        shapes = dict(self.operation.constraints.shapes)
+        return {name: Kind.of(shapes[name], each) for name, each in self.computed.items()}
+
+    def result_kinds(self, results: list[Tensor]) -> list[Kind]:
+        """What its results are."""
+        return [Kind.of(shape, each) for shape, each in zip(self.operation.constraints.results, results, strict=True)]
+
+    def result_cuts(self, results: list[Tensor], sizes: Mapping[str, int]) -> list[Cut]:
+        """How its results are cut to a step.
+
+        Raises:
+            CompileError: as :meth:`read`.
+        """
+        return [
+            self._cut(f"result {place}", shape, each, sizes)
+            for place, (shape, each) in enumerate(zip(self.operation.constraints.results, results, strict=True))
+        ]
+
+    def _cut(self, name: str, declared: Shape, tensor: Tensor, sizes: Mapping[str, int]) -> Cut:
+        shape, operation = tuple(tensor.shape), self.operation.name
+        if not self.cut_to_step:
+            return ()
+        what = f"{operation} runs on the tokens of a step, and declares {name}, {sizes_shown(shape)}, as "
+        remedy = f'let {operation} declare its axis "{TOKENS}"; or use the compiler "piecewise" or "eager"'
+        first, found = len(shape) - len(declared.axes), []
+        if first:
+            raise CompileError(f"{what}`{declared.text}`, which does not say if it goes by them", remedy)
+        for dim, axis in enumerate(declared.axes):
+            names = {axis.name, *(each for size in axis.sizes for each in size.names)}
+            if axis.name in (TOKENS, ROWS) and not axis.sizes:
+                if shape[dim] != sizes[axis.name]:
+                    raise CompileError(
+                        f"{operation} is called with {name} {sizes_shown(shape)}, declared `{declared.text}`, in a "
+                        f"step of {sizes[axis.name]} {axis.name}",
+                        'give it a row for each of them, or use the compiler "piecewise" or "eager"',
+                    )
+                found.append((dim, axis.name))
+            elif names & {TOKENS, ROWS, SEQUENCES, BLOCKS}:
+                raise CompileError(f"{what}`{declared.text}`, of which no graph can know {axis.text}", remedy)
+        return tuple(found)
+
+
+def cut_to(tensor: Tensor, cut: Cut, sizes: Mapping[str, int]) -> Tensor:
+    """The part of a bucket's tensor that a step of these sizes has."""
+    for dim, axis in cut:
+        tensor = tensor.narrow(dim, 0, sizes[axis])
+    return tensor
+
+
+@attrs.frozen
+class Noted:
+    """A call as an eager step makes it.
+
+    Attributes:
+        operation: its name.
+        kinds: of the tensors that the step computes for it.
+        results: their kinds, with how many elements each has.
+        places: where the results lie: those that are not needed at once may have the same number.
+    """
+
+    operation: str
+    kinds: Mapping[str, Kind]
+    results: tuple[tuple[Kind, int], ...]
+    places: tuple[int, ...]
+
+
+def note_calls(
+    run: Callable[[], Any], at: Collection[str], read: Callable[[Operation, Mapping[str, Any]], SplitCall]
+) -> list[Noted]:
+    """The calls of the operations ``at`` in a step, which is run once, eagerly, for how long their results live.
+
+    Raises:
+        CompileError: see :meth:`SplitCall.read`.
+    """
+    calls: list[Noted] = []
+    alive: list[StorageWeakRef] = []
+
+    def wrap(operation: Operation, kernel: Kernel) -> Kernel:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            call = read(operation, operation.arguments(args, kwargs))
+            found = kernel(*args, **kwargs)
+            results = tensors_of(found)
+            places: list[int] = []
+            for result in results:
+                # What is gone by now was read by pieces before this one.
+                free = (place for place, each in enumerate(alive) if each.expired() and place not in places)
+                place = next(free, len(alive))
+                alive[place : place + 1] = [StorageWeakRef(result.untyped_storage())]
+                places.append(place)
+            kinds = zip(call.result_kinds(results), [each.numel() for each in results], strict=True)
+            calls.append(Noted(operation.name, call.kinds, tuple(kinds), tuple(places)))
+            return found
+
+        return noted if operation.name in at else kernel
+
+    with ops.intercepted(wrap):
+        run()
+    return calls
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    """The tensors of a result, in order."""
+    return [each for each in tree_iter(found) if isinstance(each, Tensor)]

@@ -1,0 +1,238 @@
+"""Generation: many prompts at once, each to its end."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.errors import BatchError, ConfigError, NumericsError
+from hal.execution.runner import Runner
+from hal.generation.sampling import SamplingParams, choose, rows_of_nan
+from hal.step import Batch
+from hal.step.block_allocator import BlockAllocator
+from hal.step.prefix_cache import PrefixCache
+
+log = logging.getLogger("hal.generation")
+
+
+@attrs.frozen
+class Token:
+    """One new token.
+
+    Attributes:
+        prompt: which prompt it continues.
+        token_id: the token.
+        finished: None, or why it is the prompt's last: ``stop`` (a stop token) or ``length`` (no room for more).
+    """
+
+    prompt: int
+    token_id: int
+    finished: Literal["stop", "length"] | None
+
+
+@attrs.define(eq=False)
+class _Sequence:
+    prompt: int
+    tokens: list[int]
+    params: SamplingParams
+    limit: int
+    blocks: list[int] = attrs.field(factory=list)
+    slots: list[int] = attrs.field(factory=list)
+    cached: int = 0
+    new: int = 0
+
+
+def generate(
+    runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> Iterator[Token]:
+    """Continue all ``prompts``, yielding tokens as they come: in the order of prompts within a step, step after step.
+
+    Prompts start as soon as the cache has room for them to their end. A prompt's tokens do not depend on the others.
+
+    Args:
+        runner: runs the steps.
+        prompts: token ids of each prompt.
+        params: for all prompts, or one for each.
+
+    Raises:
+        BatchError: an empty prompt, one longer than the model or the cache, or a token id out of range. All prompts are
+            checked before the first step.
+        ConfigError: ``params`` are none.
+        NumericsError: the model gave NaN.
+        ClosedError: the runner is closed; from the iterator, if that happens between two steps.
+    """
+    if not isinstance(prompts, Iterable):
+        raise BatchError(f"prompts is {prompts!r:.70}", "give a list of prompts, each a list of token ids")
+    prompts = list(prompts)
+    per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else _each(params)
+    if len(per_prompt) != len(prompts):
+        raise BatchError(
+            f"{len(prompts)} prompts and {len(per_prompt)} parameters", "give one for all, or one for each"
+        )
+    waiting = deque(
+        _checked(runner, index, prompt, wanted)
+        for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
+    )
+    return _run(runner, waiting)
+
+
+def _each(params: Any) -> list[SamplingParams]:
+    found = list(params) if isinstance(params, Iterable) else [params]
+    if all(isinstance(each, SamplingParams) for each in found):
+        return found
+    raise ConfigError(f"params is {params!r:.70}", "give hal.SamplingParams(...), or a list with one for each prompt")
+
+
+def _checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingParams) -> _Sequence:
+    try:
+        given = list(tokens)
+        if bool in map(type, given):
+            raise TypeError
+        prompt = list(map(operator.index, given))
+    except TypeError:
+        raise BatchError(f"prompt {index} is {tokens!r:.70}", "give each prompt as a list of token ids") from None
+    longest, capacity = runner.model.max_length, runner.spec.num_tokens
+    if not prompt:
+        raise BatchError(f"prompt {index} is empty", "give it at least one token")
+    if len(prompt) >= longest:
+        raise BatchError(
+            f"prompt {index} is {len(prompt)} tokens long; the model takes {longest}, the new ones included",
+            "shorten the prompt",
+        )
+    if not all(0 <= token < runner.model.vocab_size for token in prompt):
+        raise BatchError(
+            f"prompt {index} has a token id out of the range 0 to {runner.model.vocab_size - 1}",
+            "check that the tokenizer belongs to the model",
+        )
+    limit = min(params.max_new_tokens, longest - len(prompt))
+    if limit < params.max_new_tokens:
+        log.warning("prompt %d: the model has room for %d new tokens, not %d", index, limit, params.max_new_tokens)
+    if len(prompt) + limit > capacity:
+        raise BatchError(
+            f"prompt {index} needs {len(prompt) + limit} tokens of cache, and the cache holds {capacity}",
+            "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
+        )
+    return _Sequence(index, prompt, params, limit)
+
+
+def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
+    running: list[_Sequence] = []
+    try:
+        while waiting or running:
+            admitted = _admit(runner, waiting)
+            running += admitted
+            if admitted:
+                batch = runner.batch(
+                    [each.tokens[each.cached :] for each in admitted],
+                    [each.blocks for each in admitted],
+                    cached=[each.cached for each in admitted],
+                    **_slots(runner, admitted),
+                )
+                chosen = _step(runner, admitted, batch)
+                _remember(runner, admitted)  # not before: a failure on the device shows where the host waits
+                yield from _append(admitted, chosen)
+            elif not running:
+                raise BatchError(
+                    f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks, or all slots",
+                    "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
+                )
+            running = _without_finished(running, runner)
+            if running:
+                cached = [len(each.tokens) - 1 for each in running]
+                last = [each.tokens[-1:] for each in running]
+                blocks = [each.blocks for each in running]
+                batch = runner.batch(last, blocks, cached=cached, **_slots(runner, running))
+                yield from _append(running, _step(runner, running, batch))
+                running = _without_finished(running, runner)
+    finally:
+        for sequence in running:  # of a caller that stops early
+            _give_back(runner, sequence)
+
+
+def _give_back(runner: Runner, sequence: _Sequence) -> None:
+    _blocks(runner).give_back(sequence.blocks)
+    runner.slots.give_back(sequence.slots)
+
+
+def _slots(runner: Runner, sequences: list[_Sequence]) -> dict[str, Any]:
+    """The field of a batch whose model keeps a state for each sequence."""
+    return {"slots": [slot for each in sequences for slot in each.slots]} if runner.slots.needed else {}
+
+
+def _blocks(runner: Runner) -> BlockAllocator | PrefixCache:
+    return runner.prefixes or runner.blocks
+
+
+def _remember(runner: Runner, sequences: list[_Sequence]) -> None:
+    """Let later prompts find what is in the cache: all tokens but the last one chosen, which has not run yet."""
+    if runner.prefixes is not None:
+        for each in sequences:
+            runner.prefixes.remember(each.blocks, each.tokens[:-1] if each.new else each.tokens)
+
+
+def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
+    """The next prompts, as far as the cache has room for them to their end and a step for their tokens."""
+    most = runner.backend.config.max_prefill_tokens
+    admitted: list[_Sequence] = []
+    tokens = 0
+    while waiting:
+        first = waiting[0]
+        # The last token runs in any case, for the logits.
+        shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.tokens[:-1])
+        cached = len(shared) * runner.spec.block_size
+        tokens += len(first.tokens) - cached
+        joins = not admitted or tokens <= most
+        needed = runner.spec.blocks_for(len(first.tokens) + first.limit) - len(shared)
+        has_slot = not runner.slots.needed or runner.slots.num_free > 0
+        blocks = _blocks(runner).take(needed) if joins and has_slot else None
+        if blocks is None:
+            _blocks(runner).give_back(shared)
+            break
+        first.blocks, first.cached = shared + blocks, cached
+        first.slots = (runner.slots.take(1) or []) if runner.slots.needed else []
+        admitted.append(waiting.popleft())
+    return admitted
+
+
+def _step(runner: Runner, sequences: list[_Sequence], batch: Batch) -> list[int]:
+    with runner.uses:  # which nobody closes before the logits are read: they may lie in a graph's memory
+        return _choose(runner, sequences, runner.step(batch).logits)
+
+
+def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> list[int]:
+    """Each sequence's next token. The step has run to its end by then, and gave no NaN."""
+    with runner.backend.explaining(), torch.inference_mode():
+        if wrong := rows_of_nan(logits):
+            raise NumericsError(
+                f"the model gave NaN logits for prompt {', '.join(str(sequences[row].prompt) for row in wrong)}",
+                "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
+            )
+        return choose(logits, [each.params for each in sequences], [each.new for each in sequences]).tolist()
+
+
+def _append(sequences: list[_Sequence], chosen: list[int]) -> Iterator[Token]:
+    for sequence, token in zip(sequences, chosen, strict=True):
+        sequence.tokens.append(token)
+        sequence.new += 1
+        yield Token(sequence.prompt, token, _finished(sequence))
+
+
+def _finished(sequence: _Sequence) -> Literal["stop", "length"] | None:
+    if sequence.tokens[-1] in sequence.params.stop_token_ids:
+        return "stop"
+    return "length" if sequence.new == sequence.limit else None
+
+
+def _without_finished(running: list[_Sequence], runner: Runner) -> list[_Sequence]:
+    finished = [sequence for sequence in running if _finished(sequence)]
+    _remember(runner, finished)
+    for sequence in finished:
+        _give_back(runner, sequence)
+    return [sequence for sequence in running if not _finished(sequence)]

@@ -1,0 +1,313 @@
+"""What the tensors of a call must be like: their axes and dtypes, as an operation or a rewrite declares them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.errors import OperationError, nearest
+from hal.ops.declaration.axes import LEADING, Axis, Shape, may_be_size, parse_shape, same_size, same_sizes
+from hal.ops.declaration.dtypes import FLOATING, Dtypes, parse_dtypes, shown
+
+RESULT = "return"
+"""The key of the results in a declaration: one entry, or a tuple with one for each."""
+
+
+@attrs.frozen
+class Constraints:
+    """Axes and dtypes of arguments and results.
+
+    Attributes:
+        arguments: names of all arguments, in order.
+        shapes: of those that are tensors, by name.
+        dtypes: likewise.
+        results: shapes of the results.
+        result_dtypes: of the results.
+    """
+
+    arguments: tuple[str, ...]
+    shapes: tuple[tuple[str, Shape], ...]
+    dtypes: tuple[tuple[str, Dtypes], ...]
+    results: tuple[Shape, ...]
+    result_dtypes: tuple[Dtypes, ...]
+
+    def shape(self, argument: str) -> Shape | None:
+        """The declared shape of an argument; None if it is no tensor."""
+        return dict(self.shapes).get(argument)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of all axes of arguments and results, ``...`` among them."""
+        every = (*(shape for _, shape in self.shapes), *self.results)
+        return tuple(dict.fromkeys(name for shape in every for name in shape.names))
+
+    def unmet(self, arguments: Sequence[Any]) -> str | None:
+        """Say which constraint a call's arguments do not meet; None if they meet all.
+
+        Args:
+            arguments: all of them, in order; tensors may be fake ones with symbolic sizes. Adds no guard.
+        """
+        given = self._by_name(arguments)
+        return self._unlike_dtype(given) or _Sizes(given).unlike(self._tensors(given))
+
+    def unmet_results(self, arguments: Sequence[Any], results: Sequence[Any]) -> str | None:
+        """Say which constraint the results of a call do not meet; None if they meet all."""
+        given = self._by_name(arguments)
+        if len(results) != len(self.results):
+            return f"{len(results)} results are given, and {len(self.results)} are declared"
+        for place, (result, allowed) in enumerate(zip(results, self.result_dtypes, strict=True)):
+            if (reason := _unlike(f"result {place}", result.dtype, allowed, given, self._step(given))) is not None:
+                return reason
+        named = [
+            (f"result {place}", shape, tuple(result.shape))
+            for place, (shape, result) in enumerate(zip(self.results, results, strict=True))
+        ]
+        return _Sizes(given).unlike([*self._tensors(given), *named])
+
+    def sizes(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The size of every named axis in a call's arguments, which meet the constraints; of ``...``, the shape."""
+        given = self._by_name(arguments)
+        found = _Sizes(given)
+        found.unlike(self._tensors(given))
+        leading = {} if found.leading is None else {LEADING: tuple(found.leading[1])}
+        return {**{name: size for name, size in found.known.items() if name in self.axes}, **leading}
+
+    def _by_name(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """Arguments by name; those behind the last that is given have their defaults, and are no tensors."""
+        return {**dict.fromkeys(self.arguments), **dict(zip(self.arguments, arguments, strict=False))}
+
+    def _tensors(self, given: Mapping[str, Any]) -> list[_Found]:
+        return [
+            (name, shape, tuple(given[name].shape)) for name, shape in self.shapes if isinstance(given[name], Tensor)
+        ]
+
+    def _step(self, given: Mapping[str, Any]) -> tuple[str, torch.dtype] | None:
+        """The first argument that has the step's dtype, and that."""
+        for name, allowed in self.dtypes:
+            if allowed == (FLOATING,) and isinstance(given[name], Tensor):
+                return name, given[name].dtype
+        return None
+
+    def _unlike_dtype(self, given: Mapping[str, Any]) -> str | None:
+        step = self._step(given)
+        for name, allowed in self.dtypes:
+            if isinstance(given[name], Tensor):
+                reason = _unlike(name, given[name].dtype, allowed, given, step)
+                if reason is not None:
+                    return reason
+        return None
+
+
+def _unlike(
+    name: str, dtype: torch.dtype, allowed: Dtypes, given: Mapping[str, Any], step: tuple[str, torch.dtype] | None
+) -> str | None:
+    """Why a tensor's dtype is none of those allowed."""
+    known: dict[torch.dtype, str] = {}
+    for each in allowed:
+        if each is FLOATING:
+            if not dtype.is_floating_point and len(allowed) == 1:
+                return f"{name} is {shown([dtype])}, and declared floating"
+            if step is None:
+                return None
+            known[step[1]] = step[0]
+        elif isinstance(each, str):
+            other = given[each]
+            if other is None:
+                return None
+            known[other.dtype if isinstance(other, Tensor) else other] = each
+        else:
+            known[each] = ""
+    if dtype in known:
+        return None
+    if len(known) == 1 and "" not in known.values():
+        ((wanted, other),) = known.items()
+        return f"{other} is {shown([wanted])} and {name} is {shown([dtype])}, and declared alike"
+    return f"{name} is {shown([dtype])}, and declared {shown(known)}"
+
+
+_Found: TypeAlias = tuple[str, Shape, tuple[Any, ...]]
+"""A tensor's name, its declared shape, and its sizes."""
+
+
+class _Sizes:
+    """The sizes of a call's axes, as they are met."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.known: dict[str, Any] = {name: value for name, value in given.items() if type(value) is int}
+        self.leading: tuple[str, Sequence[Any]] | None = None
+        self._source = {name: name for name in self.known}
+
+    def unlike(self, tensors: Sequence[_Found]) -> str | None:
+        """Why tensors do not have their declared shapes."""
+        for name, shape, sizes in tensors:
+            if not shape.has_rank(len(sizes)):
+                return f"{_declared(name, shape, sizes)}: its rank is {len(sizes)}"
+        for named in (True, False):  # the sizes that others are computed from come first
+            for name, shape, sizes in tensors:
+                reason = self._named(name, shape, sizes) if named else self._computed(shape, sizes)
+                if reason is not None:
+                    return f"{_declared(name, shape, sizes)}, {reason}"
+        return None
+
+    def _named(self, name: str, shape: Shape, found: tuple[Any, ...]) -> str | None:
+        front = found[: len(found) - len(shape.axes)]
+        if shape.leading is not None:
+            if self.leading is None:
+                self.leading = name, front
+            elif not same_sizes(front, self.leading[1]):
+                return f"where {LEADING} is {sizes_shown(self.leading[1])} in {self.leading[0]}"
+        for axis, size in _own(shape, found):
+            if axis.name is None:
+                continue
+            if axis.name not in self.known:
+                self.known[axis.name], self._source[axis.name] = size, name
+            elif not same_size(size, self.known[axis.name]):
+                source = self._source[axis.name]
+                where = "" if source == axis.name else f" in {source}"
+                return f"where {axis.name} is {self.known[axis.name]}{where}"
+        return None
+
+    def _computed(self, shape: Shape, found: tuple[Any, ...]) -> str | None:
+        for axis, size in _own(shape, found):
+            # A name that only an argument left out has says nothing.
+            sizes = [each for each in axis.sizes if self.known.keys() >= set(each.names)]
+            if len(sizes) < len(axis.sizes) or not sizes:
+                continue
+            values = [(each.computed, each.value(self.known)) for each in sizes]
+            if not any((may_be_size if computed else same_size)(size, value) for computed, value in values):
+                return f"where {axis.text} is {' or '.join(str(value) for _, value in values)}"
+        return None
+
+
+def _own(shape: Shape, sizes: tuple[Any, ...]) -> Iterator[tuple[Axis, Any]]:
+    return zip(shape.axes, sizes[len(sizes) - len(shape.axes) :], strict=True)
+
+
+def _declared(name: str, shape: Shape, sizes: tuple[Any, ...]) -> str:
+    return f"{name} is {sizes_shown(sizes)}, and declared `{shape.text}`"
+
+
+def sizes_shown(shape: Iterable[Any]) -> str:
+    """A shape as a person writes it."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def constraints_of(
+    what: str,
+    *,
+    arguments: Sequence[str],
+    tensors: Collection[str],
+    others: Mapping[str, Any],
+    results: int | None,
+    axes: Mapping[str, Any] | None,
+    dtypes: Mapping[str, Any] | None,
+) -> Constraints:
+    """Read a declaration's axes and dtypes.
+
+    Args:
+        what: declares them, for the error.
+        arguments: names of all arguments.
+        tensors: names of those that are tensors, or None, for certain.
+        others: by name, the types of those that are no tensors for certain.
+        results: how many there are; None if results need not be declared.
+        axes: by argument, and for the results by ``return``, a string as :mod:`hal.ops.declaration.axes` says.
+        dtypes: likewise, what :mod:`hal.ops.declaration.dtypes` says.
+
+    Raises:
+        OperationError: a tensor is left out; a name is no tensor's; or an entry is not spelled as those modules say.
+    """
+    axes = _checked(what, "axes", axes, arguments, tensors, others, results)
+    dtypes = _checked(what, "dtypes", dtypes, arguments, tensors, others, results)
+    sources = [name for name in arguments if others.get(name, torch.dtype) is torch.dtype]
+    named = [name for name in arguments if name in axes]
+    if unlike := [name for name in arguments if (name in axes) != (name in dtypes)]:
+        raise OperationError(
+            f"{what} declares axes or dtypes of its argument {unlike[0]!r}, and not both", "declare both, or neither"
+        )
+    found = Constraints(
+        arguments=tuple(arguments),
+        shapes=tuple((name, parse_shape(axes[name], f"{what}: {name}")) for name in named),
+        dtypes=tuple(
+            (name, parse_dtypes(dtypes[name], f"{what}: {name}", [each for each in sources if each != name]))
+            for name in named
+        ),
+        results=tuple(
+            parse_shape(each, f"{what}: result {place}")
+            for place, each in enumerate(_of_results(what, "axes", axes, results))
+        ),
+        result_dtypes=tuple(
+            parse_dtypes(each, f"{what}: result {place}", sources)
+            for place, each in enumerate(_of_results(what, "dtypes", dtypes, results))
+        ),
+    )
+    if len(found.results) != len(found.result_dtypes):
+        raise OperationError(
+            f"{what} declares axes of {len(found.results)} results and dtypes of {len(found.result_dtypes)}",
+            "give both a tuple with one entry for each result",
+        )
+    _check_names(what, found)
+    return found
+
+
+def _checked(
+    what: str,
+    kind: str,
+    given: Mapping[str, Any] | None,
+    arguments: Sequence[str],
+    tensors: Collection[str],
+    others: Collection[str],
+    results: int | None,
+) -> Mapping[str, Any]:
+    """The entries, which are of the tensors and of nothing else."""
+    example = '{"x": "tokens width"}' if kind == "axes" else '{"x": FLOATING}'
+    needed = [name for name in arguments if name in tensors] + ([RESULT] if results else [])
+    if not isinstance(given, Mapping):
+        raise OperationError(
+            f"{what} declares no {kind}" if given is None else f"{what} declares {kind}={given!r}",
+            f"declare those of {', '.join(needed) or 'its tensors'}, by name: {kind}={example}",
+        )
+    for name in given:
+        if name in others or (name == RESULT and results == 0):
+            said = "it returns nothing" if name == RESULT else f"{name} is no tensor"
+            raise OperationError(f"{what} declares {kind} of {name!r}, and {said}", "leave it out")
+        if name not in arguments and name != RESULT:
+            raise OperationError(
+                f"{what} declares {kind} of {name!r}, which it does not take", nearest(str(name), arguments)
+            )
+    if missing := [name for name in needed if name not in given]:
+        raise OperationError(
+            f"{what} does not declare the {kind} of {', '.join(missing)}",
+            f"add {'an entry' if len(missing) == 1 else 'entries'} such as {example} to {kind}",
+        )
+    return given
+
+
+def _of_results(what: str, kind: str, given: Mapping[str, Any], results: int | None) -> tuple[Any, ...]:
+    if RESULT not in given:
+        return ()
+    several = given[RESULT] if isinstance(given[RESULT], tuple) else (given[RESULT],)
+    if results is not None and len(several) != results:
+        raise OperationError(
+            f"{what} declares {kind} of {len(several)} results and returns {results}",
+            f"give a tuple with one entry for each: {kind}={{'return': (...)}}",
+        )
+    return several
+
+
+def _check_names(what: str, found: Constraints) -> None:
+    """What a size is computed from is a size that is known."""
+    inputs = {name for _, shape in found.shapes for name in shape.names}
+    both = inputs | {name for shape in found.results for name in shape.names}
+    numbers = set(found.arguments) - {name for name, _ in found.shapes}
+    for shapes, known in (([shape for _, shape in found.shapes], inputs), (found.results, both)):
+        for shape in shapes:
+            used = [name for axis in shape.axes for size in axis.sizes for name in size.names]
+            if unknown := [name for name in used if name not in known | numbers]:
+                raise OperationError(
+                    f"{what} declares the axes {shape.text!r}, and no tensor has an axis {unknown[0]!r}",
+                    nearest(unknown[0], (known | numbers) - {LEADING}),
+                )

@@ -1,0 +1,185 @@
+"""Whether a declaration can work: as a node of torch.library, as a call by position, and as what tests measure by."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from hal.errors import OperationError, nearest
+from hal.ops.declaration.constraints import Constraints, constraints_of
+
+ARGUMENTS = (Tensor, int, float, bool, torch.dtype)
+"""What an operation takes, each optional too."""
+TAKES = "Tensor, int, float, bool, torch.dtype, or one of them or None"
+RETURNS = "Tensor, a tuple of Tensors, or None"
+
+
+def check_declaration(
+    body: Callable[..., Any],
+    *,
+    mutates: Iterable[str],
+    host: Iterable[str],
+    state: Iterable[str],
+    buffers: Iterable[str],
+    weights: Iterable[str],
+    tolerance: Mapping[Any, Any],
+    off_by_one: Mapping[Any, Any],
+) -> None:
+    """Raise OperationError for what torch.library, compilers or tests would trip over later, or never look at."""
+    name, signature = body.__name__, inspect.signature(body)
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise OperationError(
+                f"{name} takes {str(parameter).partition(':')[0]!r} as a {parameter.kind.description} argument",
+                "declare arguments that calls can give by position and by name, without `*` and `/`",
+            )
+    _check_annotations(name, body, signature)
+    listed = {"mutates": mutates, "host": host, "state": state, "buffers": buffers, "weights": weights}
+    for what, arguments in listed.items():
+        if isinstance(arguments, str):
+            raise OperationError(f"{name} declares {what}={arguments!r}", f"give a tuple: {what}=({arguments!r},)")
+        for argument in arguments:
+            if argument not in signature.parameters:
+                raise OperationError(
+                    f"{name} declares the argument {argument!r} but does not take it",
+                    nearest(argument, signature.parameters),
+                )
+    _check_written(name, mutates, state, buffers)
+    for dtype, pair in tolerance.items():
+        if not (_is_dtype(dtype) and isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_bound, pair))):
+            raise OperationError(
+                f"{name} declares the tolerance {dtype!r}: {pair!r}",
+                "give, by torch.dtype, a relative and an absolute one: {torch.float32: (1e-5, 1e-5)}",
+            )
+    for dtype, share in off_by_one.items():
+        if not (_is_dtype(dtype) and _is_bound(share) and share <= 1):
+            raise OperationError(
+                f"{name} declares off_by_one {dtype!r}: {share!r}",
+                "give, by torch.dtype, a share from 0 to 1: {torch.bfloat16: 0.01}",
+            )
+
+
+def _check_written(name: str, mutates: Iterable[str], state: Iterable[str], buffers: Iterable[str]) -> None:
+    for argument in mutates:
+        if (argument in state) == (argument in buffers):
+            raise OperationError(
+                f"{name} writes its argument {argument!r}, and declares it "
+                + ("both as state and as a buffer" if argument in state else "neither as state nor as a buffer"),
+                f"declare state=({argument!r},) if a model keeps it between steps, or else buffers=({argument!r},)",
+            )
+    if unwritten := [argument for argument in buffers if argument not in mutates]:
+        raise OperationError(
+            f"{name} declares the buffer {unwritten[0]!r}, which it does not write",
+            "leave it out, or add it to mutates",
+        )
+
+
+def read_constraints(
+    body: Callable[..., Any], axes: Mapping[str, Any] | None, dtypes: Mapping[str, Any] | None
+) -> Constraints:
+    """Read the axes and dtypes of an operation, which declares those of all its tensors.
+
+    Raises:
+        OperationError: it does not, or not as :mod:`~hal.ops.declaration.axes` and
+            :mod:`~hal.ops.declaration.dtypes` say.
+    """
+    kinds = get_type_hints(body)
+    returned = kinds.pop("return")
+    tensors = {name for name, kind in kinds.items() if kind is Tensor or Tensor in get_args(kind)}
+    return constraints_of(
+        body.__name__,
+        arguments=list(inspect.signature(body).parameters),
+        tensors=tensors,
+        others={name: kind for name, kind in kinds.items() if name not in tensors},
+        results=0 if returned is NoneType else len(get_args(returned)) or 1,
+        axes=axes,
+        dtypes=dtypes,
+    )
+
+
+UNSAID = "unsaid"
+"""Where a declaration does not say over which axis it computes row by row."""
+
+
+def check_rowwise(name: str, constraints: Constraints, rowwise: str | None) -> None:
+    """Raise OperationError unless ``rowwise`` is None or an axis of an argument, and of every result."""
+    if rowwise is None:
+        return
+    inputs = [shape for _, shape in constraints.shapes if rowwise in shape.names]
+    known = sorted({each for _, shape in constraints.shapes for each in shape.names})
+    if rowwise == UNSAID:
+        raise OperationError(
+            f"{name} does not say over which axis it computes row by row",
+            f"declare one of {', '.join(known)}: rowwise={(known or ['tokens'])[0]!r}, or rowwise=None",
+        )
+    if not inputs:
+        raise OperationError(
+            f"{name} declares rowwise={rowwise!r}, which is no axis of an argument", nearest(rowwise, known)
+        )
+    if without := [place for place, shape in enumerate(constraints.results) if rowwise not in shape.names]:
+        raise OperationError(
+            f"{name} declares rowwise={rowwise!r}, which is no axis of result {without[0]}",
+            "give the axis to every result, or declare rowwise=None",
+        )
+    used = [
+        axis.text for shape in (*(shape for _, shape in constraints.shapes), *constraints.results)
+        for axis in shape.axes for size in axis.sizes if rowwise in size.names
+    ]  # fmt: skip
+    if used:
+        raise OperationError(
+            f"{name} declares rowwise={rowwise!r}, and computes the size {used[0]} from it",
+            "declare rowwise=None: with fewer rows that tensor would be another",
+        )
+
+
+def _check_annotations(name: str, body: Callable[..., Any], signature: inspect.Signature) -> None:
+    try:
+        kinds = get_type_hints(body)
+    except Exception as error:  # an annotation can be any expression
+        raise OperationError(
+            f"an annotation of {name} cannot be read: {error}",
+            "annotate with names that the module has when it is imported, not under TYPE_CHECKING alone",
+        ) from error
+    for argument in signature.parameters:
+        if argument not in kinds:
+            raise OperationError(f"{name} does not annotate its argument {argument!r}", f"annotate it with {TAKES}")
+        if not _is_taken(kinds[argument]):
+            raise OperationError(
+                f"{name} annotates its argument {argument!r} with {_shown(kinds[argument])}", f"make it {TAKES}"
+            )
+    if "return" not in kinds:
+        raise OperationError(f"{name} does not annotate what it returns", f"annotate it with {RETURNS}")
+    if not _is_returned(kinds["return"]):
+        raise OperationError(f"{name} returns {_shown(kinds['return'])}", f"return {RETURNS}")
+
+
+def _is_taken(kind: Any) -> bool:
+    if get_origin(kind) in (Union, UnionType):
+        some = [each for each in get_args(kind) if each is not NoneType]
+        return len(some) == 1 and some[0] in ARGUMENTS
+    return kind in ARGUMENTS
+
+
+def _is_returned(kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        return bool(parts) and all(part is Tensor for part in parts)
+    return kind in (Tensor, NoneType)
+
+
+def _shown(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _is_bound(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0 and math.isfinite(value)

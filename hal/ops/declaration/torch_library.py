@@ -1,0 +1,83 @@
+"""Operations as torch.library knows them, so that each is one node in every traced graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import wrapt
+from torch import Tensor
+from torch._ops import OpOverload
+
+from hal.errors import OperationError
+from hal.ops.declaration.fakes import remembering
+
+if TYPE_CHECKING:
+    from hal.ops.declaration.operation import Operation
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def register(operation: Operation) -> OpOverload:
+    """Define ``operation`` in its namespace and return the overload: kernel, fake and Dynamo's node for it."""
+    library = _libraries.get(operation.namespace)
+    if library is None:
+        library = _libraries[operation.namespace] = torch.library.Library(operation.namespace, "FRAGMENT")
+    schema = torch.library.infer_schema(operation.body, mutates_args=operation.mutates)
+    library.define(operation.name + schema)
+    run = _implementation(operation, lambda: operation.kernel_of_node)
+    library.impl(operation.name, run, "CompositeExplicitAutograd")
+    fake = remembering(_implementation(operation, lambda: operation.reference))
+    torch.library.register_fake(operation.qualified_name, fake, lib=library)
+    overload: OpOverload = getattr(getattr(torch.ops, operation.namespace), operation.name).default
+    # Dynamo takes over a second to import, and is needed only by those who compile.
+    wrapt.register_post_import_hook(lambda _: _substitute_in_dynamo(operation, overload), "torch._dynamo")
+    return overload
+
+
+def _implementation(operation: Operation, kernel: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise OperationError(
+                f"{operation.name} was given a tensor that requires grad; hal runs inference only",
+                "call it under torch.inference_mode() or torch.no_grad(), or detach the tensor",
+            )
+        return without_aliases(kernel()(*args, **kwargs), tensors)
+
+    return implementation
+
+
+def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
+    """Copy every output that shares memory with an input or an earlier output, as torch.library demands.
+
+    Outputs are made contiguous too: a fake must know the strides, whichever kernel runs.
+    """
+    # A weight in a layout of a vendor's own has no storage to show, and nothing can alias it.
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout is torch.strided}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata in seen:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.contiguous()
+        seen.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    if isinstance(result, Tensor):
+        return copied(result)
+    return None if result is None else tuple(copied(tensor) for tensor in result)
+
+
+def _substitute_in_dynamo(operation: Operation, overload: OpOverload) -> None:
+    # Dynamo records a call of the public function as this function's body, the node; its signature must be the same.
+    names = ", ".join(operation.signature.parameters)
+    header = str(
+        operation.signature.replace(
+            parameters=[p.replace(annotation=p.empty) for p in operation.signature.parameters.values()],
+            return_annotation=operation.signature.empty,
+        )
+    )
+    namespace: dict[str, Any] = {"_overload": overload}
+    exec(f"def {operation.name}{header}:\n    return _overload({names})\n", namespace)
+    torch.compiler.substitute_in_graph(operation.function)(namespace[operation.name])

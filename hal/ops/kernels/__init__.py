@@ -1,0 +1,1 @@
+"""How an operation finds its kernel: kernel tables, and kernels that any PyTorch device can use."""

@@ -1,0 +1,76 @@
+"""Kernels made of torch's own functions, for drivers of devices that torch computes on.
+
+A driver takes over what suits its device, and puts its own beside or in place of it:
+``kernels={**torch_kernels.KERNELS, "paged_attention": ...}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.kernels.kernel_table import Kernel
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """torch's own, which also computes in float32 and rounds once."""
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """No faster than its parts, but one call."""
+    hidden = x + residual
+    return functional.rms_norm(hidden, weight.shape, weight, eps), hidden
+
+
+def greedy_sample(logits: Tensor) -> Tensor:
+    """torch documents that argmax takes the first of equal values."""
+    return logits.argmax(-1)
+
+
+def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """index_copy_ moves whole rows, where index_put_ would move elements."""
+    slots = slot_mapping.long()
+    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
+    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+KERNELS: dict[str, Kernel] = {
+    "add_rms_norm": add_rms_norm,
+    "embedding": functional.embedding,
+    "greedy_sample": greedy_sample,
+    "linear": functional.linear,
+    "rms_norm": rms_norm,
+    "store_kv_cache": store_kv_cache,
+}
+"""By operation; ``store_kv_cache`` is for the canonical layout of the cache."""
+
+
+def int8_projections(product: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Kernel]:
+    """Kernels for ``quant_linear_static`` and ``quant_linear_dynamic`` around a product of int8 matrices.
+
+    Args:
+        product: of ``[..., in_features]`` and ``[out_features, in_features]``, both int8: ``x @ weight.T``, exactly, in
+            int32, in a new tensor ``[..., out_features]``.
+    """
+
+    def quant_linear_static(
+        x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        sums = product(x, weight)
+        if quant_bias is not None:
+            sums += quant_bias
+        return (sums * deq_scale).to(dtype)
+
+    def quant_linear_dynamic(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        values = (product(x, weight) * weight_scale).mul_(x_scale.unsqueeze(-1))
+        if bias is not None:
+            values += bias
+        return values.to(dtype)
+
+    return {"quant_linear_dynamic": quant_linear_dynamic, "quant_linear_static": quant_linear_static}

@@ -1,0 +1,1 @@
+"""``hal quantize``: calibrate a floating-point model and write a quantised checkpoint."""

@@ -1,0 +1,67 @@
+"""What the linear layers of a model are given when it reads a text: the ranges that static quantisation needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from hal.checkpoint.quantized_layers import linear_layers
+from hal.drivers.backend import Backend
+from hal.errors import CheckpointError, NumericsError
+from hal.execution.runner import Runner
+from hal.nn import CausalLM
+
+WINDOW = 512
+"""Tokens that are read at once, each time from an empty cache."""
+
+
+def input_ranges(
+    model: CausalLM, backend: Backend, tokens: Sequence[int], *, window: int = WINDOW
+) -> dict[str, tuple[float, float]]:
+    """The smallest and largest input of each linear layer over ``tokens``, by the layer's path in the model.
+
+    Args:
+        model: loaded on ``backend``, in floating point.
+        backend: active.
+        tokens: at least one.
+        window: tokens of each prefill, at most; never more than the model was made for.
+
+    Raises:
+        CheckpointError: there are no tokens.
+        NumericsError: an input is not finite.
+    """
+    if not tokens:
+        raise CheckpointError("the calibration text holds no tokens", "give a text like those that the model is for")
+    length = min(window, model.max_length, len(tokens))
+    config = backend.config
+    backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=length)))
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    hooks = [layer.register_forward_pre_hook(partial(_observe, seen, path)) for path, layer in linear_layers(model)]
+    try:
+        with Runner(model, backend) as runner:
+            blocks = runner.blocks.take(runner.spec.blocks_for(length)) or []
+            for start in range(0, len(tokens), length):
+                runner.step(runner.batch([tokens[start : start + length]], [blocks]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        backend.configure(config)
+    ranges = {path: (float(low), float(high)) for path, (low, high) in seen.items()}
+    if wrong := [path for path, span in ranges.items() if not torch.tensor(span).isfinite().all()]:
+        raise NumericsError(
+            f"the input of {wrong[0]} is not finite on the calibration text",
+            "check the weights; float16 overflows where bfloat16 and float32 do not",
+        )
+    return ranges
+
+
+def _observe(seen: dict[str, tuple[Tensor, Tensor]], path: str, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+    low, high = arguments[0].aminmax()
+    if path in seen:
+        low, high = torch.minimum(low, seen[path][0]), torch.maximum(high, seen[path][1])
+    seen[path] = low, high

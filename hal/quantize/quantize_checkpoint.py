@@ -1,0 +1,256 @@
+"""Making an int8 checkpoint of a floating-point one, shard by shard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import Progress, build_model, load_model
+from hal.checkpoint.quantized_layers import linear_layers, named_parts
+from hal.checkpoint.safetensors_files import INDEX
+from hal.checkpoint.validate import check_tied
+from hal.drivers.backend import active_backend
+from hal.drivers.registry import open_backend
+from hal.errors import CheckpointError, ConfigError, nearest
+from hal.nn import CausalLM
+from hal.quantization.compressed_tensors import CompressedTensorsWriter
+from hal.quantization.description import Writer
+from hal.quantization.int8_arithmetic import Activation
+from hal.quantization.modelslim import ModelSlimWriter
+from hal.quantization.scheme import Scheme
+from hal.quantization.scheme_registry import schemes
+from hal.quantize.calibration import input_ranges
+
+Format = Literal["compressed-tensors", "modelslim"]
+WRITERS: dict[str, Writer] = {"compressed-tensors": CompressedTensorsWriter(), "modelslim": ModelSlimWriter()}
+COPIED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
+    "generation_config.json", "LICENSE*",
+)  # fmt: skip
+"""The files beside the weights that a checkpoint is used with."""
+CALIBRATION_TOKENS = 8192
+
+log = logging.getLogger("hal.quantize")
+
+
+@attrs.frozen
+class Quantized:
+    """What :func:`quantize_checkpoint` made.
+
+    Attributes:
+        path: the new checkpoint.
+        layers: linear layers that are now int8.
+        bytes_before: of all weights.
+        bytes_after: of all weights.
+    """
+
+    path: Path
+    layers: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_checkpoint(
+    source: str | Path | Checkpoint,
+    target: str | Path,
+    scheme: str,
+    *,
+    format: Format = "compressed-tensors",  # noqa: A002 - what both formats call it
+    calibration: str | None = None,
+    calibration_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Write a checkpoint whose linear layers, all but the output projection, are quantised.
+
+    In hal's own schemes weights get a scale for each output channel, ``max|row| / 127``. For ``w8a8`` the model reads a
+    text, on the CPU and in its own dtype, and each layer's smallest and largest input give its activations' scale; with
+    ``w8a8_dynamic`` that is found for each token while the model runs. Weights are read and written file by file.
+
+    Args:
+        source: a checkpoint in floating point.
+        target: a folder that does not exist yet, or is empty. It appears when everything is written.
+        scheme: ``w8a8``, ``w8a8_dynamic``, or a registered one of another package that can be written.
+        format: ``compressed-tensors`` or ``modelslim``.
+        calibration: the text that ``w8a8`` needs, like those that the model is for.
+        calibration_tokens: so many tokens of it are read, from its beginning; None reads 8192.
+        progress: told the bytes of weights read so far, and in all.
+
+    Raises:
+        ConfigError: the scheme or format is unknown, or there is a text, or a number of its tokens, where none is used,
+            or no text where one is.
+        CheckpointError: the source cannot be read or is quantised already, or the target cannot be written.
+        NumericsError: an activation is not finite.
+    """
+    chosen = _check_request(scheme, format, calibration, calibration_tokens)
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    if checkpoint.quantization is not None:
+        raise ConfigError(f"{checkpoint.path} is quantised already", "use a checkpoint in floating point")
+    folder = Path(os.path.expanduser(target)).absolute()
+    _check_target(folder)
+    model = build_model(checkpoint)
+    check_tied(checkpoint, model)
+    layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
+    job = _Job(checkpoint, chosen, format, layers, {})
+    if calibration is not None:
+        most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
+        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job))
+    with _appearing(folder) as partial:
+        tensors = _write_weights(job, partial, progress)
+        _write_rest(job, model, tensors, partial)
+    after = Checkpoint.open(folder)
+    sizes = (sum(info.nbytes for info in each.tensors.values()) for each in (checkpoint, after))
+    return Quantized(folder, len(layers), *sizes)
+
+
+@attrs.frozen
+class _Job:
+    """What is to be written.
+
+    Attributes:
+        layers: of the checkpoint, by name, which are to be quantised: the path in the model of what holds them.
+        activations: by path in the model, where they are static.
+    """
+
+    checkpoint: Checkpoint
+    scheme: Scheme
+    format: Format
+    layers: Mapping[str, str]
+    activations: Mapping[str, Activation]
+
+
+def _check_request(scheme: str, format: Format, calibration: str | None, tokens: int | None) -> Scheme:  # noqa: A002
+    writable = {name: each for name, each in schemes().items() if each.writes}
+    if scheme not in writable:
+        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), writable))
+    chosen = writable[scheme]
+    if format not in WRITERS:
+        raise ConfigError(f"unknown format {format!r}", nearest(format, WRITERS))
+    if format not in chosen.writes:
+        raise ConfigError(
+            f"the scheme {scheme} is not written in the format {format}", f"use {' or '.join(sorted(chosen.writes))}"
+        )
+    others = " or ".join(name for name, each in writable.items() if each.calibrated != chosen.calibrated)
+    if chosen.calibrated and calibration is None:
+        raise ConfigError(
+            f"the scheme {scheme} fixes the scales of activations beforehand, and needs a calibration text for that",
+            f"give one (--calibration FILE), or use {others}, which needs none",
+        )
+    if not chosen.calibrated and calibration is not None:
+        raise ConfigError(f"the scheme {scheme} uses no calibration text", f"leave it out, or use {others}")
+    if not chosen.calibrated and tokens is not None:
+        raise ConfigError(
+            f"the scheme {scheme} uses no calibration text, and {tokens} tokens of one were asked for",
+            f"leave them out, or use {others}",
+        )
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"{tokens} tokens of calibration were asked for", "ask for at least 1")
+    return chosen
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``folder`` if the block ends well, and is removed if not."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error}", "choose a folder that can be, with room"
+        ) from None
+
+
+def _check_target(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if os.path.lexists(folder):
+        raise CheckpointError(f"{folder} exists already", "choose a folder that does not exist, or remove it first")
+
+
+def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dict[str, Activation]:
+    tokens = checkpoint.tokenizer().encode(text).ids
+    if len(tokens) > most:
+        log.info("the calibration text has %d tokens; the first %d are read", len(tokens), most)
+    before = active_backend()
+    try:
+        with open_backend("cpu") as backend:
+            ranges = input_ranges(load_model(checkpoint, backend), backend, tokens[:most])
+    finally:
+        if before is not None and not before.closed:
+            before.activate()
+    missing = sorted(set(job.layers.values()) - set(ranges))
+    if missing:
+        raise CheckpointError(
+            f"the model computed nothing with {missing[0]} when it read the calibration text", "use w8a8_dynamic"
+        )
+    dtype = checkpoint.dtype
+    return {path: job.scheme.activation(job.format, low, high, dtype) for path, (low, high) in ranges.items()}
+
+
+def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[str, bool]:
+    """Write the files of weights, and their index. All tensors' names, and whether each is of a quantised layer."""
+    checkpoint = job.checkpoint
+    infos = checkpoint.tensors
+    quantised: dict[str, bool] = {}
+    weight_map: dict[str, str] = {}
+    done, total, size = 0, sum(info.nbytes for info in infos.values()), 0
+    for file in sorted({info.file for info in infos.values()}):
+        written: dict[str, Tensor] = {}
+        for name, values in checkpoint.read([name for name, info in infos.items() if info.file == file]):
+            layer, _, suffix = name.rpartition(".")
+            done += infos[name].nbytes
+            if progress is not None:
+                progress(done, total)
+            if layer not in job.layers:
+                written[name] = values.clone()
+                quantised[name] = False
+            elif suffix == "weight":
+                activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
+                found = job.scheme.write(job.format, name, values, bias, activation, checkpoint.dtype)
+                written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
+                quantised |= {f"{layer}.{each}": True for each in found}
+        try:
+            save_file(written, str(folder / file.name), metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk; an OSError is what others raise of it
+            raise OSError(error) from error
+        weight_map |= dict.fromkeys(written, file.name)
+        size += sum(tensor.nbytes for tensor in written.values())
+    if len(set(weight_map.values())) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return quantised
+
+
+def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
+    name = f"{layer}.bias"
+    return next(iter(checkpoint.read([name])))[1].clone() if name in checkpoint.tensors else None
+
+
+def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
+    config = dict(job.checkpoint.config)
+    for name, value in WRITERS[job.format].describe(config, job.scheme, [model.output_projection], tensors).items():
+        _write_json(folder / name, value)
+    for pattern in COPIED:
+        for file in sorted(job.checkpoint.path.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,1 +1,0 @@
-"""Running models: block and slot allocation, generation, sampling, and `hal quantize`."""

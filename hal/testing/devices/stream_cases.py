@@ -1,0 +1,228 @@
+"""Streams and events: what waits, waits; what does not has its results all the same once it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hal.device.device import Device
+from hal.device.stream import Stream
+from hal.testing.case import Case, require
+from hal.testing.target import Target
+
+ROUNDS = 10
+"""How often an order is tried that a missing wait would leave to chance."""
+WORK = 24
+"""Operations before what others wait for, so that nobody is done by luck."""
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``streams/...`` and ``events/...``"""
+    for name, check in (
+        ("streams/order", _order), ("streams/wait-stream", _wait_stream), ("streams/restored", _restored),
+        ("streams/restored-after-an-error", _restored_after_an_error), ("streams/query", _query),
+        ("streams/synchronize", _synchronize), ("streams/priority", _priority),
+        ("events/wait", _event_wait), ("events/record-again", _record_again), ("events/before-record", _before_record),
+        ("events/synchronize", _event_synchronize), ("events/timing", _timing), ("events/across", _across),
+    ):  # fmt: skip
+        yield Case(name, partial(check, target))
+
+
+def _work(x: Tensor, number: int) -> Tensor:
+    """``x + number``, after some time."""
+    for _ in range(WORK):
+        x = x * 1
+    return x + number
+
+
+def _chain(device: Device, waits: str) -> None:
+    """One stream writes a buffer again and again; another reads each value, after the wait that is examined."""
+    first, second = device.stream(), device.stream()
+    buffer = torch.full((64, 64), -1.0, device=device.torch)
+    start = torch.zeros(64, 64, device=device.torch)
+    kept: list[Tensor] = []  # memory that a stream is done with might go to another
+    device.synchronize()
+    for number in range(ROUNDS):
+        with first:
+            made = _work(start, number)
+            buffer.copy_(made)
+        if waits == "stream":
+            second.wait_stream(first)
+        else:
+            event = device.event()
+            event.record(first)
+            event.wait(second)
+        with second:
+            kept += [made, buffer.clone()]
+        if waits == "stream":
+            first.wait_stream(second)
+        else:
+            event.record(second)
+            event.wait(first)
+    device.synchronize()
+    found = [sorted(set(each.flatten().tolist())) for each in kept[1::2]]
+    wrong = [(number, values) for number, values in enumerate(found) if values != [float(number)]]
+    require(not wrong, f"a stream that waited for another read {wrong[:1]}, as round and values: the wait is lost")
+
+
+def _order(target: Target) -> None:
+    device = target.device
+    stream = device.stream()
+    x = torch.zeros(64, 64, device=device.torch)
+    device.synchronize()
+    with stream:
+        for number in range(50):
+            x.mul_(0.5).add_(number)
+    stream.synchronize()
+    expected = 0.0
+    for number in range(50):
+        expected = expected * 0.5 + number
+    require(torch.allclose(x.cpu(), torch.full((64, 64), expected)), "work on one stream did not run in its order")
+
+
+def _wait_stream(target: Target) -> None:
+    _chain(target.device, "stream")
+
+
+def _event_wait(target: Target) -> None:
+    _chain(target.device, "event")
+
+
+def _current(device: Device) -> int | None:
+    """The current stream, where torch knows of one."""
+    if device.torch.type == "cpu":
+        return None
+    return int(torch.accelerator.current_stream(device.torch).stream_id)
+
+
+def _restored(target: Target) -> None:
+    device = target.device
+    before = _current(device)
+    outer, inner = device.stream(), device.stream()
+    with outer as entered:
+        require(entered is outer, "entering a stream gives another object")
+        within = _current(device)
+        with inner:
+            pass
+        require(_current(device) == within, "leaving an inner stream did not restore the outer one")
+    require(_current(device) == before, "leaving a stream did not restore the one before")
+
+
+def _restored_after_an_error(target: Target) -> None:
+    device = target.device
+    before, passed_on = _current(device), False
+    try:
+        with device.stream():
+            raise KeyError("raised inside")
+    except KeyError:
+        passed_on = True
+    require(passed_on, "a stream swallowed the exception that was raised inside it")
+    require(_current(device) == before, "an exception left its stream the current one")
+
+
+def _query(target: Target) -> None:
+    device = target.device
+    stream = device.stream()
+    require(stream.query() is True, "a new stream says that it has work left")
+    with stream:
+        x = _work(torch.zeros(64, 64, device=device.torch), 1)
+    stream.synchronize()
+    require(stream.query() is True, "a stream says after synchronize() that it has work left")
+    require(float(x.cpu()[0, 0]) == 1.0, "the work of a stream was not done")
+
+
+def _synchronize(target: Target) -> None:
+    device = target.device
+    streams: list[Stream] = [device.stream() for _ in range(3)]
+    made = []
+    base = torch.zeros(64, 64, device=device.torch)
+    device.synchronize()
+    for number, stream in enumerate(streams):
+        with stream:
+            made.append(_work(base, number))
+    device.synchronize()
+    require(all(stream.query() for stream in streams), "Device.synchronize() left work on a stream")
+    require([float(each.cpu()[0, 0]) for each in made] == [0.0, 1.0, 2.0], "work on three streams gave wrong values")
+
+
+def _priority(target: Target) -> None:
+    device = target.device
+    for priority in (0, -1):
+        with device.stream(priority=priority) as stream:
+            x = torch.ones(8, device=device.torch) + 1
+        stream.synchronize()
+        require(x.cpu().tolist() == [2.0] * 8, f"work on a stream of priority {priority} gave wrong values")
+
+
+def _record_again(target: Target) -> None:
+    """An event that is recorded again marks the new point."""
+    device = target.device
+    event, writer, reader = device.event(), device.stream(), device.stream()
+    base = torch.zeros(64, 64, device=device.torch)
+    device.synchronize()
+    event.record(writer)
+    with writer:
+        x = _work(base, 5)
+    event.record(writer)
+    event.wait(reader)
+    with reader:
+        y = x + 1
+    device.synchronize()
+    require(float(y.cpu()[0, 0]) == 6.0, "waiting for an event that was recorded twice waited for the first point")
+
+
+def _before_record(target: Target) -> None:
+    event = target.device.event()
+    require(event.query() is True, "an event that was never recorded says that it is not reached")
+    event.synchronize()
+
+
+def _event_synchronize(target: Target) -> None:
+    device = target.device
+    stream, event = device.stream(), device.event()
+    base = torch.zeros(64, 64, device=device.torch)
+    device.synchronize()
+    with stream:
+        x = _work(base, 3)
+    event.record(stream)
+    event.synchronize()
+    require(event.query() is True, "an event says after synchronize() that it is not reached")
+    require(float(x.cpu()[0, 0]) == 3.0, "an event was reached before the work that it marks was done")
+
+
+def _timing(target: Target) -> None:
+    device = target.device
+    stream = device.stream()
+    begin, middle, end = (device.event(timing=True) for _ in range(3))
+    begin.record(stream)
+    with stream:
+        x = torch.zeros(64, 64, device=device.torch)
+        for _ in range(4):
+            x = _work(x, 1)
+    middle.record(stream)
+    end.record(stream)
+    end.synchronize()
+    took = begin.elapsed_time(middle)
+    require(took > 0.0, f"the time between two events with work between them is {took} ms")
+    require(begin.elapsed_time(end) >= took, "a later event was reached earlier")
+
+
+def _across(target: Target) -> None:
+    """An event of one stream holds back several others."""
+    device = target.device
+    writer, event = device.stream(), device.event()
+    base = torch.zeros(64, 64, device=device.torch)
+    device.synchronize()
+    with writer:
+        x = _work(base, 7)
+    event.record(writer)
+    made, readers = [], [device.stream() for _ in range(3)]
+    for reader in readers:
+        event.wait(reader)
+        with reader:
+            made.append(x * 2)
+    device.synchronize()
+    require([float(each.cpu()[0, 0]) for each in made] == [14.0] * 3, "a stream did not wait for the event of another")

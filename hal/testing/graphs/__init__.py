@@ -1,0 +1,1 @@
+"""Conformance cases of captured graphs and their host values."""

@@ -1,0 +1,218 @@
+"""Graphs whose kernels read values on the host: lengths that change from replay to replay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.drivers.backend import Backend
+from hal.errors import HostValueError
+from hal.ops.declaration.samples import Draw
+from hal.testing.case import require
+
+ROWS, BLOCKS_EACH, HEADS, KV_HEADS = 5, 3, 4, 2
+
+
+class Attend:
+    """Two attentions over a drawn cache, the second on what the first gives."""
+
+    def __init__(self, backend: Backend, seed: int = 7) -> None:
+        self.backend = backend
+        limits, size = backend.limits, backend.block_size
+        dtype, dims = limits.dtypes[0], limits.head_dims
+        head_dim = 64 if not dims or 64 in dims else dims[0]
+        draw = Draw(dtype, backend.device.torch, seed)
+        self.scale = head_dim**-0.5
+        self.query = draw.normal(ROWS, HEADS, head_dim)
+        if backend.state_layout == "canonical":
+            shape = (ROWS * BLOCKS_EACH, size, KV_HEADS, head_dim)
+            self.caches = draw.normal(*shape), draw.normal(*shape)
+        else:
+            self.caches = _filled(backend, draw, head_dim)
+        self.table = draw.permutation(ROWS * BLOCKS_EACH).view(ROWS, BLOCKS_EACH)
+        self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
+        self.lens = torch.ones(ROWS, dtype=torch.int32)
+        # Copies also where the device is the host: its twins must not be the host values themselves.
+        self.device_starts, self.device_lens = (each.clone().to(draw.device) for each in (self.starts, self.lens))
+        self.lengths = [
+            [1, 1, 1, 1, 1], [5, size + 2, 3 * size, 2, size - 1], [6, size + 3, size + 1, 3, size],
+            [3 * size, 2, size - 1, 5, size + 2], [9, 0, 2 * size, 0, 0], [0] * ROWS, [1, 2, 3, 4, 5],
+        ]  # fmt: skip
+        self.graph = backend.graph()
+
+    def _call(self, query: Tensor, lens: Tensor) -> Tensor:
+        return ops.paged_attention(
+            query, *self.caches, self.table, self.device_starts, self.device_lens, self.starts, lens, self.scale, True,
+            None,
+        )  # fmt: skip
+
+    def twice(self, lens: Tensor | None = None) -> Tensor:
+        """The captured function; with ``lens``, eagerly."""
+        lens = self.lens if lens is None else lens
+        return self._call(self._call(self.query, lens) * 4 + self.query, lens)
+
+    def captured(self) -> Tensor:
+        """Its output."""
+        output: Tensor = self.graph.capture(self.twice)
+        lost = [name for name in ops.operation("paged_attention").host if name not in self.graph.host_values]
+        require(
+            not lost,
+            f"the capture recorded no {' and no '.join(lost)}, which paged_attention declares with host=: record each "
+            "host value of every call, also where the kernel reads it on the device",
+        )
+        return output
+
+    def set(self, lens: list[int]) -> dict[str, Any]:
+        """Write the lengths on the device, and return them as host values."""
+        values = torch.tensor(lens, dtype=torch.int32)
+        self.device_lens.copy_(values)
+        return {"kv_lens_host": values, "query_start_loc_host": self.starts.clone()}
+
+    def eager(self, lens: list[int]) -> Tensor:
+        """What it gives without a graph."""
+        values = self.set(lens)
+        with torch.inference_mode():
+            return self.twice(values["kv_lens_host"]).cpu()
+
+
+def _filled(backend: Backend, draw: Draw, head_dim: int) -> tuple[Tensor, Tensor]:
+    from hal.step import StateSpec
+
+    blocks, size = ROWS * BLOCKS_EACH, backend.block_size
+    state = backend.allocate(StateSpec.key_value(1, KV_HEADS, head_dim, draw.dtype, blocks, size)).layers[0]
+    cache = state["key"], state["value"]
+    values = draw.normal(blocks * size, KV_HEADS, head_dim), draw.normal(blocks * size, KV_HEADS, head_dim)
+    with torch.inference_mode():
+        ops.store_kv_cache(*values, *cache, torch.arange(blocks * size, dtype=torch.int32, device=draw.device))
+    return cache
+
+
+def _tolerance(attend: Attend) -> tuple[float, float]:
+    # The second attention is given four times what the first gives, and so passes its rounding on: in graphs a driver
+    # may have another kernel than for eager calls.
+    relative, absolute = ops.operation("paged_attention").tolerance[attend.query.dtype]
+    return 4 * relative, 4 * absolute
+
+
+def _agrees(attend: Attend, found: Tensor, lens: list[int], what: str) -> None:
+    expected, (relative, absolute) = attend.eager(lens), _tolerance(attend)
+    torch.testing.assert_close(
+        found.cpu(), expected, rtol=relative, atol=absolute, msg=lambda text: f"{what} with lengths {lens}: {text}"
+    )
+
+
+def lengths_change(backend: Backend) -> None:
+    """Each replay reads its own lengths."""
+    attend = Attend(backend)
+    results = [attend.eager(lens) for lens in attend.lengths]
+    require(
+        all(not torch.allclose(*pair, *_tolerance(attend)) for pair in itertools.pairwise(results)),
+        "attention gives the same for other lengths, even without a graph",
+    )
+    output = attend.captured()
+    for lens in attend.lengths:
+        attend.graph.replay(**attend.set(lens))
+        _agrees(attend, output.clone(), lens, "a replay")
+
+
+def without_waiting(backend: Backend) -> None:
+    """Replays that are not waited for each read their own lengths."""
+    attend = Attend(backend)
+    output, found = attend.captured(), []
+    for lens in attend.lengths:
+        attend.graph.replay(**attend.set(lens))
+        found.append(output.clone())
+    backend.device.synchronize()
+    for lens, each in zip(attend.lengths, found, strict=True):
+        _agrees(attend, each, lens, "a replay that was not waited for")
+
+
+def overwritten(backend: Backend) -> None:
+    """The caller may overwrite the values when replay() has returned."""
+    attend = Attend(backend)
+    output = attend.captured()
+    for lens in attend.lengths[1:4]:
+        values = attend.set(lens)
+        attend.graph.replay(**values)
+        values["kv_lens_host"].fill_(1)
+        values["query_start_loc_host"].fill_(0)
+        _agrees(attend, output.clone(), lens, "a replay whose values were overwritten afterwards")
+
+
+def as_lists(backend: Backend) -> None:
+    """Values may come as lists of integers."""
+    attend = Attend(backend)
+    output = attend.captured()
+    lens = attend.lengths[1]
+    attend.graph.replay(**{name: value.tolist() for name, value in attend.set(lens).items()})
+    _agrees(attend, output.clone(), lens, "a replay whose values were lists")
+
+
+def _refuses(change: Callable[[dict[str, Any]], Any]) -> Callable[[Backend], None]:
+    def check(backend: Backend) -> None:
+        attend = Attend(backend)
+        output = attend.captured()
+        values = attend.set(attend.lengths[1])
+        backend.device.synchronize()
+        with torch.inference_mode():
+            output.fill_(64.0)
+        given = dict(values)
+        change(given)
+        refused = False
+        try:
+            attend.graph.replay(**given)
+        except HostValueError:
+            refused = True
+        backend.device.synchronize()
+        require(refused, "the replay took them")
+        require(bool((output.cpu() == 64.0).all()), "the replay was refused, and something was launched all the same")
+        attend.graph.replay(**attend.set(attend.lengths[2]))
+        _agrees(attend, output.clone(), attend.lengths[2], "a replay after one that was refused")
+
+    return check
+
+
+def _misspelt(values: dict[str, Any]) -> None:
+    values["kv_lens"] = values.pop("kv_lens_host")
+
+
+def _unknown(values: dict[str, Any]) -> None:
+    values["no_such_value"] = values["kv_lens_host"]
+
+
+def _missing(values: dict[str, Any]) -> None:
+    del values["kv_lens_host"]
+
+
+def _short(values: dict[str, Any]) -> None:
+    values["kv_lens_host"] = values["kv_lens_host"][:-1]
+
+
+def _other_dtype(values: dict[str, Any]) -> None:
+    values["kv_lens_host"] = values["kv_lens_host"].float()
+
+
+def two_graphs(backend: Backend) -> None:
+    """Two graphs keep their lengths apart."""
+    one, other = Attend(backend, seed=1), Attend(backend, seed=2)
+    first = one.captured()
+    second = other.graph.capture(other.twice, pool=one.graph.pool)
+    for mine, theirs in zip(one.lengths, reversed(one.lengths), strict=True):
+        one.graph.replay(**one.set(mine))
+        found = first.clone()
+        other.graph.replay(**other.set(theirs))
+        _agrees(other, second.clone(), theirs, "the second of two graphs")
+        _agrees(one, found, mine, "the first of two graphs")
+
+
+CHECKS: dict[str, Callable[[Backend], None]] = {
+    "lengths": lengths_change, "without-waiting": without_waiting, "overwritten": overwritten, "lists": as_lists,
+    "two-graphs": two_graphs, "misspelt": _refuses(_misspelt), "unknown": _refuses(_unknown),
+    "missing": _refuses(_missing), "short": _refuses(_short), "dtype": _refuses(_other_dtype),
+}  # fmt: skip
+"""By the name that cases have."""

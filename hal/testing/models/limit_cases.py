@@ -1,0 +1,116 @@
+"""Limits: what a backend says that it takes, it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hal.checkpoint.loading import load_model
+from hal.execution.runner import Runner
+from hal.nn import WeightUse
+from hal.testing.case import Case, NotApplicable, require
+from hal.testing.models.model_cases import head_dim_of
+from hal.testing.models.paged_attention import Paged
+from hal.testing.models.plans import Plan, run_plan
+from hal.testing.models.random_checkpoint import checkpoint
+from hal.testing.models.same_tokens import check_logits, truth
+from hal.testing.target import Target, dtype_name
+
+ANY_BLOCK_SIZE = (1, 8, 16, 48, 64, 128)
+"""Of a backend that says it takes any."""
+ANY_HEAD_DIM = (16, 32, 64, 80, 96, 128, 192, 256)
+"""Likewise."""
+MANY_STREAMS = 4096
+"""More graphs than this are not made to try a limit."""
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``limits/<limit>/<value>``"""
+    limits = target.backend.limits
+    for dtype in limits.dtypes:
+        yield Case(f"limits/dtypes/{dtype_name(dtype)}", partial(_dtype, target, dtype))
+    for size in limits.block_sizes or ANY_BLOCK_SIZE:
+        for dtype in limits.dtypes:
+            yield Case(f"limits/block_sizes/{size}/{dtype_name(dtype)}", partial(_block_size, target, size, dtype))
+    for head_dim in limits.head_dims or ANY_HEAD_DIM:
+        for dtype in limits.dtypes:
+            yield Case(f"limits/head_dims/{head_dim}/{dtype_name(dtype)}", partial(_head_dim, target, head_dim, dtype))
+    for group in (1, 2, 3, 7, 8):
+        yield Case(f"limits/heads-per-kv-head/{group}", partial(_group, target, group))
+    if "graph" in target.backend.compilers:
+        yield Case("limits/streams", partial(_streams, target))
+        yield Case("limits/capture_sizes", partial(_capture_sizes, target))
+
+
+def _dtype(target: Target, dtype: torch.dtype) -> None:
+    """Tensors and a projection of it."""
+    backend = target.open(dtype=dtype_name(dtype))
+    x = torch.ones(4, 64, dtype=dtype, device=backend.device.torch)
+    weight = backend.prepare_weight(x[:3].clone(), WeightUse("linear", "weight", dtype))
+    with torch.inference_mode():
+        result: Tensor = backend.ops.linear(x, weight, None)
+    require(result.dtype == dtype, f"linear gives {result.dtype} for {dtype}")
+    require(result.cpu().tolist() == [[64.0] * 3] * 4, "linear gives wrong values")
+
+
+def _check_edges(target: Target, dtype: torch.dtype, size: int, head_dim: int, heads: int, kv_heads: int) -> None:
+    """Lengths around the ends of blocks, one query each and several."""
+    lengths = sorted({1, max(1, size - 1), size, size + 1, 2 * size})
+    paged = Paged.filled(target.activated(), dtype, size, head_dim, lengths, heads=heads, kv_heads=kv_heads)
+    paged.check([1] * len(lengths), lengths)
+    paged.check([min(3, length) for length in lengths], lengths)
+    paged.check([1] * len(lengths), [max(1, length - 1) for length in lengths], window=max(1, size // 2))
+
+
+def _block_size(target: Target, size: int, dtype: torch.dtype) -> None:
+    _check_edges(target, dtype, size, head_dim_of(target), 4, 2)
+
+
+def _head_dim(target: Target, head_dim: int, dtype: torch.dtype) -> None:
+    _check_edges(target, dtype, target.backend.block_size, head_dim, 4, 2)
+
+
+def _group(target: Target, group: int) -> None:
+    _check_edges(target, target.backend.limits.dtypes[0], target.backend.block_size, head_dim_of(target), group, 1)
+
+
+def _streams(target: Target) -> None:
+    """As many graphs as take all streams that the limit names, alive together."""
+    limits = target.backend.limits
+    if limits.max_streams is None:
+        raise NotApplicable("the backend names no limit of streams")
+    target.forget()
+    count = min(limits.max_streams, MANY_STREAMS) // limits.streams_per_graph
+    backend = target.activated()
+    x = torch.ones(8, dtype=limits.dtypes[0], device=backend.device.torch)
+    graphs = [backend.graph() for _ in range(count)]
+    pool, outputs = None, []
+    try:
+        for number, graph in enumerate(graphs):
+            outputs.append(graph.capture(partial(torch.add, x, number % 64), pool=pool))
+            pool = graph.pool
+        for number in (0, count // 2, count - 1):
+            graphs[number].replay()
+            found = outputs[number].cpu().tolist()
+            require(found == [1.0 + number % 64] * 8, f"graph {number} of {count} gives {found}")
+    finally:
+        for graph in graphs:
+            graph.reset()
+
+
+def _capture_sizes(target: Target) -> None:
+    """A decode step of every size that is captured where the configuration names none."""
+    limits = target.backend.limits
+    most, size, dtype = max(limits.capture_sizes), target.backend.block_size, limits.dtypes[0]
+    backend = target.open(
+        dtype=dtype_name(dtype), compilation={"compiler": "graph"},
+        cache={"num_tokens": (most + 3) * size, "block_size": size},
+    )  # fmt: skip
+    runner = Runner(load_model(checkpoint("qwen3", head_dim_of(target)), backend), backend)
+    for count in sorted({1, *limits.capture_sizes[-2:]}):
+        plan = Plan((2,) * count, (tuple(range(count)),), seed=count)
+        known = truth("qwen3", head_dim_of(target), dtype, plan.texts(runner.model.vocab_size))
+        check_logits(run_plan(runner, plan), known)

@@ -1,0 +1,123 @@
+"""Plans of steps as an engine would run them, and what a runner makes of one."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.execution.runner import Runner
+from hal.step.state import DUMMY_BLOCK
+from hal.testing.models.same_tokens import Texts
+
+SPARE = 3
+"""Blocks that no sequence owns, to see that nothing is written there."""
+
+
+@attrs.frozen
+class Plan:
+    """Sequences, and the steps that bring them on.
+
+    Attributes:
+        lengths: of the prompts.
+        decodes: which sequences each step behind the first has, in which order.
+        seed: of the tokens, and of which blocks belong to whom.
+        queries: new tokens of a running sequence in each step; if several, logits of all of them are asked for.
+        first: the sequences whose prompts the first step has; None for all. Another one's prompt comes in the first of
+            ``decodes`` that names it, beside the running sequences there.
+        shared: tokens that all prompts begin with: a whole number of blocks, which all sequences share. A step before
+            the first computes them.
+    """
+
+    lengths: tuple[int, ...]
+    decodes: tuple[tuple[int, ...], ...]
+    seed: int = 0
+    queries: int = 1
+    first: tuple[int, ...] | None = None
+    shared: int = 0
+
+    @property
+    def steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The sequences of each step, the first included, and how many tokens each has then."""
+        began = tuple(range(len(self.lengths))) if self.first is None else self.first
+        at = dict.fromkeys(range(len(self.lengths)), 0)
+        found = []
+        for rows in (began, *self.decodes):
+            for row in rows:
+                at[row] += self.queries if at[row] else self.lengths[row]
+            found.append(tuple((row, at[row]) for row in rows))
+        return tuple(found)
+
+    def texts(self, vocab_size: int) -> Texts:
+        """Each sequence's tokens, those that decode steps add included."""
+        draw = random.Random(self.seed)
+        ends = {row: end for step in self.steps for row, end in step}
+        texts = [tuple(draw.randrange(vocab_size) for _ in range(ends[row])) for row in range(len(self.lengths))]
+        return tuple(texts[0][: self.shared] + text[self.shared :] for text in texts)
+
+    def blocks(self, texts: Texts, block_size: int) -> list[list[int]]:
+        """Each sequence's blocks, from all over the cache."""
+        common = self.shared // block_size
+        needed = [math.ceil(len(text) / block_size) - common for text in texts]
+        free = list(range(DUMMY_BLOCK + 1, DUMMY_BLOCK + 1 + common + sum(needed) + SPARE))
+        random.Random(self.seed).shuffle(free)
+        prefix = [free.pop() for _ in range(common)]
+        return [prefix + [free.pop() for _ in range(count)] for count in needed]
+
+
+def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
+    """Run it on a cache full of NaN, which no step may read before it is written.
+
+    Returns:
+        By sequence and token, the logits after it, on the CPU.
+
+    Raises:
+        AssertionError: a step wrote where no token of its belongs.
+    """
+    canonical = runner.backend.state_layout == "canonical"
+    if canonical:
+        with torch.inference_mode():
+            for _, state in runner.states.tensors():
+                state.fill_(math.nan)
+    size = runner.spec.block_size
+    texts = plan.texts(runner.model.vocab_size)
+    blocks = plan.blocks(texts, size)
+    if plan.shared:
+        runner.step(runner.batch([texts[0][: plan.shared]], [blocks[0]]))
+    done = dict.fromkeys(range(len(texts)), plan.shared)
+    found: dict[tuple[int, int], Tensor] = {}
+    for index, step in enumerate(plan.steps):
+        several = index > 0 and plan.queries > 1
+        batch = runner.batch(
+            [texts[row][done[row] : end] for row, end in step], [blocks[row] for row, _ in step],
+            cached=[done[row] for row, _ in step], all_logits=several,
+        )  # fmt: skip
+        with torch.inference_mode():
+            logits = runner.step(batch).logits.cpu().clone()
+        asked = [(row, at) for row, end in step for at in range(done[row] if several else end - 1, end)]
+        found |= dict(zip(asked, logits, strict=True))
+        done |= dict(step)
+    if canonical:
+        _check_untouched(runner, [(done[row], owned) for row, owned in enumerate(blocks)])
+    return found
+
+
+def _check_untouched(runner: Runner, sequences: list[tuple[int, list[int]]]) -> None:
+    """All slots but those of tokens, and the dummy block's, hold what they held before."""
+    size = runner.spec.block_size
+    free = torch.ones(runner.spec.num_blocks, size, dtype=torch.bool)
+    free[DUMMY_BLOCK] = False
+    for length, owned in sequences:
+        for position in range(length):
+            free[owned[position // size], position % size] = False
+    for name, state in runner.states.tensors():
+        there = state.cpu().float()
+        written = (free & ~there.isnan().flatten(2).all(-1)).nonzero().tolist()
+        if written:
+            raise AssertionError(
+                f"state {name}: a step wrote to block {written[0][0]}, offset {written[0][1]}, where no token belongs "
+                f"(and {len(written) - 1} more such slots)"
+            )

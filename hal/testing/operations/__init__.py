@@ -1,0 +1,1 @@
+"""Conformance cases of operations and rewrites, drawn from their declarations."""

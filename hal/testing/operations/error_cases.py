@@ -1,0 +1,157 @@
+"""Errors: what the driver cannot do is refused in words, and what goes wrong reaches the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.errors import ConfigError, DeviceOutOfMemory, HalError, OperationError
+from hal.ops.declaration.operation import Operation
+from hal.ops.declaration.samples import Draw
+from hal.ops.kernels.kernel_table import Kernel
+from hal.testing.case import Case, require
+from hal.testing.models.model_cases import ModelRun
+from hal.testing.models.plans import run_plan
+from hal.testing.operations.calls import nth_sample, widest
+from hal.testing.target import Target, dtype_name, reference_backend
+
+BLOCK_SIZES = (1, 7, 64, 100, 8192)
+"""Some of these no driver with a list of block sizes takes."""
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``errors/...``"""
+    for name, config in (
+        ("compiler", {"compilation": {"compiler": "no-such-compiler"}}),
+        ("prefill-compiler", {"compilation": {"prefill": {"compiler": "no-such-compiler"}}}),
+        ("pass", {"compilation": {"compiler": target.backend.compilers[-1], "passes": {"no-such-pass": True}}}),
+        ("option", {"options": {"no_such_option": 1}}),
+        ("key", {"no_such_key": 1}),
+    ):
+        if name != "option" or target.driver is not None:
+            yield Case(f"errors/unknown-{name}", partial(_refused, target, config))
+    yield Case("errors/dtypes", partial(_dtypes, target))
+    yield Case("errors/block-sizes", partial(_block_sizes, target))
+    yield Case("errors/unread-key", partial(_unread_key, target))
+    for name in target.backend.kernels:
+        yield Case(f"errors/kernel/{name}", partial(_reaches_the_caller, target, ops.operation(name)))
+        yield Case(f"errors/requires-grad/{name}", partial(_requires_grad, target, ops.operation(name)))
+    yield Case("errors/step", partial(_step, target))
+    yield Case("errors/not-active", partial(_not_active, target))
+    yield Case("errors/explain", partial(_explain, target))
+
+
+def _refused(target: Target, config: Mapping[str, Any], kind: type[HalError] = ConfigError) -> None:
+    try:
+        target.open(**config)
+    except kind as error:
+        require(bool(error.problem.strip() and error.remedy.strip()), f"{error!r} says nothing")
+        return
+    raise AssertionError(f"opened with {config}, where {kind.__name__} is due")
+
+
+def _dtypes(target: Target) -> None:
+    """A dtype is taken if and only if the limits have it."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        config = {"dtype": dtype_name(dtype)}
+        if dtype in target.backend.limits.dtypes:
+            target.open(**config)
+        else:
+            _refused(target, config)
+
+
+def _block_sizes(target: Target) -> None:
+    """Likewise."""
+    known = target.backend.limits.block_sizes
+    for size in dict.fromkeys((*known, *BLOCK_SIZES)):
+        config = {"cache": {"block_size": size}}
+        if not known or size in known:
+            require(target.open(**config).block_size == size, f"block_size {size} was taken, and another is used")
+        else:
+            _refused(target, config)
+
+
+def _unread_key(target: Target) -> None:
+    """What the compiler chosen does not read is not ignored without a word."""
+    _refused(target, {"compilation": {"compiler": "eager", "torch_compile_max_bs": 4}})
+
+
+def _reaches_the_caller(target: Target, operation: Operation) -> None:
+    """A kernel that meets what it cannot read, a None for each tensor, raises; it does not go on as if it had it."""
+    backend = target.activated()
+    sample = nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), widest(operation))
+    given = [None if isinstance(value, Tensor) else value for value in sample]
+    try:
+        with torch.inference_mode():
+            result = operation.function(*given)
+            backend.device.synchronize()
+    except Exception:  # any will do: what matters is that it comes out
+        return
+    raise AssertionError(
+        f"{operation.name} was given None for its tensors and returned {result!r:.80}: an error is lost"
+    )
+
+
+def _requires_grad(target: Target, operation: Operation) -> None:
+    backend = target.activated()
+    sample = list(nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), widest(operation)))
+    place = next((at for at, each in enumerate(sample) if isinstance(each, Tensor) and each.is_floating_point()), None)
+    if place is None:
+        return
+    sample[place] = sample[place].clone().requires_grad_(True)
+    try:
+        operation.overload(*sample)
+    except OperationError:
+        return
+    raise AssertionError(f"{operation.name} took a tensor that requires grad, as a node of a graph")
+
+
+class _Planted(RuntimeError):
+    """Raised on purpose."""
+
+
+def _step(target: Target) -> None:
+    """What a kernel raises in the middle of a step comes out of the runner, and the next step is right."""
+    run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager")
+    runner = run.open()  # before the interception, which is of steps and not of what making a runner computes
+
+    def wrap(operation: Operation, kernel: Kernel) -> Kernel:
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            raise _Planted("planted in silu_and_mul")
+
+        return raising if operation.name == "silu_and_mul" else kernel
+
+    raised = False
+    try:
+        with ops.intercepted(wrap):
+            run_plan(runner, run.plan)
+    except _Planted:
+        raised = True
+    require(raised, "a step whose kernel raised an exception returned as if nothing had happened")
+    run.check_plan(run.plan)
+
+
+def _not_active(target: Target) -> None:
+    """A runner's steps run on its own backend while another one is active, in another thread too."""
+    run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager")
+    runner = run.open()
+    batch = runner.batch([[1, 2]], [[1]])
+    expected = runner.step(batch).logits.cpu()
+    reference_backend(torch.float32, 64, 16).activate()
+    with ThreadPoolExecutor(1) as threads:
+        found = [runner.step(batch).logits.cpu(), threads.submit(lambda: runner.step(batch).logits.cpu()).result()]
+    for each in found:
+        require(torch.equal(each, expected), "a runner gives other logits while another backend is active")
+
+
+def _explain(target: Target) -> None:
+    explain: Callable[[BaseException], HalError | None] = target.activated().explain
+    require(explain(ValueError("mine")) is None, "explain() takes an exception that is not the device's for its own")
+    out_of_memory = explain(torch.OutOfMemoryError("planted"))
+    require(isinstance(out_of_memory, DeviceOutOfMemory), "explain() does not know torch.OutOfMemoryError")

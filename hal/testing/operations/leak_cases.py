@@ -1,0 +1,149 @@
+"""Leaks: what is made and dropped again and again takes no more memory."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.ops.declaration.operation import Operation
+from hal.testing.case import Case
+from hal.testing.models.model_cases import ModelRun
+from hal.testing.operations.calls import Call, widest
+from hal.testing.target import Target
+
+WARM, ROUNDS = 6, 24
+"""Rounds before what is there is counted, and behind."""
+HOST_SLACK = 48 << 20
+"""Bytes that the process may grow by, where the host's memory is all that can be seen."""
+ELEMENTS = 1 << 20
+"""Of what graphs compute: what leaks shows in the process's memory."""
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``leaks/...``"""
+    yield Case("leaks/graphs", partial(_graphs, target))
+    yield Case("leaks/failed-captures", partial(_failed_captures, target))
+    yield Case("leaks/streams", partial(_streams, target))
+    for operation in ops.catalogue().values():
+        yield Case(f"leaks/operations/{operation.name}", partial(_operation, target, operation))
+    for mode in target.backend.compilers:
+        yield Case(f"leaks/steps/{mode}", partial(_steps, target, mode))
+
+
+def check_growth(target: Target, once: Callable[[], None], what: str) -> None:
+    """Do it again and again; tensors alive and bytes allocated must not grow with the number of rounds.
+
+    Raises:
+        AssertionError: they do.
+    """
+    with _only_new_objects():
+        for _ in range(WARM):
+            once()
+        before_tensors, before_bytes = _alive(target)
+        for _ in range(ROUNDS):
+            once()
+        after_tensors, after_bytes = _alive(target)
+    more, grown = after_tensors - before_tensors, after_bytes - before_bytes
+    if more >= ROUNDS // 2:
+        raise AssertionError(f"after {ROUNDS} {what}, {more} more tensors are alive")
+    allowed = HOST_SLACK if target.device.torch.type == "cpu" else ROUNDS // 2 * 512
+    if grown >= allowed:
+        raise AssertionError(f"after {ROUNDS} {what}, {grown} more bytes are allocated")
+
+
+@contextmanager
+def _only_new_objects() -> Iterator[None]:
+    """Inside, the garbage collector passes over what was there before: with a compiler loaded, a second's worth."""
+    own = gc.get_freeze_count() == 0
+    if own:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if own:
+            gc.unfreeze()
+
+
+def _alive(target: Target) -> tuple[int, int]:
+    gc.collect()
+    target.device.synchronize()
+    kinds = Counter(map(type, gc.get_objects()))
+    count = sum(number for kind, number in kinds.items() if issubclass(kind, Tensor))
+    return count, target.device.memory_stats().allocated
+
+
+def _graphs(target: Target) -> None:
+    backend = target.activated()
+    x = torch.ones(ELEMENTS, dtype=backend.limits.dtypes[0], device=backend.device.torch)
+
+    def once() -> None:
+        graph = backend.graph()
+        graph.capture(lambda: (x + 1) * 2)
+        graph.replay()
+
+    check_growth(target, once, "graphs that were made, replayed and dropped")
+
+
+def _failed_captures(target: Target) -> None:
+    backend = target.activated()
+    x = torch.ones(ELEMENTS, dtype=backend.limits.dtypes[0], device=backend.device.torch)
+    graph = backend.graph()
+
+    def broken() -> Tensor:
+        y = x * 2
+        raise KeyError(f"planted, behind {y.shape}")
+
+    def once() -> None:
+        try:
+            graph.capture(broken)
+        except Exception:  # whichever: another case looks at it
+            return
+
+    check_growth(target, once, "captures that failed")
+
+
+def _streams(target: Target) -> None:
+    device = target.device
+    x = torch.ones(ELEMENTS, device=device.torch)
+
+    def once() -> None:
+        stream, event = device.stream(), device.event()
+        with stream:
+            y = x + 1
+        event.record(stream)
+        event.synchronize()
+        del y
+
+    check_growth(target, once, "streams and events")
+
+
+def _operation(target: Target, operation: Operation) -> None:
+    backend = target.activated()
+    target.require_canonical(operation)
+    given = Call(operation, backend.limits.dtypes[0], widest(operation), "leak").arguments(backend.device.torch)
+
+    def once() -> None:
+        with torch.inference_mode():
+            operation.function(*given)
+
+    check_growth(target, once, f"calls of {operation.name}")
+
+
+def _steps(target: Target, mode: str) -> None:
+    run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], mode)
+    runner = run.open()
+    batch = runner.batch([[3], [4], [5]], [[1], [2], [3]], cached=[2, 3, 4])
+    prompt = runner.batch([[1, 2, 3]], [[4]])
+
+    def once() -> None:
+        runner.step(prompt)
+        runner.step(batch)
+
+    check_growth(target, once, f"steps with the compiler {mode}")

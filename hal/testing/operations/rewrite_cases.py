@@ -1,0 +1,141 @@
+"""Rewrites: the driver's own and those of fused operations are proved, and change no result in any graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from hal import ops
+from hal.ops.declaration.operation import Operation
+from hal.ops.declaration.tolerance import assert_agree
+from hal.testing.case import Case, Failure, NotApplicable
+from hal.testing.operations.calls import Call, described, tensors, widest
+from hal.testing.target import Target, dtype_name
+
+if TYPE_CHECKING:
+    from hal.compile.rewrite.rewrite import Rewrite
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """``rewrites/<rewrite>/proof``, and ``rewrites/<fused operation>/<dtype>/...``"""
+    backend = target.backend
+    for rewrite in backend.rewrites:
+        if hasattr(rewrite, "pattern"):  # else a function of a graph, which has no sides to compare
+            yield Case(f"rewrites/{rewrite.name}/proof", partial(_proof, target, rewrite))
+    for operation in ops.catalogue().values():
+        if operation.fused and operation.name in backend.kernels:
+            yield Case(f"rewrites/{operation.name}/proof", partial(_proof, target, operation))
+        if operation.fused:
+            for dtype in backend.limits.dtypes:
+                name = f"rewrites/{operation.name}/{dtype_name(dtype)}"
+                yield Case(f"{name}/alone", partial(_alone, target, operation, dtype))
+                yield Case(f"{name}/another-reader", partial(_another_reader, target, operation, dtype))
+
+
+# The compile stack takes a second to import, and pytest makes the cases whichever of them it runs.
+
+
+def _proof(target: Target, rewrite: Rewrite | Operation) -> None:
+    from hal.compile.rewrite.proof import check_rewrite
+    from hal.compile.rewrite.rewrite import of_operation
+
+    proved = of_operation(rewrite) if isinstance(rewrite, Operation) else rewrite
+    check_rewrite(proved, target.backend.limits.dtypes)
+
+
+def _alone(target: Target, operation: Operation, dtype: torch.dtype) -> None:
+    """The pattern by itself, on the backend's kernels after all of its passes."""
+    _compare(target, operation, dtype, None)
+
+
+def _another_reader(target: Target, operation: Operation, dtype: torch.dtype) -> None:
+    """The pattern with one of its intermediates read elsewhere, too; each in turn."""
+    number = 0
+    while _compare(target, operation, dtype, number):
+        number += 1
+    if number == 0:
+        raise NotApplicable(f"{operation.name} has no intermediate")
+
+
+def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: int | None) -> bool:
+    """Run it with and without the backend's passes; False if there are not that many intermediates."""
+    backend = target.activated()
+    target.require_canonical(operation)
+    call = Call(operation, dtype, widest(operation), "rewrite")
+    given, wanted = call.arguments(backend.device.torch), call.arguments("cpu")
+    shown = described(operation, wanted)
+    plain, _ = _traced(operation, given)
+    changed, mode = _traced(operation, given)
+    where = "alone"
+    if reader is not None:
+        places = _intermediates(plain.graph)
+        if reader >= len(places):
+            return False
+        where = f"with another reader of {places[reader]}"
+        for graph in (plain, changed):
+            _read(graph, _intermediates(graph.graph)[reader])
+    from hal.compile.fx.clean import CLEANUPS
+    from hal.compile.optimise import all_passes
+    from hal.compile.pass_manager import PassManager
+
+    manager = PassManager(changed, mode)
+    for each in (*all_passes(backend), *CLEANUPS):
+        manager.add(each)
+    manager.apply()
+    with torch.inference_mode():
+        found = changed(*tensors(given))
+        backend.device.synchronize()
+        with ops.intercepted(lambda each, _: each.reference):
+            expected = plain(*tensors(wanted))
+    try:
+        assert_agree(operation, dtype, [tensors(found), tensors(given)], [tensors(expected), tensors(wanted)], where)
+    except AssertionError as error:
+        passes = ", ".join(backend.pass_names) or "none"
+        problem = f"{' '.join(str(error).split())}; the passes: {passes}"
+        raise Failure([f"the graph {where} gives other results after the passes: {problem}"], operation.name, *shown) \
+            from None  # fmt: skip
+    return True
+
+
+def _traced(operation: Operation, given: list[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
+    from hal.compile.rewrite.pattern import trace_function
+    from hal.compile.rewrite.rewrite import of_operation
+
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
+    pattern = of_operation(operation).pattern
+
+    def function(*arguments: Any) -> Any:
+        return tree_map_only(Tensor, torch.clone, pattern(*arguments))
+
+    return trace_function(function, fakes, mode), mode
+
+
+def _intermediates(graph: fx.Graph) -> list[fx.Node]:
+    """What is computed on the way to the results, and is a tensor."""
+    (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    results = [returned] if isinstance(returned, fx.Node) else list(returned or ())
+    inside = {source for each in results for source in each.all_input_nodes} | set(results)
+    return [
+        node for node in graph.nodes
+        if node.op == "call_function" and node not in results and isinstance(node.meta.get("val"), Tensor)
+        and (node not in inside or node.users.keys() - set(results))
+    ]  # fmt: skip
+
+
+def _read(module: fx.GraphModule, node: fx.Node) -> None:
+    """Return a copy of what ``node`` computes beside the results."""
+    output = next(each for each in reversed(module.graph.nodes) if each.op == "output")
+    (returned,) = output.args
+    results = [returned] if isinstance(returned, fx.Node) else list(returned or ())
+    with module.graph.inserting_before(output):
+        copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta["val"] = node.meta["val"]
+    output.args = ((*results, copy),)
+    module.recompile()
