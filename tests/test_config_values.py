@@ -31,7 +31,7 @@ from hal.config.text import kind_of
 from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import ROPE_TYPES
-from hal.quantization.description import KEYS as QUANTIZATION_KEYS
+from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
 
 VALUES: dict[str, Any] = {
     "Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan"), "1e308": 1e308, "-1e308": -1e308,

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from hal.device.graph import MEMORY_REMEDY
+from hal.device.graph_base import MEMORY_REMEDY
 from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
 
 OUT_OF_MEMORY = (200000, 207001, 107002)

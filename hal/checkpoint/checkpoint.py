@@ -28,7 +28,8 @@ from hal.checkpoint.safetensors_files import (
 )
 from hal.config.untrusted_files import AGAIN, is_there, read_json, regular_file
 from hal.errors import CheckpointError, nearest
-from hal.quantization.description import KEYS, Quantization, read_quantization
+from hal.quantization.description import Quantization
+from hal.quantization.read_quantization import KEYS, read_quantization
 
 
 @attrs.frozen

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import attrs
 import torch
@@ -18,14 +13,17 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.config import CompilationConfig, Config, load
-from hal.device.closing import Closable
 from hal.device.device import Device
-from hal.device.graph import CAPTURING, Captures, Graph, check_not_capturing
 from hal.device.limits import DEFAULT_BLOCK_SIZE, Limits
-from hal.device.memory import lacking_memory
-from hal.device.stream import Stream
-from hal.drivers.backend_checks import check_arguments, check_layers, check_rewrites, check_state_layout
+from hal.drivers.backend_checks import (
+    check_arguments,
+    check_block_size,
+    check_layers,
+    check_rewrites,
+    check_state_layout,
+)
 from hal.drivers.backend_operations import BackendOps, StandIns, refusing
+from hal.drivers.backend_resources import BackendResources
 from hal.drivers.compiler import Compiler
 from hal.drivers.compiler_registry import (
     EAGER,
@@ -37,18 +35,10 @@ from hal.drivers.compiler_registry import (
     compilers_of,
     pass_name,
 )
-from hal.errors import (
-    ConfigError,
-    DeviceError,
-    DeviceOutOfMemory,
-    DriverIncompatible,
-    HalError,
-    nearest,
-)
+from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
-from hal.step.state import StateMemory, StateSpec, canonical_states
 
 if TYPE_CHECKING:
     from hal.nn.weight import WeightUse
@@ -57,7 +47,7 @@ LayerMaker = Callable[[Any], nn.Module]
 """From a layer without values to the one in its place, or to the layer itself where that stays."""
 
 
-class Backend(Closable):
+class Backend(BackendResources):
     """An opened driver. Drivers make one, or a subclass with ``graph`` and ``allocate`` of their own.
 
     A context manager: at the end of the block it is closed. :meth:`close` frees all graphs, streams, caches and
@@ -126,9 +116,7 @@ class Backend(Closable):
         check_compilers(name, compilers)
         check_rewrites(name, rewrites)
         check_layers(name, layers)
-        super().__init__(f"the backend {name}", "open it again with hal.open")
-        self.name = name
-        self.device = device
+        super().__init__(name, device)
         self.kernels = MappingProxyType(dict(kernels))
         self.graphs = graphs
         self.inductor = None if inductor is None else frozenset(ops.operation(each).name for each in inductor)
@@ -148,18 +136,9 @@ class Backend(Closable):
         self.state_layout = state_layout
         self.sources = MappingProxyType(dict(sources))
         self.config = Config(backend=name)
-        self._stand_in = StandIns(self)
+        self._stand_in = StandIns(name, lambda: self.config.strict)
         self.table = Table(self.resolve)
-        self.ops = BackendOps(self, self._stand_in)
-        self.captured_graphs: WeakSet[Graph] = WeakSet()
-        self.runners: WeakSet[Closable] = WeakSet()
-        self._made: WeakSet[Graph] = WeakSet()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name, guard in _GUARDS.items():  # so that no driver has to think of closing here
-            if name in vars(cls):
-                setattr(cls, name, guard(vars(cls)[name]))
+        self.ops = BackendOps(self.uses, self.enter, self.leave)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {self.device!r}>"
@@ -234,12 +213,7 @@ class Backend(Closable):
         check_compilation(self, config.compilation)
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
-        size, sizes = config.cache.block_size, self.limits.block_sizes
-        if size is not None and sizes and size not in sizes:
-            raise ConfigError(
-                f"cache.block_size {size} does not suit the backend {self.name}",
-                f"use one of {', '.join(map(str, sizes))}",
-            )
+        check_block_size(self.name, config.cache.block_size, self.limits.block_sizes)
         self.config = config
         self.table.resolve(self.resolve)  # what stands in for missing kernels depends on the config
         if self.active:
@@ -274,19 +248,6 @@ class Backend(Closable):
                 f"set dtype to one of {', '.join(str(known).removeprefix('torch.') for known in self.limits.dtypes)}",
             )
 
-    def graph(self) -> Graph:
-        """A new, empty graph. The backend closes it when it is closed itself.
-
-        Raises:
-            ConfigError: the driver brings no graphs.
-            ClosedError: the backend is closed.
-        """
-        raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
-
-    def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:
-        """A block in which several graphs of this backend are captured, one after the other; see `Graph.capturing`."""
-        return self.graph().capturing(stream)
-
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         """Bring a weight into the form that this backend's kernels take it in; called once for each, at load.
 
@@ -316,122 +277,17 @@ class Backend(Closable):
         """
         return weight
 
-    def allocate(self, spec: StateSpec) -> StateMemory:
-        """Allocate a model's states, zeroed, in a layout of the backend's choosing; by default the canonical one."""
-        with self.uses:
-            return canonical_states(spec, self.device.torch)
-
-    def explain(self, error: BaseException) -> HalError | None:
-        """The typed error for an exception that PyTorch or the vendor's package raised, or None if it is not known.
-
-        Runners ask here, so that callers meet :class:`~hal.errors.DeviceError`, whatever the vendor raises. By default
-        it knows torch's own exceptions for devices.
-        """
-        if what := lacking_memory(error):
-            return DeviceOutOfMemory(what, DeviceOutOfMemory.REMEDY)
-        if isinstance(error, torch.AcceleratorError):
-            return DeviceError(f"the device failed: {error}", "run the step again; restart the process if it repeats")
-        return None
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Inside the block, exceptions that :meth:`explain` knows are raised as what it says.
-
-        Put reads of a step's results into it: what fails on the device is reported where the host waits.
-        """
-        try:
-            yield
-        except HalError:
-            raise
-        except Exception as error:
-            known = self.explain(error)
-            if known is None:
-                raise
-            raise known from error
-
-    def counting_launches(self) -> AbstractContextManager[Counter[str]]:
-        """A context whose counter has, behind the block, how often each kernel was launched on the device in it.
-
-        Raises:
-            ConfigError: the backend cannot tell.
-        """
-        raise ConfigError(
-            f"the backend {self.name} does not count launches", "use one that does, such as an emulated device"
-        )
-
-    def _release(self) -> None:
-        """Give back what the driver itself holds: streams, workspaces, handles. :meth:`close` calls it once.
-
-        By then the runners and graphs of this backend are closed, and nothing of theirs runs on the device any more.
-        What a process needs for other backends of the same driver stays.
-        """
-
-    def _check_closable(self) -> None:
-        super()._check_closable()
-        check_not_capturing()
-        for runner in list(self.runners):
-            runner.uses.check_not_mine()
-
-    def _free(self) -> None:
-        with ExitStack() as stack:  # goes on to the end, whatever raises
-            stack.callback(self._empty_cache)
-            stack.callback(self._release)
-            stack.callback(self._close_graphs)
-            stack.callback(self._deactivate)
-            stack.callback(self.table.resolve, refusing(self.name))
-            for runner in list(self.runners):
-                stack.callback(runner.close)
-
-    def _deactivate(self) -> None:
+    def _refuse_operations(self) -> None:
         global _active
-        with _activating:
-            if _active is self:
-                ops.activate(refusing(self.name))
-                _active = None
-
-    def _close_graphs(self) -> None:
-        graphs = list(self._made)
-        if not graphs:
-            return
-        with CAPTURING, ExitStack() as stack:
-            stack.callback(gc.collect)  # what was captured may refer to itself
-            stack.callback(self.captured_graphs.clear)
-            for graph in graphs:
-                stack.callback(graph.close)
-            with self.explaining():
-                self.device.synchronize()
-
-    def _empty_cache(self) -> None:
-        with CAPTURING:  # a capture of another thread's may be disturbed by it
-            self.device.empty_cache()
+        try:
+            self.table.resolve(refusing(self.name))
+        finally:
+            with _activating:
+                if _active is self:
+                    ops.activate(refusing(self.name))
+                    _active = None
 
 
-def _while_open(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Count a call among the backend's uses, so that it is refused when the backend is closed."""
-
-    @wraps(method)
-    def guarded(self: Backend, *args: Any, **kwargs: Any) -> Any:
-        with self.uses:
-            return method(self, *args, **kwargs)
-
-    return guarded
-
-
-def _making_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Likewise, and have the backend close the graph that the call makes."""
-
-    @wraps(method)
-    def guarded(self: Backend) -> Any:
-        with self.uses:
-            graph = method(self)
-            self._made.add(graph)
-            return graph
-
-    return guarded
-
-
-_GUARDS = {"graph": _making_graphs, "allocate": _while_open}
-"""By the name of a method that drivers override, what is put around theirs."""
 _activating = threading.RLock()
 """Held while the active backend changes, so that it and what the operations run agree."""
 _active: Backend | None = None

@@ -14,7 +14,7 @@ from hal import ops
 from hal.device.device import Device
 from hal.device.limits import Limits
 from hal.drivers.compiler_registry import pass_name
-from hal.errors import CompileError, DriverIncompatible
+from hal.errors import CompileError, ConfigError, DriverIncompatible
 from hal.step.state import KEY_VALUE
 
 
@@ -146,6 +146,14 @@ def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> No
         raise DriverIncompatible(
             f"the driver {driver} lays its states out as {layout} but has no kernel for {', '.join(without)}",
             "give it those kernels, or use the canonical layout, which the references can read",
+        )
+
+
+def check_block_size(driver: str, size: int | None, sizes: Sequence[int]) -> None:
+    """Raise ConfigError unless the backend has blocks of the size that a configuration asks for."""
+    if size is not None and sizes and size not in sizes:
+        raise ConfigError(
+            f"cache.block_size {size} does not suit the backend {driver}", f"use one of {', '.join(map(str, sizes))}"
         )
 
 

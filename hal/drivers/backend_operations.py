@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hal import ops
+from hal.device.closing import Uses
 from hal.errors import ClosedError, MissingKernel
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel, Resolver
-
-if TYPE_CHECKING:
-    from hal.drivers.backend import Backend
 
 log = logging.getLogger("hal.drivers")
 
 
 class StandIns:
-    """Bodies of operations in place of missing kernels: each says so at its first call, or raises under ``strict``."""
+    """Bodies of operations in place of missing kernels: each says so at its first call, or raises under ``strict``.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    Args:
+        name: the backend's.
+        strict: return whether the config says ``strict``, which may change until a call.
+    """
+
+    def __init__(self, name: str, strict: Callable[[], bool]) -> None:
+        self._name, self._strict = name, strict
         self._said: set[str] = set()
 
     def __call__(self, operation: Operation, body: Kernel) -> Kernel:
         """What runs ``body`` for ``operation``."""
-        backend = self._backend
 
         def missing(*args: Any, **kwargs: Any) -> Any:
-            if backend.config.strict:
+            if self._strict():
                 raise MissingKernel(
-                    f"the backend {backend.name} has no kernel for {operation.name}, and the config says strict",
+                    f"the backend {self._name} has no kernel for {operation.name}, and the config says strict",
                     "choose a driver that has it (`hal ops` lists them), or leave strict out",
                 )
             if operation.name not in self._said:
                 self._said.add(operation.name)
-                log.info("%s has no kernel for %s; its reference runs", backend.name, operation.name)
+                log.info("%s has no kernel for %s; its reference runs", self._name, operation.name)
             operation.replace(missing, body)
             return body(*args, **kwargs)
 
@@ -63,10 +65,16 @@ def refusing(name: str) -> Resolver:
 
 
 class BackendOps:
-    """The operations on one backend, active or not: ``backend.ops.rms_norm(x, weight, eps)``."""
+    """The operations on one backend, active or not: ``backend.ops.rms_norm(x, weight, eps)``.
 
-    def __init__(self, backend: Backend, stand_in: StandIns) -> None:
-        self._backend, self._stand_in = backend, stand_in
+    Args:
+        uses: the backend's, each call of an operation among them.
+        enter: make a call run on the backend, until ``leave`` is called with what this returned.
+        leave: end that.
+    """
+
+    def __init__(self, uses: Uses, enter: Callable[[], Any], leave: Callable[[Any], None]) -> None:
+        self._uses, self._enter, self._leave = uses, enter, leave
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -76,14 +84,13 @@ class BackendOps:
         return self._functions[name]
 
     def _kernel(self, operation: Operation) -> Kernel:
-        backend = self._backend
 
         def run(*args: Any) -> Any:
-            backend.uses.check_open()
-            token = backend.enter()
+            self._uses.check_open()
+            token = self._enter()
             try:
                 return operation.function(*args)  # which a graph's capture sees
             finally:
-                backend.leave(token)
+                self._leave(token)
 
         return run

@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.device.capture_lock import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
-from hal.device.graph import CAPTURING, check_not_capturing
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_iter
 
 from hal import ops
-from hal.device.graph import Captures, Graph
+from hal.device.captures import Captures
+from hal.device.graph import Graph
 from hal.drivers.backend import Backend
 from hal.errors import CaptureError
 from hal.execution.pieces.split_calls import Cut, SplitCall, tensors_of

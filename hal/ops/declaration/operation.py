@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops.declaration import torch_library
 from hal.ops.declaration.declaration_checks import UNSAID, check_declaration, check_rowwise, read_constraints
+from hal.ops.declaration.generated_function import generate_function
 from hal.ops.declaration.rebind import rebind
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.kernels import kernel_table
@@ -109,7 +110,7 @@ class Operation:
         self.samples = samples
         self.signature = inspect.signature(body)
         self.number = kernel_table.next_number()
-        self.function = _generate_function(body, self.signature, {"_get": kernel_table.kernels}, self.number)
+        self.function = generate_function(body, self.signature, {"_get": kernel_table.kernels}, self.number)
         self.overload = torch_library.register(self)
 
     def __repr__(self) -> str:
@@ -170,7 +171,7 @@ class Operation:
 
     def calling(self, kernel: Kernel) -> Kernel:
         """A function with the operation's signature, defaults included, that always runs ``kernel``."""
-        return _generate_function(self.body, self.signature, {"_get": lambda: (kernel,)}, 0)
+        return generate_function(self.body, self.signature, {"_get": lambda: (kernel,)}, 0)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name, defaults included."""
@@ -290,19 +291,3 @@ def _run_reference(operation: Operation) -> Kernel:
 
 
 activate(_run_reference)
-
-
-def _generate_function(
-    body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any], number: int
-) -> Callable[..., Any]:
-    defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
-    namespace |= defaults
-    parameters = ", ".join(
-        f"{name}=_default_{name}" if f"_default_{name}" in defaults else name for name in signature.parameters
-    )
-    source = f"def {body.__name__}({parameters}):\n    return _get()[{number}]({', '.join(signature.parameters)})\n"
-    exec(compile(source, f"<hal.ops.{body.__name__}>", "exec"), namespace)
-    function: Callable[..., Any] = namespace[body.__name__]
-    function.__doc__, function.__module__ = body.__doc__, body.__module__
-    function.__annotations__ = body.__annotations__
-    return function

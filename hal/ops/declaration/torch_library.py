@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import wrapt
@@ -12,14 +13,32 @@ from torch._ops import OpOverload
 
 from hal.errors import OperationError
 from hal.ops.declaration.fakes import remembering
-
-if TYPE_CHECKING:
-    from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
 
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def register(operation: Operation) -> OpOverload:
+class Registrable(Protocol):
+    """The part of :class:`~hal.ops.declaration.operation.Operation` that torch.library is told."""
+
+    name: str
+    namespace: str
+    body: Callable[..., Any]
+    function: Callable[..., Any]
+    mutates: tuple[str, ...]
+    signature: inspect.Signature
+
+    @property
+    def qualified_name(self) -> str: ...
+
+    @property
+    def reference(self) -> Kernel: ...
+
+    @property
+    def kernel_of_node(self) -> Kernel: ...
+
+
+def register(operation: Registrable) -> OpOverload:
     """Define ``operation`` in its namespace and return the overload: kernel, fake and Dynamo's node for it."""
     library = _libraries.get(operation.namespace)
     if library is None:
@@ -36,7 +55,7 @@ def register(operation: Operation) -> OpOverload:
     return overload
 
 
-def _implementation(operation: Operation, kernel: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _implementation(operation: Registrable, kernel: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     def implementation(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -69,7 +88,7 @@ def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
     return None if result is None else tuple(copied(tensor) for tensor in result)
 
 
-def _substitute_in_dynamo(operation: Operation, overload: OpOverload) -> None:
+def _substitute_in_dynamo(operation: Registrable, overload: OpOverload) -> None:
     # Dynamo records a call of the public function as this function's body, the node; its signature must be the same.
     names = ", ".join(operation.signature.parameters)
     header = str(

@@ -1,0 +1,34 @@
+"""The generated function of an operation: what models call.
+
+A generated call has no ``*args`` to pack, so that it costs one Python call more than the kernel itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def generate_function(
+    body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any], number: int
+) -> Callable[..., Any]:
+    """Generate a function with ``signature`` that calls ``namespace["_get"]()[number]`` with its arguments.
+
+    Args:
+        body: gives the name, docstring, module and annotations.
+        signature: of ``body``, defaults included.
+        namespace: the globals of the generated function.
+        number: the operation's place in the tables that ``_get`` returns.
+    """
+    defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
+    namespace |= defaults
+    parameters = ", ".join(
+        f"{name}=_default_{name}" if f"_default_{name}" in defaults else name for name in signature.parameters
+    )
+    source = f"def {body.__name__}({parameters}):\n    return _get()[{number}]({', '.join(signature.parameters)})\n"
+    exec(compile(source, f"<hal.ops.{body.__name__}>", "exec"), namespace)
+    function: Callable[..., Any] = namespace[body.__name__]
+    function.__doc__, function.__module__ = body.__doc__, body.__module__
+    function.__annotations__ = body.__annotations__
+    return function
