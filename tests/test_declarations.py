@@ -15,12 +15,13 @@ import hal
 from hal import ops
 from hal.compile.pass_manager import PassManager
 from hal.compile.rewrite.proof import check_rewrite
+from hal.compile.rewrite.proof_samples import violations
 from hal.compile.rewrite.rewrite import Rewrite
-from hal.compile.rewrite.violations import violations
 from hal.errors import CompileError, DriverIncompatible, OperationError
 from hal.ops import FLOATING, Draw, Operation, Sample, fused_op, op
 from hal.ops.declaration.axes import STEP_AXES, parse_shape
-from hal.ops.declaration.constraints import Constraints, constraints_of
+from hal.ops.declaration.constraints import Constraints
+from hal.ops.declaration.parse_constraints import constraints_of
 from hal.testing.operations.calls import calls_of, first_rows, row_dims, rows_apart, special_calls_of, with_special
 from hal.testing.operations.declaration_cases import check_declaration
 

@@ -16,8 +16,7 @@ import hal
 from hal import ops
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions, constants, needless_copies, reciprocals
 from hal.compile.fx.normalise import normalise
-from hal.compile.hoist import hoist_preparations
-from hal.compile.lower import lower, source_of
+from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.fx.make_graph import make_graph
-from hal.compile.hoist import hoist_preparations
-from hal.compile.lower import lower
+from hal.compile.lower import hoist_preparations, lower
 from hal.compile.optimise import chosen_passes, wanted_rewrites
 from hal.compile.pass_manager import PassManager
 from hal.drivers.backend import active_backend

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
-from hal.compile.hoist import hoist_preparations
-from hal.compile.lower import lower, source_of
+from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.compile.pass_manager import PassManager, Report
 from hal.compile.rewrite.rewrite import Rewrite, fusions
 from hal.compile.trace import StepSizes, TracedStep, trace_step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -22,12 +21,12 @@ from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
 from hal.execution.check_logits import check_logits
 from hal.execution.context import FormContext, Phase
+from hal.execution.state_spec import check_fits, spec_of
 from hal.nn import CausalLM
-from hal.step import Batch, Bounds, StateMemory, StateSpec, StepShape
-from hal.step.batch import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step import Batch, Bounds, StateMemory, StepShape
+from hal.step.batch import DUMMY_BLOCK
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
 from hal.step.prefix_cache import PrefixCache
-from hal.step.state import SEQUENCE
 
 log = logging.getLogger("hal.execution")
 
@@ -102,8 +101,8 @@ class Runner(Closable):
     def _make(self, model: CausalLM, max_length: int | None) -> None:
         backend = self.backend
         _check_placed(model, backend)
-        self.spec = _spec_of(model, backend)
-        _check_fits(self.spec, backend)
+        self.spec = spec_of(model, backend)
+        check_fits(self.spec, backend)
         with backend.explaining():
             self._states = states = backend.allocate(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
@@ -280,25 +279,6 @@ class Runner(Closable):
             self.backend.device.empty_cache()
 
 
-def _spec_of(model: CausalLM, backend: Backend) -> StateSpec:
-    """The states of a model, for as many tokens and sequences as the backend's config says."""
-    cache = backend.config.cache
-    in_slots = [name for layer in model.states for name, state in layer.items() if state.per is SEQUENCE]
-    if in_slots and cache.reuse_prefixes:
-        raise ConfigError(
-            f"cache.reuse_prefixes is set, and {type(model).__name__} keeps {in_slots[0]} for each sequence, which no "
-            "other sequence can share",
-            "leave it out for this model",
-        )
-    return StateSpec(
-        tuple(model.states),
-        dtype=next(model.parameters()).dtype,
-        num_blocks=math.ceil(cache.num_tokens / backend.block_size) + DUMMY_BLOCK + 1,
-        block_size=backend.block_size,
-        num_slots=cache.num_sequences + DUMMY_SLOT + 1 if in_slots else 0,
-    )
-
-
 def _check_placed(model: CausalLM, backend: Backend) -> None:
     if model.prepared_by not in (None, backend.name):
         raise ConfigError(
@@ -310,17 +290,4 @@ def _check_placed(model: CausalLM, backend: Backend) -> None:
         raise ConfigError(
             f"the model is on {device}, and the backend {backend.name} on {backend.device.torch}",
             "load the model on the backend that is to run it, or move it there",
-        )
-
-
-def _check_fits(spec: StateSpec, backend: Backend) -> None:
-    free = backend.device.memory_stats().free
-    if spec.nbytes > free:
-        gc.collect()  # a runner that is done with may wait for that: traces leave references in circles
-        backend.device.empty_cache()
-        free = backend.device.memory_stats().free
-    if spec.nbytes > free:
-        raise ConfigError(
-            f"a cache of {spec.num_tokens} tokens takes {spec.nbytes >> 20} MiB of {free >> 20} MiB free",
-            "lower cache.num_tokens",
         )

@@ -9,19 +9,16 @@ from hal.ops.cache import store_kv_cache
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.kernels.kernel_table import intercepted
-from hal.ops.norm import add_rms_norm, rms_norm
-from hal.ops.projection import embedding, linear
-from hal.ops.quantization import (
+from hal.ops.fused_quantization import (
     add_rms_norm_dynamic_quantize,
     add_rms_norm_quantize,
-    dynamic_quantize,
-    quant_linear_dynamic,
-    quant_linear_static,
-    quantize,
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
+from hal.ops.kernels.kernel_table import intercepted
+from hal.ops.norm import add_rms_norm, rms_norm
+from hal.ops.projection import embedding, linear
+from hal.ops.quantization import dynamic_quantize, quant_linear_dynamic, quant_linear_static, quantize
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
 

@@ -1,4 +1,4 @@
-"""Eight-bit integers (W8A8): quantising activations, projections of integers, and fusions with what comes before."""
+"""Eight-bit integers (W8A8): quantising activations, and projections of integers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hal.ops.activation import silu_and_mul
 from hal.ops.declaration.dtypes import FLOATING
-from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.norm import add_rms_norm
 
 SHAPES = ((1, 64), (7, 96), (2, 3, 128), (0, 64))
 
 NEAR_TIES = {torch.float32: 0.01, torch.bfloat16: 0.01, torch.float16: 0.01}
 """Share of values that lie so near the middle of two integers that one rounding of the quotient moves them."""
-ROUNDED_BEFORE = {torch.float32: 0.01, torch.bfloat16: 0.15, torch.float16: 0.03}
-"""The same where a kernel keeps float32 and the reference rounds to the dtype: a value of 127 by up to a quarter."""
 SCALES = {torch.float32: (1e-5, 1e-7), torch.bfloat16: (8e-3, 1e-7), torch.float16: (1e-3, 1e-7)}
 """Tolerance of scales, which are small: the usual absolute one would hide them."""
 
 
-def _quantizers(draw: Draw, width: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+def quantizers(draw: Draw, width: int) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Scale and offset in each form that they may have."""
     for count in (1, width):
         scale = draw.tensor([0.0234375], torch.float32).expand(count).contiguous()
@@ -34,7 +30,7 @@ def _quantizers(draw: Draw, width: int) -> Iterator[tuple[Tensor, Tensor | None]
 
 def _quantize_samples(draw: Draw) -> Iterator[Sample]:
     for shape in SHAPES:
-        for quantizer in _quantizers(draw, shape[-1]):
+        for quantizer in quantizers(draw, shape[-1]):
             yield draw.normal(*shape), *quantizer
     halves = draw.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 300.0, -300.0], draw.dtype)  # ties, and out of range
     yield halves, draw.tensor([1.0], torch.float32), None
@@ -68,7 +64,8 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     return scaled.round().clamp(-128, 127).to(torch.int8)
 
 
-def _dynamic_samples(draw: Draw) -> Iterator[Sample]:
+def dynamic_samples(draw: Draw) -> Iterator[Sample]:
+    """Activations to be quantised by a scale for each token."""
     for shape in SHAPES:
         yield (draw.normal(*shape),)
     yield (draw.normal(5, 192)[:, 64:128],)
@@ -77,7 +74,7 @@ def _dynamic_samples(draw: Draw) -> Iterator[Sample]:
 
 
 @op(
-    samples=_dynamic_samples,
+    samples=dynamic_samples,
     axes={"x": "... width", "return": ("... width", "...")},
     dtypes={"x": FLOATING, "return": (torch.int8, torch.float32)},
     rowwise="...",
@@ -208,125 +205,3 @@ def accumulated(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in int32. Few devices but the CPU multiply such matrices; float64 has exactly the same sums."""
     kind = torch.int32 if x.device.type == "cpu" else torch.float64
     return (x.to(kind) @ weight.to(kind).t()).to(torch.int32)
-
-
-def _add_norm_samples(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    for shape in SHAPES:
-        yield draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1]), 1e-6
-
-
-def _add_norm_quantize_samples(draw: Draw) -> Iterator[Sample]:
-    for arguments in _add_norm_samples(draw):
-        for quantizer in _quantizers(draw, arguments[2].shape[0]):
-            yield *arguments, *quantizer
-
-
-@fused_op(
-    samples=_add_norm_quantize_samples,
-    axes={
-        "x": "... width", "residual": "... width", "weight": "width", "scale": "channels=1|width",
-        "offset": "channels", "return": ("... width", "... width"),
-    },
-    dtypes={
-        "x": FLOATING, "residual": "x", "weight": "x", "scale": torch.float32, "offset": torch.int32,
-        "return": (torch.int8, "x"),
-    },
-    rowwise="...",
-    off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
-def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor, offset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """:func:`add_rms_norm`, then :func:`quantize` of what it normalised. A kernel may leave that in float32 between.
-
-    Args:
-        x: ``[..., width]``, floating.
-        residual: of x's shape and dtype.
-        weight: ``[width]``, of x's dtype.
-        eps: added to the mean square.
-        scale: as of :func:`quantize`.
-        offset: as of :func:`quantize`.
-
-    Returns:
-        The quantised norm, int8, and the sum, of x's dtype, both of x's shape.
-    """
-    normed, hidden = add_rms_norm(x, residual, weight, eps)
-    return quantize(normed, scale, offset), hidden
-
-
-@fused_op(
-    samples=_add_norm_samples,
-    axes={
-        "x": "... width", "residual": "... width", "weight": "width", "return": ("... width", "...", "... width"),
-    },
-    dtypes={"x": FLOATING, "residual": "x", "weight": "x", "return": (torch.int8, torch.float32, "x")},
-    rowwise="...",
-    tolerance=SCALES,
-    off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
-def add_rms_norm_dynamic_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`add_rms_norm`, then :func:`dynamic_quantize` of what it normalised, which may stay in float32 between.
-
-    Args:
-        x: ``[..., width]``, floating, of 2 dimensions or more.
-        residual: of x's shape and dtype.
-        weight: ``[width]``, of x's dtype.
-        eps: added to the mean square.
-
-    Returns:
-        The quantised norm, int8 of x's shape, its scales, float32 ``[...]``, and the sum, of x's shape and dtype.
-    """
-    normed, hidden = add_rms_norm(x, residual, weight, eps)
-    quantized, scale = dynamic_quantize(normed)
-    return quantized, scale, hidden
-
-
-def _silu_quantize_samples(draw: Draw) -> Iterator[Sample]:
-    for shape in SHAPES:
-        for quantizer in _quantizers(draw, shape[-1] // 2):
-            yield draw.normal(*shape), *quantizer
-
-
-@fused_op(
-    samples=_silu_quantize_samples,
-    axes={
-        "x": "... merged", "scale": "channels=1|merged//2", "offset": "channels", "return": "... merged//2",
-    },
-    dtypes={"x": FLOATING, "scale": torch.float32, "offset": torch.int32, "return": torch.int8},
-    rowwise="...",
-    off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
-def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """:func:`silu_and_mul`, then :func:`quantize`. A kernel may leave the product in float32 between the two.
-
-    Args:
-        x: ``[..., 2 * width]``, floating.
-        scale: as of :func:`quantize`.
-        offset: as of :func:`quantize`.
-
-    Returns:
-        int8 ``[..., width]``.
-    """
-    return quantize(silu_and_mul(x), scale, offset)
-
-
-@fused_op(
-    samples=_dynamic_samples,
-    axes={"x": "... merged", "return": ("... merged//2", "...")},
-    dtypes={"x": FLOATING, "return": (torch.int8, torch.float32)},
-    rowwise="...",
-    tolerance=SCALES,
-    off_by_one=ROUNDED_BEFORE,
-)
-def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`silu_and_mul`, then :func:`dynamic_quantize`. A kernel may leave the product in float32 between the two.
-
-    Args:
-        x: ``[..., 2 * width]``, floating, of 2 dimensions or more.
-
-    Returns:
-        int8 ``[..., width]``, and the scales, float32 ``[...]``.
-    """
-    return dynamic_quantize(silu_and_mul(x))

@@ -4,7 +4,8 @@ Everything that has to know which dimension counts tokens, how a batch is padded
 the declarations in here.
 """
 
-from hal.step.batch import Batch, Bounds, SlotBatch
+from hal.step.batch import Batch, SlotBatch
+from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.shape import StepShape
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec

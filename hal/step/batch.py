@@ -6,7 +6,6 @@ takes it finished. A model that needs more declares a subclass, which the rest o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
@@ -16,28 +15,9 @@ import torch
 from torch import Tensor
 
 from hal.errors import BatchError, nearest
+from hal.step.batch_inputs import Bounds, integers_of, length_of, tensor_of
 from hal.step.fields import Padding, field, fields_of, host_twin
 from hal.step.shape import StepShape
-
-_LISTS = "give a list of integers per sequence, of its tokens and of its blocks, and one length cached of each"
-
-
-@attrs.frozen
-class Bounds:
-    """What the numbers that a batch is built from may be. The defaults are what its tensors can hold.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        first_block: blocks are at least it,
-        num_blocks: and below it.
-        max_length: a sequence's tokens, new ones included.
-    """
-
-    vocab_size: int = 2**63
-    first_block: int = 0
-    num_blocks: int = 2**31
-    max_length: int = 2**31 - 1
-
 
 DUMMY_BLOCK = 0
 """The block that padding rows write to. No sequence may own it."""
@@ -211,17 +191,17 @@ class Batch:
         if type(block_size) is not int or block_size < 1:
             raise BatchError(f"block_size is {block_size!r:.70}", "give the cache's, which is 1 or more")
         bounds = bounds or Bounds()
-        size = _length("token_ids", token_ids)
+        size = length_of("token_ids", token_ids)
         cached = [0] * size if cached is None else cached
-        if not size or not size == _length("block_ids", block_ids) == _length("cached", cached):
+        if not size or not size == length_of("block_ids", block_ids) == length_of("cached", cached):
             raise BatchError(
                 f"a batch of {size} token lists, {len(block_ids)} block lists and {len(cached)} lengths",
                 "give at least one sequence, and one of each per sequence",
             )
         low, end = bounds.first_block, min(bounds.num_blocks, 2**31 // block_size)  # slots are int32
-        token_ids = [_integers(row, "token id {}", each, 0, bounds.vocab_size) for row, each in enumerate(token_ids)]
-        block_ids = [_integers(row, "block {}", each, low, end) for row, each in enumerate(block_ids)]
-        cached = [_integers(row, "{} tokens cached", [each], 0, 2**31)[0] for row, each in enumerate(cached)]
+        token_ids = [integers_of(row, "token id {}", each, 0, bounds.vocab_size) for row, each in enumerate(token_ids)]
+        block_ids = [integers_of(row, "block {}", each, low, end) for row, each in enumerate(block_ids)]
+        cached = [integers_of(row, "{} tokens cached", [each], 0, 2**31)[0] for row, each in enumerate(cached)]
         slots: list[int] = []
         positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
@@ -285,7 +265,7 @@ class Batch:
                     f"{cls.__name__} has the field {source}, and the batch was built without it",
                     f"give a tensor {each} in `fields`",
                 )
-            tensor = _tensor(source, given[source]) if source in given else each.default(base)  # type: ignore[misc]
+            tensor = tensor_of(source, given[source]) if source in given else each.default(base)  # type: ignore[misc]
             if tuple(tensor.shape) != each.shape(sizes):
                 raise BatchError(
                     f"the field {name} is {list(tensor.shape)}, not {list(each.shape(sizes))}",
@@ -314,44 +294,3 @@ def one_query_each(tokens: int, starts: list[int]) -> bool:
         starts: the values of ``query_start_loc``.
     """
     return starts == list(range(tokens + 1))
-
-
-def _tensor(name: str, given: Any) -> Tensor:
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
-        raise BatchError(f"the field {name} is {given!r:.70}", "give a tensor, or lists of numbers") from None
-
-
-def _length(name: str, given: Any) -> int:
-    try:
-        return len(given)
-    except TypeError:
-        raise BatchError(f"{name} is {given!r:.70}, not a list", _LISTS) from None
-
-
-_REMEDIES = {
-    "token id {}": "check that tokenizer and model belong together",
-    "block {}": "take blocks from runner.blocks (block 0 is for padding), or raise cache.num_tokens for more of them",
-    "{} tokens cached": "give the number of tokens that the cache holds of it",
-}
-
-
-def _integers(row: int, what: str, numbers: Any, low: int, end: int) -> list[int]:
-    """A sequence's numbers, as integers from ``low`` to below ``end``."""
-    if isinstance(numbers, Tensor):
-        raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
-    try:
-        kinds = set(map(type, numbers))
-        # Most are what they should be, and are looked at as little as can be: this is done for each sequence of a step.
-        found = numbers if kinds == {int} and type(numbers) is list else list(map(operator.index, numbers))
-    except TypeError:
-        raise BatchError(f"sequence {row} has {what.format(f'{numbers!r:.70}')}, not integers", _LISTS) from None
-    if bool in kinds:
-        raise BatchError(f"sequence {row} has {what.format(f'{numbers!r:.70}')}, not integers", _LISTS)
-    if found and not (min(found) >= low and max(found) < end):
-        wrong = next(each for each in found if not low <= each < end)
-        raise BatchError(
-            f"sequence {row} has {what.format(wrong)}, out of the range {low} to {end - 1}", _REMEDIES[what]
-        )
-    return found

@@ -106,7 +106,7 @@ def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 
 def test_every_operation_on_int8_is_here() -> None:
-    quantised = {name for name, each in ops.catalogue().items() if each.body.__module__ == "hal.ops.quantization"}
+    quantised = {name for name, each in ops.catalogue().items() if each.body.__module__.endswith("quantization")}
     assert quantised == set(LAUNCHES)
 
 

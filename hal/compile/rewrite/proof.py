@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 from hal import ops
 from hal.compile.pass_manager import PassManager
 from hal.compile.rewrite.pattern import trace_function
+from hal.compile.rewrite.proof_samples import as_list, violations
 from hal.compile.rewrite.rewrite import Rewrite, prepare
-from hal.compile.rewrite.sample_forms import as_list
-from hal.compile.rewrite.violations import violations
 from hal.compile.rewrite_report import PassReport
 from hal.errors import CompileError
 from hal.ops.declaration.operation import DEFAULT_TOLERANCE

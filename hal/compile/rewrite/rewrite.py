@@ -15,11 +15,12 @@ from hal import ops
 from hal.compile.fx.alias_analysis import Memory
 from hal.compile.rewrite.match import Matcher
 from hal.compile.rewrite.pattern import other_units, outputs_of, trace_pattern
-from hal.compile.rewrite.sample_forms import DRAWN, check_sides, forms_of
+from hal.compile.rewrite.proof_samples import DRAWN, check_sides, forms_of
 from hal.drivers.backend import Backend
 from hal.errors import CompileError, OperationError
-from hal.ops.declaration.constraints import Constraints, constraints_of
+from hal.ops.declaration.constraints import Constraints
 from hal.ops.declaration.operation import Operation
+from hal.ops.declaration.parse_constraints import constraints_of
 from hal.ops.declaration.samples import Draw, Sample
 
 Applicable = Callable[..., str | None]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError, nearest
-from hal.ops.declaration.constraints import Constraints, constraints_of
+from hal.ops.declaration.constraints import Constraints
+from hal.ops.declaration.parse_constraints import constraints_of
 
 ARGUMENTS = (Tensor, int, float, bool, torch.dtype)
 """What an operation takes, each optional too."""

@@ -1,0 +1,46 @@
+"""The states that a runner allocates for its model, and whether the device has the memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+from hal.drivers.backend import Backend
+from hal.errors import ConfigError
+from hal.nn import CausalLM
+from hal.step import StateSpec
+from hal.step.batch import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.state import SEQUENCE
+
+
+def spec_of(model: CausalLM, backend: Backend) -> StateSpec:
+    """The states of a model, for as many tokens and sequences as the backend's config says."""
+    cache = backend.config.cache
+    in_slots = [name for layer in model.states for name, state in layer.items() if state.per is SEQUENCE]
+    if in_slots and cache.reuse_prefixes:
+        raise ConfigError(
+            f"cache.reuse_prefixes is set, and {type(model).__name__} keeps {in_slots[0]} for each sequence, which no "
+            "other sequence can share",
+            "leave it out for this model",
+        )
+    return StateSpec(
+        tuple(model.states),
+        dtype=next(model.parameters()).dtype,
+        num_blocks=math.ceil(cache.num_tokens / backend.block_size) + DUMMY_BLOCK + 1,
+        block_size=backend.block_size,
+        num_slots=cache.num_sequences + DUMMY_SLOT + 1 if in_slots else 0,
+    )
+
+
+def check_fits(spec: StateSpec, backend: Backend) -> None:
+    """Raise ConfigError unless the states fit the free memory of the backend's device."""
+    free = backend.device.memory_stats().free
+    if spec.nbytes > free:
+        gc.collect()  # a runner that is done with may wait for that: traces leave references in circles
+        backend.device.empty_cache()
+        free = backend.device.memory_stats().free
+    if spec.nbytes > free:
+        raise ConfigError(
+            f"a cache of {spec.num_tokens} tokens takes {spec.nbytes >> 20} MiB of {free >> 20} MiB free",
+            "lower cache.num_tokens",
+        )
