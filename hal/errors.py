@@ -107,6 +107,11 @@ class NumericsError(HalError):
     """A computation gave NaN where a number is needed."""
 
 
+def said(error: BaseException) -> str:
+    """Return the type and the message of an exception that is not hal's."""
+    return f"{type(error).__name__}: {error}"
+
+
 LISTED = 40
 """Names that a message lists; a checkpoint has thousands."""
 

@@ -479,7 +479,7 @@ class TestShapes:
         assert torch.equal(loaded["model.embed_tokens.weight"], once["model.embed_tokens.weight"])
 
     def test_an_unknown_architecture(self) -> None:
-        with pytest.raises(CheckpointError, match="no model is registered"):
+        with pytest.raises(CheckpointError, match="no model 'Nonesuch' is installed"):
             random_weights.meta_model({**TINY, "architectures": ["Nonesuch"]})
 
 

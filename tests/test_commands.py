@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -51,18 +52,23 @@ def test_a_contributed_command_runs() -> None:
 def test_the_help_lists_it_and_says_which_are_broken() -> None:
     shown = " ".join(CliRunner().invoke(main, ["--help"], terminal_width=200).stdout.split())
     assert "greet Greet NAME." in shown
-    assert "absent (cannot be loaded: it raised ModuleNotFoundError" in shown
-    assert "wrong (cannot be loaded: it is 3, no click.Command)" in shown
+    assert "absent (cannot be imported: ModuleNotFoundError" in shown
+    assert "wrong (is 3, no click.Command)" in shown
     assert "generate Continue prompts" in shown
 
 
-@pytest.mark.parametrize(("name", "problem"), [("absent", "No module named 'acme_missing'"), ("wrong", "it is 3")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("absent", "the command absent cannot be imported: ModuleNotFoundError: No module named 'acme_missing'"),
+        ("wrong", "the command wrong is 3, no click.Command"),
+    ],
+)
 def test_a_broken_one_is_an_error_of_its_own(name: str, problem: str) -> None:
     result = CliRunner().invoke(main, [name, "--any", "argument"])
     assert result.exit_code == 2
-    assert f"the command {name} of acme-commands cannot be loaded" in result.stderr
     assert problem in result.stderr
-    assert "remedy: reinstall or update acme-commands" in result.stderr
+    assert re.search(r"remedy: .*update acme-commands 1\.0", result.stderr)
 
 
 def test_hals_own_commands_cannot_be_replaced() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from stevedore import ExtensionManager
 
 import hal
 from checkpoints import random_checkpoint
@@ -51,10 +50,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[hal.drivers]\nfaulty = faulty_driver:FaultyDriver\n")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    # stevedore keeps what it found for the life of the process; a real installation comes before it.
-    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
 
     def options(**given: str) -> None:
         for name, value in given.items():

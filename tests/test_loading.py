@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -74,16 +73,21 @@ def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("no_such_package.models:Model", "the model ToyForCausalLM, no_such_package.models:Model, cannot be imported: "
-                                         "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("no_such_package.models:Model", "the model ToyForCausalLM cannot be imported: ModuleNotFoundError: No module "
+                                         "named 'no_such_package'\n.*toys 1.2; .* = no_such_package.models:Model in "),
         ("test_loading:NoSuchModel", "cannot be imported: AttributeError: .* has no attribute 'NoSuchModel'"),
         ("test_loading:Path", "is <class 'pathlib.*Path'>, not a class derived from hal.nn.CausalLM"),
         ("test_loading:hal", "is <module 'hal' .*, not a class derived from hal.nn.CausalLM"),
     ],
 )  # fmt: skip
-def test_entry_points_that_give_no_model(place: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("ToyForCausalLM", place, "hal.models")])
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
+def test_entry_points_that_give_no_model(
+    place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "toys-1.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.2\n")
+    (metadata / "entry_points.txt").write_text(f"[hal.models]\nToyForCausalLM = {place}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match=message):
         model_registry.find_model("ToyForCausalLM")
 

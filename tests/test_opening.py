@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from stevedore.extension import ExtensionManager
 
 import hal
 from hal.drivers.registry import load_driver
@@ -57,14 +56,12 @@ TAKEN = {
 @pytest.fixture
 def opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], Any]], None]]:
     """Install the driver acme, which ``auto`` prefers, and decide what it gives."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[hal.drivers]\nacme = acme_that_opens:Acme\n")
     (tmp_path / "acme_that_opens.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(ExtensionManager, "ENTRY_POINT_CACHE", {})
     driver: Any = type(load_driver("acme"))
     before = hal.active_backend()
 

@@ -35,6 +35,7 @@ from hal.nn import (
 )
 from hal.nn.weight import source_name
 from hal.quantization.scheme_registry import schemes
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
 def layer_of(weight: Weight, shape: Sequence[int]) -> nn.Module:
@@ -354,7 +355,9 @@ def test_the_registered_schemes() -> None:
         assert scheme.writes <= set(scheme.spellings)
 
 
-def test_a_scheme_that_cannot_write_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheme_that_cannot_write_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "half_a_scheme.py").write_text(
         "from hal.quantization.w8a8_dynamic import W8A8Dynamic\n"
         "from hal.quantization.scheme import Scheme\n"
@@ -368,5 +371,10 @@ def test_a_scheme_that_cannot_write_what_it_says(tmp_path: Path, monkeypatch: py
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1\n", encoding="utf-8")
     (metadata / "entry_points.txt").write_text("[hal.quantization]\nhalf = half_a_scheme:Half\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"the quantisation scheme half says that it is written, and has no write"):
-        schemes()
+    assert "half" not in schemes()
+    (warned,) = [each.getMessage() for each in caplog.records if each.name == "hal.config"]
+    assert warned.startswith("the quantisation scheme half says that it is written, and has no write()")
+    with pytest.raises(
+        ConfigError, match=r"half says that it is written, and has no write.*\n.*registered by half 1\)"
+    ):
+        quantize_checkpoint(tmp_path, tmp_path / "target", "half")

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hal.errors import CheckpointError, HalError, ModelError, nearest
+from hal.config.plugins import Plugin, Plugins
+from hal.errors import CheckpointError, HalError, ModelError
 from hal.nn import CausalLM
 from hal.step import SEQUENCE, Batch, SlotBatch, State, fields_of
 
 GROUP = "hal.models"
-
-
-def find_model(architecture: str) -> type[CausalLM]:
-    """The model registered for an architecture's name; imports that one only.
-
-    Raises:
-        CheckpointError: none is.
-        ModelError: it cannot be imported, or is no model.
-    """
-    known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-    if architecture not in known:
-        raise CheckpointError(
-            f"no model is registered for the architecture {architecture!r}", nearest(architecture, known)
-        )
-    entry = known[architecture]
-    name = f"the model {architecture}, {entry.value},"
-    try:
-        found = entry.load()
-    except Exception as error:  # importing runs code of others, which may raise anything
-        raise ModelError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}",
-            f"correct the entry point in the group {GROUP} of the package that registers it, or what it imports",
-        ) from error
-    return check_model_class(found, name)
 
 
 def check_model_class(found: Any, name: str) -> type[CausalLM]:
@@ -51,6 +27,23 @@ def check_model_class(found: Any, name: str) -> type[CausalLM]:
         f"{name} is {found!r:.100}, not a class derived from hal.nn.CausalLM",
         "give the class of the model itself, not of its config or of a part of it",
     )
+
+
+def _check(plugin: Plugin, found: Any) -> type[CausalLM]:
+    return check_model_class(found, f"the model {plugin.name}, {plugin.target},")
+
+
+MODELS: Plugins[type[CausalLM]] = Plugins(GROUP, "model", _check, error=ModelError, unknown=CheckpointError)
+
+
+def find_model(architecture: str) -> type[CausalLM]:
+    """The model registered for an architecture's name; imports that one only.
+
+    Raises:
+        CheckpointError: none is.
+        ModelError: it cannot be imported, or is no model, or several packages register one.
+    """
+    return MODELS.load(architecture)
 
 
 def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> CausalLM:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import click
 
 from hal.cli.console import Commands
-from hal.errors import DriverError
+from hal.config.plugins import Plugin, Plugins
+from hal.errors import DriverError, HalError
 
 GROUP = "hal.commands"
+
+
+def _check(plugin: Plugin, found: Any) -> click.Command:
+    if isinstance(found, click.Command):
+        return found
+    raise DriverError(f"the command {plugin.name} is {found!r:.70}, no click.Command", f"update {plugin.source}")
+
+
+COMMANDS: Plugins[click.Command] = Plugins(GROUP, "command", _check, error=DriverError)
 
 
 class ContributedCommands(Commands):
@@ -18,43 +27,27 @@ class ContributedCommands(Commands):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Every command's name. Imports none."""
-        return sorted({*super().list_commands(ctx), *(each.name for each in _entries())})
+        return sorted({*super().list_commands(ctx), *COMMANDS.names()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name; hal's own cannot be replaced. One that cannot be loaded says so when it is run."""
         own = super().get_command(ctx, cmd_name)
-        if own is not None:
+        if own is not None or cmd_name not in COMMANDS.names():
             return own
-        for entry in _entries().select(name=cmd_name):
-            return _load(entry)
-        return None
+        try:
+            return COMMANDS.load(cmd_name)
+        except HalError as error:  # a vendor's broken package must not keep the other commands out of the help
+            return _broken(cmd_name, error)
 
 
-def _entries() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=GROUP)
-
-
-def _load(entry: importlib.metadata.EntryPoint) -> click.Command:
-    # As in the registry, a vendor's broken package must not take the other commands down with it.
-    try:
-        loaded: Any = entry.load()
-    except (Exception, SystemExit) as error:
-        return _broken(entry, f"it raised {error!r}")
-    return loaded if isinstance(loaded, click.Command) else _broken(entry, f"it is {loaded!r}, no click.Command")
-
-
-def _broken(entry: importlib.metadata.EntryPoint, problem: str) -> click.Command:
-    package = entry.dist.name if entry.dist else "the package that brings it"
-
+def _broken(name: str, error: HalError) -> click.Command:
     @click.command(
-        entry.name,
-        short_help=f"(cannot be loaded: {problem})",
+        name,
+        short_help=f"({error.problem.removeprefix(f'the command {name} ')})",
         add_help_option=False,
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     )
     def command() -> None:
-        raise DriverError(
-            f"the command {entry.name} of {package} cannot be loaded: {problem}", f"reinstall or update {package}"
-        )
+        raise error
 
     return command

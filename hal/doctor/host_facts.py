@@ -12,6 +12,7 @@ from pathlib import Path
 import attrs
 from packaging.requirements import InvalidRequirement, Requirement
 
+from hal.config.plugins import registered
 from hal.doctor import findings
 from hal.doctor.process import package_file, run_python
 from hal.errors import DriverNotFound, nearest
@@ -30,9 +31,8 @@ def installed_drivers(only: str | None) -> list[findings.Driver]:
         DriverNotFound: there is none of that name.
     """
     found: dict[str, findings.Driver] = {}
-    for entry in importlib.metadata.entry_points(group=DRIVERS):
-        package, version = (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
-        found.setdefault(entry.name, findings.Driver(entry.name, entry.value, package, version))
+    for each in registered(DRIVERS):
+        found.setdefault(each.name, findings.Driver(each.name, each.target, each.package, each.version))
     if only is not None and only not in found:
         raise DriverNotFound(f"no driver {only!r} is installed", nearest(only, found))
     return [each for name, each in sorted(found.items()) if only in (None, name)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-LOG_LINES = 30
+LOG_LINES = 40
 
 
 @attrs.frozen

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import attrs
 
 from hal.config import CompilationConfig
+from hal.config.plugins import Plugins, instance_of
 from hal.drivers.compiler import Compiler
 from hal.errors import ConfigError, DriverIncompatible, nearest
 
@@ -21,40 +19,14 @@ SPLITTING_OPS = ("paged_attention",)
 """Where steps are split, unless the config says otherwise."""
 
 
-def registered() -> Mapping[str, Compiler]:
-    """The compilers of all installed packages, by name.
-
-    Raises:
-        ConfigError: an entry point cannot be imported, or is no compiler of that name.
-    """
-    return _registered(tuple(sys.path))
-
-
-@cache
-def _registered(path: tuple[str, ...]) -> Mapping[str, Compiler]:
-    """As found on an import path; a search takes milliseconds, and each backend that is opened asks."""
-    found: dict[str, Compiler] = {}
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        try:
-            made = entry.load()()
-        except Exception as error:  # importing runs code of others, which may raise anything
-            raise ConfigError(
-                f"the compiler {entry.name}, {entry.value}, cannot be imported: {type(error).__name__}: {error}",
-                "correct or uninstall its package",
-            ) from error
-        if not isinstance(made, Compiler) or made.name != entry.name:
-            raise ConfigError(
-                f"the entry point {entry.name} in {GROUP} is {made!r:.70}",
-                "point it at a subclass of hal.drivers.compiler.Compiler of the same name",
-            )
-        found[entry.name] = made
-    return found
+COMPILERS: Plugins[Compiler] = Plugins(GROUP, "compiler", instance_of(Compiler, GROUP))
+"""The compilers of all installed packages."""
 
 
 def compilers_of(backend: Any, own: Iterable[Compiler]) -> dict[str, Compiler]:
     """The compilers that serve a backend: its driver's, and of the registered ones those that support it."""
     mine = {each.name: each for each in own}
-    others = {name: each for name, each in registered().items() if each.unsupported(backend) is None}
+    others = {name: each for name, each in COMPILERS.load_all().plugins.items() if each.unsupported(backend) is None}
     return dict(sorted((others | mine).items()))
 
 
@@ -66,7 +38,7 @@ def check_compilers(driver: str, own: Sequence[Any]) -> None:
                 f"the driver {driver} has {each!r:.70} among its compilers",
                 "give objects of hal.drivers.compiler.Compiler; hal's own need no mention (graphs=True offers them)",
             )
-        if each.name == EAGER or [other.name for other in own].count(each.name) > 1 or each.name in registered():
+        if each.name == EAGER or [other.name for other in own].count(each.name) > 1 or each.name in COMPILERS.names():
             raise DriverIncompatible(
                 f"the driver {driver} has a compiler named {each.name!r}, and there is another of that name",
                 "give each a name of its own",
@@ -75,7 +47,7 @@ def check_compilers(driver: str, own: Sequence[Any]) -> None:
 
 def check_aliases(driver: str, aliases: Mapping[str, str], served: Collection[str]) -> None:
     """Raise DriverIncompatible for an alias that is a compiler's own name, or stands for none."""
-    known = dict.fromkeys((EAGER, *registered(), *served))
+    known = dict.fromkeys((EAGER, *COMPILERS.names(), *served))
     if wrong := [each for each, own in aliases.items() if each in served or own not in known]:
         raise DriverIncompatible(
             f"the driver {driver} has the alias {wrong[0]!r} for the compiler {aliases[wrong[0]]!r}",
@@ -89,7 +61,7 @@ def check_compilation(backend: Any, config: CompilationConfig) -> None:
     any_shape = [name for name in backend.compilers if name == EAGER or backend.compiler(name).any_shape]
     for phase, served, where in ((decode, backend.compilers, ""), (prefill, any_shape, " for prefill")):
         if phase.compiler not in served:
-            known = registered().get(phase.compiler)
+            known = COMPILERS.load(phase.compiler) if phase.compiler in COMPILERS.names() else None
             why = "" if where or known is None else f": {known.unsupported(backend)}"
             raise ConfigError(
                 f"the backend {backend.name} has no compiler {phase.compiler!r}{where}{why}",

@@ -12,7 +12,7 @@ from hal.config import Config
 from hal.drivers.backend import Backend
 from hal.drivers.backend_checks import check_opened
 from hal.drivers.driver import Driver, Probe
-from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError
+from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, said
 
 REPORT = "report it to the driver's vendor"
 
@@ -57,11 +57,6 @@ def configure_backend(backend: Backend, settings: Config) -> None:
             f"configuring the backend of the driver {backend.name} raised {said(error)}",
             f"{REPORT}, or choose another backend",
         ) from error
-
-
-def said(error: BaseException) -> str:
-    """An exception of others, in an error's words."""
-    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
-from stevedore.driver import DriverManager
-from stevedore.exception import MultipleMatches, NoMatches
 
 from hal.config import Source, environment_options, environment_variables, load
+from hal.config.plugins import Plugin, Plugins
 from hal.drivers.api_version import check_driver
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
-from hal.drivers.opening import REPORT, configure_backend, open_driver, probe_driver, said
-from hal.errors import (
-    ConfigError,
-    DriverError,
-    DriverNotFound,
-    DriverUnavailable,
-    HalError,
-    nearest,
-)
+from hal.drivers.opening import configure_backend, open_driver, probe_driver
+from hal.errors import ConfigError, DriverError, DriverNotFound, DriverUnavailable, HalError
 
 GROUP = "hal.drivers"
 log = logging.getLogger("hal.drivers")
@@ -47,9 +38,18 @@ class Candidate:
     error: HalError | None = None
 
 
+def _check(plugin: Plugin, found: Any) -> Driver:
+    check_driver(plugin.name, GROUP, found)
+    driver: Driver = found()
+    return driver
+
+
+DRIVERS: Plugins[Driver] = Plugins(GROUP, "driver", _check, error=DriverError, unknown=DriverNotFound)
+
+
 def driver_names() -> list[str]:
     """The names of all installed drivers; imports none of them."""
-    return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
+    return DRIVERS.names()
 
 
 def load_driver(name: str) -> Driver:
@@ -60,24 +60,7 @@ def load_driver(name: str) -> Driver:
         DriverIncompatible: it does not fit this release's driver API.
         DriverError: importing it or making an instance of it failed, or several packages bring one of that name.
     """
-    try:
-        cls = _entry(name)
-    except HalError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a vendor's module does when it is imported
-        raise DriverError(
-            f"the driver {name} cannot be imported: {said(error)}",
-            "reinstall the package that brings it; its authors: see that the entry point names a module and its class",
-        ) from error
-    check_driver(name, GROUP, cls)
-    try:
-        driver: Driver = cls()
-    except (Exception, SystemExit) as error:
-        raise DriverError(
-            f"making the driver {name} failed: {said(error)}",
-            f"{REPORT}; its authors: {cls.__name__}() takes no arguments and does no work, which is for probe and open",
-        ) from error
-    return driver
+    return DRIVERS.load(name)
 
 
 def candidates() -> list[Candidate]:
@@ -157,28 +140,3 @@ def _candidate(name: str) -> Candidate:
             return Candidate(name, driver, probe_driver(driver, options))
     except HalError as error:
         return Candidate(name, None, Probe(False, error.problem, error.remedy), error)
-
-
-def _entry(name: str) -> Any:
-    try:
-        return DriverManager(GROUP, name, on_load_failure_callback=_raise).driver
-    except MultipleMatches as error:
-        raise _ambiguous(name) from error
-    except NoMatches:
-        # stevedore's cache on disk can be two minutes behind an installation; the metadata itself is not.
-        found = {entry.value: entry for entry in importlib.metadata.entry_points(group=GROUP, name=name)}
-    if len(found) > 1:
-        raise _ambiguous(name)
-    for entry in found.values():
-        return entry.load()
-    raise DriverNotFound(f"no driver {name!r} is installed", nearest(name, driver_names()))
-
-
-def _ambiguous(name: str) -> DriverError:
-    entries = importlib.metadata.entry_points(group=GROUP, name=name)
-    packages = sorted(f"{each.dist.name} {each.dist.version}" for each in entries if each.dist)
-    return DriverError(f"several packages bring a driver {name}: {', '.join(packages)}", "uninstall all but one")
-
-
-def _raise(manager: Any, entry: Any, error: BaseException) -> None:
-    raise error

@@ -30,7 +30,7 @@ from hal.quantization.description import Writer
 from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.modelslim import ModelSlimWriter
 from hal.quantization.scheme import Scheme
-from hal.quantization.scheme_registry import schemes
+from hal.quantization.scheme_registry import SCHEMES, schemes
 from hal.quantize.calibration import input_ranges
 
 Format = Literal["compressed-tensors", "modelslim"]
@@ -133,6 +133,8 @@ class _Job:
 def _check_request(scheme: str, format: Format, calibration: str | None, tokens: int | None) -> Scheme:  # noqa: A002
     writable = {name: each for name, each in schemes().items() if each.writes}
     if scheme not in writable:
+        if scheme in SCHEMES.names():
+            SCHEMES.load(scheme)  # which raises if it is broken; one that cannot be written is an unknown one here
         raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), writable))
     chosen = writable[scheme]
     if format not in WRITERS:

@@ -1,0 +1,233 @@
+"""The registry of plugins: the drivers, compilers, quantisation schemes, models and commands of installed packages.
+
+A package registers each one under a name in an entry-point group. :class:`Plugins` finds those of one group and loads
+them, through stevedore.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import attrs
+
+from hal.errors import ConfigError, HalError, nearest, said
+
+T = TypeVar("T")
+log = logging.getLogger("hal.config")
+
+
+@attrs.frozen(eq=False)
+class Plugin:
+    """What a package registers under a name.
+
+    Attributes:
+        entry: the entry point.
+    """
+
+    entry: importlib.metadata.EntryPoint
+
+    @property
+    def name(self) -> str:
+        """The name by which configurations ask for it."""
+        return self.entry.name
+
+    @property
+    def target(self) -> str:
+        """The module and the attribute that the entry point names, as ``module:attribute``."""
+        return self.entry.value
+
+    @property
+    def package(self) -> str:
+        """The distribution's name; empty if the metadata does not say."""
+        return self.entry.dist.name if self.entry.dist else ""
+
+    @property
+    def version(self) -> str:
+        """The distribution's version; empty if the metadata does not say."""
+        return self.entry.dist.version if self.entry.dist else ""
+
+    @property
+    def source(self) -> str:
+        """The distribution's name and version, for errors."""
+        return f"{self.package} {self.version}" if self.package else "an unknown package"
+
+
+@attrs.frozen
+class Loaded(Generic[T]):
+    """All plugins of a group.
+
+    Attributes:
+        plugins: those that can be used, by name, sorted.
+        errors: for each of the others, what :meth:`Plugins.load` raises.
+    """
+
+    plugins: Mapping[str, T]
+    errors: Mapping[str, HalError]
+
+
+class Plugins(Generic[T]):
+    """The plugins of one entry-point group.
+
+    Args:
+        group: the entry-point group.
+        kind: what errors call one of them.
+        check: given a plugin and what its entry point names, returns the result of :meth:`load`. It raises a HalError
+            for an object of another type. Any other exception is reported as one of the plugin's constructor.
+        error: raised for a plugin that cannot be imported or made, and for a name that several packages register.
+        unknown: raised for a name that no package registers; ``error`` unless given.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        kind: str,
+        check: Callable[[Plugin, Any], T],
+        *,
+        error: type[HalError] = ConfigError,
+        unknown: type[HalError] | None = None,
+    ) -> None:
+        self.group = group
+        self.kind = kind
+        self._check = check
+        self._error = error
+        self._unknown = unknown or error
+        self._loaded: tuple[Sequence[Plugin], Loaded[T]] | None = None
+
+    def names(self) -> list[str]:
+        """Return the registered names, sorted. Imports no plugin."""
+        return sorted({each.name for each in registered(self.group)})
+
+    def load(self, name: str) -> T:
+        """Load the plugin ``name``, and no other.
+
+        Raises:
+            HalError: the plugin is unknown, broken or of another type, or several packages register the name.
+        """
+        plugin = self._find(name)
+        try:
+            return self._check(plugin, self._import(plugin))
+        except HalError as error:
+            raise _naming_source(error, plugin) from error.__cause__
+        except (Exception, SystemExit) as error:
+            raise self._error(
+                f"making the {self.kind} {name} failed: {said(error)}",
+                f"report it to the authors of {plugin.source}; its authors: {plugin.entry.attr}() takes no arguments "
+                "and does no work",
+            ) from error
+
+    def load_all(self) -> Loaded[T]:
+        """Load every plugin, once for an import path. A broken one is logged, and does not keep the others away."""
+        found = registered(self.group)
+        if self._loaded is None or self._loaded[0] is not found:
+            plugins: dict[str, T] = {}
+            errors: dict[str, HalError] = {}
+            for name in self.names():
+                try:
+                    plugins[name] = self.load(name)
+                except HalError as error:
+                    errors[name] = error
+                    log.warning("%s; remedy: %s", error.problem, error.remedy)
+            self._loaded = found, Loaded(plugins, errors)
+        return self._loaded[1]
+
+    def _find(self, name: str) -> Plugin:
+        known = registered(self.group)
+        # Two packages that register the same target, such as a package and its successor, leave nothing to choose.
+        found = {each.target: each for each in known if each.name == name}
+        if not found:
+            sources = ", ".join(sorted({each.source for each in known}))
+            listed = f"{nearest(name, self.names())} (from {sources})" if known else "none is installed"
+            raise self._unknown(
+                f"no {self.kind} {name!r} is installed",
+                f"{listed}; or install the package that registers it in the entry-point group {self.group}",
+            )
+        if len(found) > 1:
+            sources = ", ".join(sorted(each.source for each in found.values()))
+            raise self._error(f"several packages bring a {self.kind} {name}: {sources}", "uninstall all but one")
+        (plugin,) = found.values()
+        return plugin
+
+    def _import(self, plugin: Plugin) -> Any:
+        from hal.config.plugin_manager import import_plugin  # stevedore takes 15 ms to import; names do not need it
+
+        try:
+            return import_plugin(self.group, plugin.entry)
+        except HalError:
+            raise
+        except (Exception, SystemExit) as error:  # importing runs code of others, which may raise anything
+            raise self._error(
+                f"the {self.kind} {plugin.name} cannot be imported: {said(error)}",
+                f"reinstall or update {plugin.source}; its authors: correct the entry point "
+                f"{plugin.name} = {plugin.target} in {self.group}, or what it imports",
+            ) from error
+
+
+def instance_of(base: type[Any], group: str) -> Callable[[Plugin, Any], Any]:
+    """Return a check for a group whose entry points name subclasses of ``base``, of the same ``name``.
+
+    The check returns an instance of the subclass. It raises ConfigError for anything else.
+    """
+
+    def check(plugin: Plugin, found: Any) -> Any:
+        if not (isinstance(found, type) and issubclass(found, base)) or getattr(found, "name", None) != plugin.name:
+            raise ConfigError(
+                f"the entry point {plugin.name} in {group} is {found!r:.70}",
+                f"point it at a subclass of {base.__module__}.{base.__qualname__} of the same name",
+            )
+        return found()
+
+    return check
+
+
+def registered(group: str) -> Sequence[Plugin]:
+    """Return what installed packages register in a group. Imports no plugin.
+
+    The metadata of all packages is read once for a ``sys.path``, and again when a folder on it has changed.
+    """
+    return _registered(_import_path(), group)
+
+
+def forget() -> None:
+    """Read the metadata of all packages again, such as after a test has rewritten an installed package's in place."""
+    importlib.invalidate_caches()
+    _scan.cache_clear()
+    _registered.cache_clear()
+
+
+_Folder = tuple[str, int, int]
+
+
+def _import_path() -> tuple[_Folder, ...]:
+    """``sys.path`` with the inode and the time of each folder, by which Python's own search sees changes, too."""
+    return tuple(map(_folder, sys.path))
+
+
+def _folder(path: str) -> _Folder:
+    try:
+        found = os.stat(path or ".")
+    except OSError:
+        return str(path), 0, 0
+    return str(path), found.st_ino, found.st_mtime_ns
+
+
+@lru_cache(maxsize=1)
+def _scan(path: tuple[_Folder, ...]) -> Any:
+    return importlib.metadata.entry_points()
+
+
+@lru_cache(maxsize=32)
+def _registered(path: tuple[_Folder, ...], group: str) -> tuple[Plugin, ...]:
+    return tuple(map(Plugin, _scan(path).select(group=group)))
+
+
+def _naming_source(error: HalError, plugin: Plugin) -> HalError:
+    if plugin.source in str(error) or type(error).__init__ is not HalError.__init__:
+        return error
+    return type(error)(error.problem, f"{error.remedy} ({plugin.name} is registered by {plugin.source})")
