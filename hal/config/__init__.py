@@ -6,8 +6,9 @@ names the place and the nearest known key. Drivers and models read their own opt
 
 from __future__ import annotations
 
-from hal.config.cache import CACHE_DIR, cache_folder, home_of, is_own, private_folder
+from hal.config.compile_cache import CACHE_DIR, CompileCache, cache_folder, compiler_key, content_key, home_of
 from hal.config.environment import environment_mapping, environment_options, environment_variables
+from hal.config.file_ownership import private_folder
 from hal.config.reading import read, read_model_config
 from hal.config.settings import CacheConfig, CompilationConfig, Config, DTypeName, PhaseConfig
 from hal.config.sources import Source, load, to_mapping
@@ -17,16 +18,18 @@ __all__ = [
     "CACHE_DIR",
     "CacheConfig",
     "CompilationConfig",
+    "CompileCache",
     "Config",
     "DTypeName",
     "PhaseConfig",
     "Source",
     "cache_folder",
+    "compiler_key",
+    "content_key",
     "environment_mapping",
     "environment_options",
     "environment_variables",
     "home_of",
-    "is_own",
     "load",
     "parse_json",
     "private_folder",

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 import attrs
 
-from hal.config.cache import CACHE_DIR
+from hal.config.compile_cache import CACHE_DIR
 from hal.config.settings import Config
 from hal.config.text import parse_json
 from hal.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -66,30 +67,58 @@ def hal(*arguments: str, environ: Mapping[str, str]) -> subprocess.CompletedProc
 
 
 def compiled(cache: Path) -> dict[str, int]:
-    """The objects of sources, by the source's name, and when each was written."""
-    objects = (cache / "objects").glob("*.o")
-    return {each.name: each.stat().st_mtime_ns for each in objects if "_stubs-" not in each.name}
+    """The objects of sources, and when each was written."""
+    found = sorted(cache.glob("build-*/obj/*/*.o"))
+    return {str(each.relative_to(each.parents[1])): each.stat().st_mtime_ns for each in found}
+
+
+def entries(cache: Path) -> list[Path]:
+    """The finished libraries' folders."""
+    return [each.parent.parent for each in cache.glob("*/lib64/hal.emulated")]
 
 
 def test_nothing_is_compiled_twice(sources: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cache = tmp_path / "cache"
     first = build.build(sources, cache)
     before = compiled(cache)
-    assert len(before) == 3
+    assert list(before) == ["ops/tiny.o", "runtime/other.o", "runtime/tiny.o"]
     assert build.build(sources, cache) == first
-    assert compiled(cache) == before
 
+    (sources / "runtime" / "tiny.cpp").touch()  # as a new checkout does
     (sources / "runtime" / "other.h").write_text("constexpr int other = 2;\n")
     second = build.build(sources, cache)
-    after = compiled(cache)
     assert second != first
-    assert after.items() > before.items()
-    assert [name.partition("-")[0] for name in after.keys() - before.keys()] == ["other"]
+    assert dict(compiled(cache).items() - before.items()).keys() == {"runtime/other.o"}
+    assert [ctypes.CDLL(str(home / "lib64" / "libascendcl.so")).tiny() for home in (first, second)] == [1, 2]
 
     libraries = [{each.name for each in (home / "lib64").iterdir()} for home in (first, second)]
     assert libraries[0] == libraries[1]
-    assert not [each for each in (cache / "lib").iterdir() if each.name.startswith(".")]
+    assert sorted(entries(cache)) == sorted([first, second])
     assert capfd.readouterr().err == "", "so few sources take seconds, of which there is nothing to say"
+
+
+def test_a_header_of_all_operations_compiles_them_again(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    build.build(sources, cache)
+    (sources / "ops" / "op.h").write_text("#pragma once\nconstexpr int seven = 8;\n")
+    (sources / "ops" / "tiny.cpp").write_text('#include "op.h"\nextern "C" int aclnnAdd() { return seven; }\n')
+    build.build(sources, cache)
+    before = compiled(cache)
+    (sources / "ops" / "op.h").write_text("#pragma once\nconstexpr int seven = 9;\n")
+    home = build.build(sources, cache)
+    assert dict(compiled(cache).items() - before.items()).keys() == {"ops/tiny.o"}
+    load = "import ctypes, sys, torch\nprint(ctypes.CDLL(sys.argv[1] + '/lib64/libopapi.so').aclnnAdd())"
+    result = python(load, {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, str(home))
+    assert result.stdout == "9\n", result.stderr
+
+
+def test_a_source_that_is_gone_is_not_linked(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    build.build(sources, cache)
+    (sources / "runtime" / "other.cpp").unlink()
+    home = build.build(sources, cache)
+    assert "tiny" not in symbols.defined(home / "lib64" / "libascendcl.so")
+    assert not list(cache.glob("build-*/src/runtime/other.cpp"))
 
 
 def test_the_first_build_says_so_once(sources: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +133,12 @@ def test_the_first_build_says_so_once(sources: Path, tmp_path: Path, capfd: pyte
 def test_two_processes_that_build_at_once_build_once(sources: Path, tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from hal.backends.npu.emulator import build, symbols
+from hal.backends.npu.emulator import build, ninja_build, symbols
 build.LIBRARIES = build.LIBRARIES[:2]
 symbols.refusing_stubs = lambda *_: {{}}
 ran = []
-run = build._Builder.run
-build._Builder.run = lambda self, folder: (ran.append(1), run(self, folder))
+run = ninja_build.build_libraries
+ninja_build.build_libraries = lambda *arguments: (ran.append(1), run(*arguments))[1]
 print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache")!r})), len(ran))
 """
     with ThreadPoolExecutor(2) as pool:
@@ -118,6 +147,56 @@ print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache"
     assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
     assert sorted(line[2] for line in lines) == ["0", "1"], "one built, the other waited and took what it built"
     assert lines[0][1] == lines[1][1]
+
+
+@pytest.mark.parametrize("opened", [".", "lib64", "lib64/libascendcl.so"])
+def test_libraries_that_others_may_write_are_made_anew(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, opened: str
+) -> None:
+    home = build.build(sources, tmp_path / "cache")
+    library = home / "lib64" / "libascendcl.so"
+    library.write_bytes(b"planted")
+    (home / opened).chmod(0o777)
+    assert build.build(sources, tmp_path / "cache") == home
+    assert f"another user could have written {home / opened}, and is made anew" in caplog.text
+    assert ctypes.CDLL(str(library)).tiny() == 1
+    assert not [each for each in (home, *home.rglob("*")) if each.stat().st_mode & 0o077]
+
+
+def test_half_a_folder_is_made_anew(sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home = build.build(sources, tmp_path / "cache")
+    for each in home.rglob("*.*"):
+        each.unlink()
+    assert build.build(sources, tmp_path / "cache") == home
+    assert f"{home} is incomplete or damaged" in caplog.text
+    assert ctypes.CDLL(str(home / "lib64" / "libascendcl.so")).tiny() == 1
+
+
+def test_objects_that_others_may_write_are_not_linked(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    build.build(sources, cache)
+    (planted,) = cache.glob("build-*/obj/runtime/tiny.o")
+    planted.write_bytes(b"planted")
+    planted.chmod(0o666)
+    (sources / "runtime" / "other.h").write_text("constexpr int other = 2;\n")
+    home = build.build(sources, cache)
+    assert ctypes.CDLL(str(home / "lib64" / "libascendcl.so")).tiny() == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_cache_of_another_user_is_refused(sources: Path, tmp_path: Path) -> None:
+    build.build(sources, tmp_path / "cache")
+    os.chown(tmp_path / "cache", 12345, 12345)
+    with pytest.raises(DriverUnavailable, match=f"others may write in {tmp_path / 'cache'}") as caught:
+        build.build(sources, tmp_path / "cache")
+    assert "set HAL_CACHE_DIR to a folder of your own" in caught.value.remedy
+
+
+def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(DriverUnavailable, match=f"cannot be kept in {tmp_path / 'cache'}") as caught:
+        build.build(sources, tmp_path / "cache")
+    assert "set HAL_CACHE_DIR" in caught.value.remedy
 
 
 def test_each_environment_has_libraries_of_its_own(
@@ -142,10 +221,12 @@ def test_each_environment_has_libraries_of_its_own(
 
 def test_a_source_that_does_not_compile_is_shown(sources: Path, tmp_path: Path) -> None:
     (sources / "ops" / "tiny.cpp").write_text("int broken() { return nothing; }\n")
-    with pytest.raises(DriverError, match=r"tiny.cpp: g\+\+ exited with 1") as caught:
+    with pytest.raises(DriverError, match=r"does not build: obj/ops/tiny.o failed") as caught:
         build.build(sources, tmp_path / "cache")
+    assert f"{sources / 'ops' / 'tiny.cpp'}:1:" in caught.value.problem, "where to mend it, not a copy"
     assert "'nothing' was not declared" in caught.value.problem.replace("‘", "'").replace("’", "'")  # noqa: RUF001
-    assert not list((tmp_path / "cache" / "lib").iterdir())
+    assert "-std=c++20" not in caught.value.problem, "no command of a thousand characters"
+    assert not entries(tmp_path / "cache")
     (sources / "ops" / "tiny.cpp").write_text("int mended() { return 0; }\n")
     assert build.build(sources, tmp_path / "cache").is_dir()
 
@@ -154,8 +235,7 @@ def test_what_nobody_used_for_long_is_swept(sources: Path, tmp_path: Path) -> No
     cache = tmp_path / "cache"
     old = build.build(sources, cache)
     long_ago = time.time() - build.KEPT_SECONDS - 10
-    for each in (old, *(cache / "objects").iterdir()):
-        os.utime(each, (long_ago, long_ago))
+    os.utime(old, (long_ago, long_ago))
     (sources / "runtime" / "other.h").write_text("constexpr int other = 3;\n")
     new = build.build(sources, cache)
     assert new.is_dir()
@@ -187,6 +267,32 @@ def test_without_a_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DriverUnavailable, match=r"no g\+\+") as caught:
         build.build(sources, tmp_path / "cache")
     assert "apt install g++" in caught.value.remedy
+
+
+@pytest.mark.parametrize("missing", ["package", "program"])
+def test_without_ninja(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "ninja", None)
+    else:
+        monkeypatch.setattr("ninja.BIN_DIR", str(tmp_path))
+        monkeypatch.setattr("importlib.metadata.files", lambda _: None)
+    with pytest.raises(DriverUnavailable, match="the Python package ninja") as caught:
+        build.build(sources, tmp_path / "cache")
+    assert "pip install 'torch-hal[npu]'" in caught.value.remedy
+    assert not entries(tmp_path / "cache")
+
+
+def test_without_nm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DriverUnavailable, match="with nm, and there is no nm on the PATH") as caught:
+        symbols.linked(NPU)
+    assert "apt install binutils" in caught.value.remedy
+
+
+def test_a_file_without_symbols(tmp_path: Path) -> None:
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(DriverError, match=f"nm cannot read the symbols of {tmp_path / 'text.so'}: .*not recogni[sz]ed"):
+        symbols.defined(tmp_path / "text.so")
 
 
 def test_what_is_built_needs_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""Compiling the C++ kernels with the system's compiler: once for each machine, Python side unaware."""
+"""Compile the C++ kernels with the system's compiler, once, and load them."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -14,10 +13,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hal.config import cache_folder, is_own, private_folder
+from hal.config import CompileCache, cache_folder, compiler_key, content_key
 from hal.errors import ConfigError, DriverUnavailable
 
 SOURCES = Path(__file__).parent
+LIBRARY = "kernels.so"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared",
     # What a compiler needs to vectorise sums. NaN and infinity keep their meaning.
@@ -29,48 +29,55 @@ log = logging.getLogger("hal.cpu")
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library of kernels, compiled now unless a cache holds it (about 3 seconds).
-
-    The cache is ``$HAL_CACHE_DIR``, or ``torch-hal`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. What others could have
-    written there is not loaded.
+    """Load the library of kernels. Compile it if the cache does not hold it, which takes about 3 seconds.
 
     Raises:
         DriverUnavailable: there is no C++ compiler, it failed, or the cache cannot be written.
     """
     try:
-        folder = cache_folder("cpu")
+        cache = CompileCache(cache_folder("cpu"))
     except ConfigError as error:
         raise DriverUnavailable(error.problem, f"{error.remedy}, or the driver's option native to false") from error
-    library = folder / f"kernels-{_fingerprint()}.so"
     try:
-        if not private_folder(folder):
-            log.warning(
-                "others may write in %s: the C++ kernels are not kept there, and compiled at each start", folder
-            )
-            with tempfile.TemporaryDirectory() as own:
-                _compile(Path(own) / library.name)
-                return ctypes.CDLL(str(Path(own) / library.name))  # which stays when its file goes
-        if library.exists() and not is_own(library):
-            log.warning("%s is not this user's alone, and is compiled again", library)
-        elif library.exists():
-            try:
-                return ctypes.CDLL(str(library))
-            except OSError as error:
-                log.warning("%s is damaged and is compiled again: %s", library, error)
-        _compile(library)
-        return ctypes.CDLL(str(library))
+        return _load(_compiled(cache) / LIBRARY)
+    except ConfigError as error:
+        log.warning("%s: the C++ kernels are compiled at each start; %s", error.problem, error.remedy)
+        with tempfile.TemporaryDirectory() as own:
+            _compile(Path(own))
+            return ctypes.CDLL(str(Path(own) / LIBRARY))  # which stays when its file goes
     except OSError as error:
         raise DriverUnavailable(
-            f"the C++ kernels of the cpu driver cannot be kept in {library.parent}: {error}",
+            f"the C++ kernels of the cpu driver cannot be kept in {cache.folder}: {error}",
             "set HAL_CACHE_DIR to a folder that can be written, or the driver's option native to false",
         ) from error
 
 
-def _fingerprint() -> str:
-    """Of everything that decides what the compiler makes: the processor too, for which it tunes."""
-    content = [FLAGS, platform.machine(), _processor(), os.environ.get("CXX", "")]
-    content += [(path.name, path.read_text(encoding="utf-8")) for path in _sources("*.cpp", "*.h")]
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+def _load(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise DriverUnavailable(
+            f"the C++ kernels of the cpu driver do not load from {library}: {error}",
+            f"remove {library.parent}, so that they are compiled again, or set the driver's option native to false",
+        ) from error
+
+
+def _compiled(cache: CompileCache) -> Path:
+    key = _sources_key()
+    try:
+        compiler = _compiler()
+    except DriverUnavailable:
+        # What the compiler of another machine made, such as the one that built this container's image, serves too.
+        if (found := cache.latest(f"{key}-")) is None:
+            raise
+        return found
+    return cache.get_or_put(f"{key}-{compiler_key(Path(compiler[0]))}", _compile)
+
+
+def _sources_key() -> str:
+    """A hash of everything but the compiler that decides what is compiled: also the processor, by -march=native."""
+    sources = (part for path in _sources("*.cpp", "*.h") for part in (path.name, path.read_bytes()))
+    return content_key(*FLAGS, platform.machine(), _processor(), os.environ.get("CXX", ""), *sources)
 
 
 def _processor() -> str:
@@ -86,31 +93,27 @@ def _sources(*patterns: str) -> list[Path]:
 
 
 def _compiler() -> list[str]:
-    """``CXX``, which may have arguments, or else g++ or c++."""
+    """Return ``CXX``, which may have arguments, or else g++ or c++; the program as an absolute path."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     candidates = [chosen] if chosen else [["g++"], ["c++"]]
-    found = next((each for each in candidates if shutil.which(each[0])), None)
-    if found is None:
-        names = " nor ".join(each[0] for each in candidates)
-        raise DriverUnavailable(
-            f"the C++ kernels of the cpu driver need a compiler, and there is no {names}",
-            "install g++, set CXX to another, or set the driver's option native to false",
-        )
-    return found
+    for program, *arguments in candidates:
+        if found := shutil.which(program):
+            return [found, *arguments]
+    names = " nor ".join(each[0] for each in candidates)
+    raise DriverUnavailable(
+        f"the C++ kernels of the cpu driver need a compiler, and there is no {names}",
+        "install g++, set CXX to another, or set the driver's option native to false",
+    )
 
 
-def _compile(library: Path) -> None:
+def _compile(folder: Path) -> None:
+    """Write the library into a folder."""
     compiler = _compiler()
     log.info("compiling the C++ kernels of the cpu driver with %s, once", " ".join(compiler))
-    # Made beside its place and moved there, so that no other process ever loads half of it.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [*compiler, *FLAGS, *map(str, _sources("*.cpp")), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise DriverUnavailable(
-                f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}",
-                "repair the compiler, choose another with CXX, or set the driver's option native to false",
-            )
-        made.chmod(0o700)
-        made.replace(library)
+    command = [*compiler, *FLAGS, *map(str, _sources("*.cpp")), "-o", str(folder / LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DriverUnavailable(
+            f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}",
+            "repair the compiler, choose another with CXX, or set the driver's option native to false",
+        )

@@ -1,7 +1,8 @@
 """An emulated CANN, under which the unmodified torch_npu runs on a CPU.
 
-build.py compiles src/, symbols.py writes stubs that refuse what is not emulated, activation.py puts the libraries under
-torch_npu, control.py traces launches and injects faults, command.py is ``hal emulate``.
+build.py keeps what ninja_build.py compiles from src/, symbols.py writes stubs that refuse what is not emulated,
+activation.py puts the libraries under torch_npu, control.py traces launches and injects faults, command.py is ``hal
+emulate``.
 """
 
 from __future__ import annotations

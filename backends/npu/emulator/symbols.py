@@ -7,10 +7,14 @@ that says so, never as a wrong number.
 from __future__ import annotations
 
 import mmap
+import os
 import re
-import struct
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from hal.errors import DriverError, DriverUnavailable
 
 LINKED = re.compile(r"acl[A-Za-z]|rt[A-Z]|Msprof[A-Z]|Hccl[A-Z]|_ZNK?3atb")
 LOOKED_UP = re.compile(rb"\0((?:acl(?:nn|rt|mdl|op|prof|sys|dump|sk|[A-Z])|Hccl[A-Z])\w+)(?=\0)")
@@ -19,9 +23,8 @@ PHASES = ("GetMaxWorkspaceSize", "GetWorkspaceSize", "")
 ABSENT = frozenset[str]()
 """Names that torch_npu looks for and does without: no stub, so that it does. None so far."""
 
-SHT_SYMTAB, SHT_DYNSYM = 2, 11
-STB_WEAK = 2
-SHN_UNDEF = 0
+WEAK, UNDEFINED = frozenset("vVwW"), frozenset("Uvw")
+"""What nm calls symbols. Lower-case letters of weak symbols stand for undefined ones."""
 
 
 def linked(torch_npu: Path) -> set[str]:
@@ -45,9 +48,9 @@ def looked_up(torch_npu: Path) -> set[str]:
     return names
 
 
-def defined(path: Path) -> set[str]:
-    """What an object or a library defines."""
-    return {name for name, _, is_defined in read_symbols(path) if is_defined}
+def defined(*paths: Path) -> set[str]:
+    """What objects or libraries define."""
+    return {name for path in paths for name, _, is_defined in read_symbols(path) if is_defined}
 
 
 def libraries(torch_npu: Path) -> list[Path]:
@@ -56,23 +59,29 @@ def libraries(torch_npu: Path) -> list[Path]:
 
 
 def read_symbols(path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """The global symbols of a 64-bit little-endian ELF file: name, whether weak, whether defined."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
-        (sections_at,) = struct.unpack_from("<Q", data, 40)
-        size, count = struct.unpack_from("<HH", data, 58)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * size) for i in range(count)]
-        wanted = SHT_SYMTAB if any(each[1] == SHT_SYMTAB for each in sections) else SHT_DYNSYM
-        for each in sections:
-            if each[1] != wanted:
-                continue
-            _, _, _, _, offset, length, link, _, _, _ = each
-            names_at = sections[link][4]
-            for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", data[offset : offset + length]):
-                if info >> 4:  # not local
-                    end = data.find(b"\0", names_at + name)
-                    yield data[names_at + name : end].decode(), info >> 4 == STB_WEAK, section != SHN_UNDEF
+    """Read the global symbols of an object, or the exported ones of a library: name, whether weak, whether defined.
+
+    Raises:
+        DriverUnavailable: there is no nm.
+        DriverError: nm cannot read the file.
+    """
+    program = shutil.which("nm")
+    if program is None:
+        raise DriverUnavailable(
+            "the emulated CANN reads the functions that torch_npu calls with nm, and there is no nm on the PATH",
+            "install binutils (Debian and Ubuntu: apt install binutils)",
+        )
+    scope = "--extern-only" if path.suffix == ".o" else "--dynamic"
+    command = [program, scope, "--format=posix", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False)
+    if result.returncode != 0:
+        raise DriverError(
+            f"nm cannot read the symbols of {path}: {result.stderr.strip()}",
+            "install torch_npu and the emulated CANN for this machine's processor, or a newer binutils",
+        )
+    for line in result.stdout.splitlines():
+        versioned, kind = line.split()[:2]
+        yield versioned.partition("@")[0], kind in WEAK, kind not in UNDEFINED
 
 
 def refusing_stubs(torch_npu: Path, emulated: set[str]) -> dict[str, str]:

@@ -6,9 +6,7 @@ would get what AOTAutograd makes of that, in which caches are copied instead of 
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,13 +19,15 @@ import torch_npu
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from hal.config import cache_folder, home_of, is_own, private_folder
-from hal.errors import CompileError
+from hal.config import CompileCache, cache_folder, content_key, home_of, private_folder
+from hal.errors import CompileError, ConfigError
 
 from ..failures import first_line
 from .native_nodes import NativeStep
 
 log = logging.getLogger("hal.npu")
+
+CODE = "step.py"
 
 Namespace = dict[str, Any]
 
@@ -52,7 +52,7 @@ class CodeCache:
 
     def __init__(self, folder: str | None, options: Mapping[str, Any]) -> None:
         base = cache_folder("npugraph_ex") if folder is None else home_of(folder) / "npugraph_ex"
-        self._folder, self._options, self.taken = base, dict(options), 0
+        self._cache, self._options, self.taken = CompileCache(base), dict(options), 0
         self._keeps = not any(callable(each) for each in options.values())  # which nothing could be known by
 
     def compile(self, step: NativeStep) -> Namespace:
@@ -61,17 +61,19 @@ class CodeCache:
         Raises:
             CompileError: torch_npu cannot compile it, or would not see its lengths.
         """
-        file = self._folder / f"{self._key(step)}.py"
-        code = _read(file) if self._keeps else None
+        key = self._key(step)
+        code = self._read(key) if self._keeps else None
         if code is not None:
             with suppress(Exception):
                 names = _check(step, _run(code))
                 self.taken += 1
                 return names
-            log.warning("the compile cache %s does not fit this torch_npu, and is made anew", file)
+            log.warning(
+                "the compiled code in %s does not fit this torch_npu, and is made anew", self._cache.folder / key
+            )
         code = self.generate(step)
         if self._keeps:
-            _write(file, code)
+            self._write(key, code)
         try:
             return _check(step, _run(code))
         except CompileError:
@@ -87,9 +89,9 @@ class CodeCache:
         """
         extra: dict[str, Any] = {}
         if self._options.get("static_kernel_compile"):
-            folder = self._folder / self._key(step)
+            folder = self._cache.folder / f"static-{self._key(step)}"
             try:
-                own = private_folder(self._folder) and private_folder(folder)
+                own = private_folder(self._cache.folder) and private_folder(folder)
             except OSError as error:
                 raise CompileError(f"static kernels cannot be kept in {folder}: {error}", _FOLDER) from error
             if not own:
@@ -120,7 +122,26 @@ class CodeCache:
         ]
         versions = [version("torch"), version("torch_npu"), torch_npu.npu.utils.get_cann_version()]
         parts = (step.graph.code, inputs, sorted(self._options.items()), versions, torch_npu.npu.get_device_name())
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        return content_key(repr(parts))
+
+    def _read(self, key: str) -> str | None:
+        """Code that was kept; None if there is none, or the cache cannot be read or trusted."""
+        try:
+            entry = self._cache.get(key)
+            return None if entry is None else (entry / CODE).read_text(encoding="utf-8")
+        except ConfigError as error:
+            log.warning("%s; %s", error.problem, _FOLDER)
+        except OSError as error:
+            log.warning("the compile cache %s cannot be read: %s", self._cache.folder, error)
+        return None
+
+    def _write(self, key: str, code: str) -> None:
+        try:
+            self._cache.put(key, lambda folder: _write_code(folder, code))
+        except ConfigError:
+            pass  # reading said so
+        except OSError as error:
+            log.warning("the compile cache %s cannot be written: %s", self._cache.folder, error)
 
 
 _FOLDER = "set compilation.cache_dir to a folder of your own"
@@ -146,42 +167,8 @@ def _check(step: NativeStep, names: Namespace) -> Namespace:
     return names
 
 
-def _read(file: Path) -> str | None:
-    """Code that was kept; None if there is none, it is broken, or others could have written it."""
-    try:
-        with file.open(encoding="utf-8") as opened:
-            if not (is_own(opened.fileno()) and is_own(file.parent)):
-                log.warning("the compile cache %s is not this user's alone, and is made anew", file)
-                return None
-            digest, _, code = opened.read().partition("\n")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        log.warning("the compile cache %s cannot be read, and is made anew: %s", file, error)
-        return None
-    if digest == _digest(code):
-        return code
-    log.warning("the compile cache %s is broken, and is made anew", file)
-    return None
-
-
-def _write(file: Path, code: str) -> None:
-    try:
-        if not private_folder(file.parent):
-            log.warning("others may write in %s: nothing is kept there", file.parent)
-            return
-        # Written beside its place and moved there, so that no other process reads half of it.
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            part = Path(folder) / file.name
-            part.write_text(f"{_digest(code)}\n{code}", encoding="utf-8")
-            part.chmod(0o600)
-            part.replace(file)
-    except OSError as error:
-        log.warning("the compile cache %s cannot be written: %s", file, error)
-
-
-def _digest(code: str) -> str:
-    return f"# {hashlib.sha256(code.encode()).hexdigest()}"
+def _write_code(folder: Path, code: str) -> None:
+    (folder / CODE).write_text(code, encoding="utf-8")
 
 
 @contextmanager

@@ -1,22 +1,18 @@
 """Compiles the emulator with the system's g++, once for each state of its sources and each torch.
 
-Libraries lie in a folder of the cache that is named by the hash of what went into them: a process that has loaded them
-never sees them change. Two processes that build at once take turns.
+Libraries are an entry of the cache of what hal compiles: a process that has loaded them never sees them change. Two
+processes that build at once take turns.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -100,53 +96,35 @@ def build() -> Path:
 
     Raises:
         CannotEmulate: something is missing, or a source does not compile, of which the text shows the errors.
+        ConfigError: another user may write in the cache.
     """
     tools = Tools.find()
-    from hal.config import cache_folder
+    from hal.config import CompileCache, cache_folder, compiler_key, content_key
 
-    cache = cache_folder("emulated-cuda")
-    folder = cache / _key(tools)
-    if not folder.is_dir():
-        with _locked(cache / "lock"):
-            if not folder.is_dir():  # another process may have built it meanwhile
-                _build(tools, folder)
-    return folder
-
-
-def _key(tools: Tools) -> str:
-    digest = hashlib.sha256("\0".join((tools.torch, str(tools.packages), *FLAGS)).encode())
-    for path in (Path(__file__), *sorted(SOURCES.rglob("*.*"))):
-        data = path.read_bytes()
-        digest.update(f"{path.name} {len(data)} ".encode() + data)
-    return digest.hexdigest()[:20]
+    texts = (
+        part for path in (Path(__file__), *sorted(SOURCES.rglob("*.*"))) for part in (path.name, path.read_bytes())
+    )
+    key = content_key(tools.torch, str(tools.packages), compiler_key(Path(tools.compiler)), *FLAGS, *texts)
+    return CompileCache(cache_folder("emulated-cuda")).get_or_put(key, lambda folder: _build(tools, folder))
 
 
 def _build(tools: Tools, folder: Path) -> None:
     sys.stderr.write("building the emulated CUDA, about a minute, once\n")
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        sources = sorted(
-            SOURCES.rglob("*.cpp"), key=lambda path: path.parent.name != "operations"
-        )  # the slow ones first
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            compiled = list(pool.map(lambda path: _compile(tools, path, scratch), sources))
-        objects = {part: [made for path, made in zip(sources, compiled, strict=True) if path.parent.name == part]
-                   for part in ("runtime", "driver", "operations")}  # fmt: skip
-        versions = f"--version-script={SOURCES / 'runtime' / 'symbols.map'}"
-        _link(tools, scratch / RUNTIME, objects["runtime"], f"-Wl,{versions},--no-undefined", "-ldl")
-        _link(tools, scratch / DRIVER, objects["driver"], f"-L{scratch}", f"-l:{RUNTIME}", "-Wl,--no-undefined")
-        libraries = [f"-L{tools.packages / 'torch/lib'}", *(f"-l{each}" for each in LINKED)]
-        # torch's own libraries name others by a path that only the loader needs to know.
-        _link(tools, scratch / OPERATIONS, objects["operations"], *libraries, f"-L{scratch}", f"-l:{RUNTIME}",
-              "-Wl,--allow-shlib-undefined")  # fmt: skip
-        for each in compiled:
-            each.unlink()
-        _stand_in_for_nvcc(scratch)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    sources = sorted(SOURCES.rglob("*.cpp"), key=lambda path: path.parent.name != "operations")  # the slow ones first
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        compiled = list(pool.map(lambda path: _compile(tools, path, folder), sources))
+    objects = {part: [made for path, made in zip(sources, compiled, strict=True) if path.parent.name == part]
+               for part in ("runtime", "driver", "operations")}  # fmt: skip
+    versions = f"--version-script={SOURCES / 'runtime' / 'symbols.map'}"
+    _link(tools, folder / RUNTIME, objects["runtime"], f"-Wl,{versions},--no-undefined", "-ldl")
+    _link(tools, folder / DRIVER, objects["driver"], f"-L{folder}", f"-l:{RUNTIME}", "-Wl,--no-undefined")
+    libraries = [f"-L{tools.packages / 'torch/lib'}", *(f"-l{each}" for each in LINKED)]
+    # torch's own libraries name others by a path that only the loader needs to know.
+    _link(tools, folder / OPERATIONS, objects["operations"], *libraries, f"-L{folder}", f"-l:{RUNTIME}",
+          "-Wl,--allow-shlib-undefined")  # fmt: skip
+    for each in compiled:
+        each.unlink()
+    _stand_in_for_nvcc(folder)
 
 
 def _compile(tools: Tools, source: Path, folder: Path) -> Path:
@@ -173,11 +151,3 @@ def _stand_in_for_nvcc(folder: Path) -> None:
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'the emulated CUDA compiles nothing' >&2\nexit 1\n", encoding="utf-8")
     nvcc.chmod(0o755)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,0 +1,217 @@
+"""Builds the emulated CANN's libraries in a folder, with ninja: what changed since the last time, on all cores.
+
+The folder holds copies of the sources, which are written only where their text changed. So a new checkout of the same
+sources compiles nothing, and checkouts share their objects. Links in the folder lead to torch and torch_npu, so that
+two environments with the same releases share the objects too; the libraries name the torch that they are linked with.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from hal.errors import DriverError, DriverUnavailable
+
+from . import symbols
+
+if TYPE_CHECKING:
+    from ninja.ninja_syntax import Writer
+
+PRECOMPILED = "ops/op.h"
+"""Nearly all compile time goes into ATen's headers, which every operation includes through this one."""
+FEW = 5
+"""Up to so many commands are over in seconds, of which there is nothing to say."""
+SHOWN_LINES = 30
+OWN_HEADERS = (
+    "-Isrc",
+    "-Isrc/ops",
+    *(f"-isystem torch_npu/include/third_party/{each}/inc" for each in ("acl", "hccl")),
+)
+TORCH_HEADERS = "-isystem torch/include"  # -isystem leaves them out of what ninja checks for changes
+
+
+@attrs.frozen
+class Library:
+    """One of CANN's libraries as torch_npu loads it, by SONAME.
+
+    Attributes:
+        name: lib<name>.so.
+        folder: of its sources; None for a library that only has to be found, and whose functions are in those it needs.
+        needs: other libraries, built before.
+        torch: whether it computes with ATen.
+    """
+
+    name: str
+    folder: str | None = None
+    needs: tuple[str, ...] = ("ascendcl",)
+    torch: bool = False
+
+
+@attrs.frozen
+class Recipe:
+    """All that a build needs.
+
+    Attributes:
+        sources: the text of each source, by its path below ``folder``.
+        folder: where the sources were read, for messages.
+        libraries: to build, each after those that it needs.
+        compiler: the path of g++.
+        flags: for compiling.
+        torch: the folder of the installed package.
+        torch_npu: likewise.
+    """
+
+    sources: Mapping[str, bytes]
+    folder: Path
+    libraries: Sequence[Library]
+    compiler: str
+    flags: Sequence[str]
+    torch: Path
+    torch_npu: Path
+
+    def objects(self, library: Library) -> dict[str, str]:
+        """The objects of a library's sources, by the source's path in the build's folder."""
+        names = sorted(each for each in self.sources if each.startswith(f"{library.folder}/") and each.endswith(".cpp"))
+        return {f"src/{each}": f"obj/{each.removesuffix('.cpp')}.o" for each in names}
+
+
+def ninja_program() -> str:
+    """Return the path of the binary that comes with the Python package ninja.
+
+    Raises:
+        DriverUnavailable: the package is not installed, or has no binary.
+    """
+    remedy = "pip install 'torch-hal[npu]', or pip install ninja"
+    try:
+        import ninja
+
+        # A virtual environment that borrows the packages of another has its own folder for programs.
+        files = importlib.metadata.files("ninja") or ()
+    except ImportError as error:  # PackageNotFoundError too
+        raise DriverUnavailable(
+            f"the emulated CANN is built with the Python package ninja, which is not installed here ({error})", remedy
+        ) from None
+    found = [Path(ninja.BIN_DIR) / "ninja", *(Path(str(each.locate())) for each in files if each.name == "ninja")]
+    for each in found:
+        if each.is_file() and os.access(each, os.X_OK):
+            return str(each.resolve())
+    looked = ", ".join(map(str, found))
+    raise DriverUnavailable(f"the Python package ninja has no program that can be run: looked for {looked}", remedy)
+
+
+def build_libraries(recipe: Recipe, folder: Path) -> Path:
+    """Bring the libraries in a build's folder up to date, and return where they are.
+
+    Raises:
+        DriverUnavailable: ninja or nm is missing.
+        DriverError: a source does not compile, or a library does not link; the error shows what the compiler said.
+    """
+    ninja = ninja_program()
+    _copy_changed(recipe.sources, folder / "src")
+    for name, package in (("torch", recipe.torch), ("torch_npu", recipe.torch_npu)):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(package)
+    _write_changed(folder / "pch" / "op.h", f'#include "{PRECOMPILED}"\n'.encode())
+    _write_build_file(recipe, folder / "build.ninja")
+    todo = _run(ninja, recipe, folder, "-n", "objects").count("\n[")
+    if todo > FEW:
+        sys.stderr.write("hal: building the emulated CANN, about a minute, once\n")
+    _run(ninja, recipe, folder, "--quiet", "objects")
+    objects = [folder / each for library in recipe.libraries for each in recipe.objects(library).values()]
+    stubs = symbols.refusing_stubs(recipe.torch_npu, symbols.defined(*objects))
+    for library in recipe.libraries:
+        if library.folder is not None:
+            _write_changed(folder / "stubs" / f"{library.name}.cpp", stubs.get(library.name, "").encode())
+    _run(ninja, recipe, folder, "--quiet", "libraries")
+    return folder / "lib64"
+
+
+def _write_build_file(recipe: Recipe, path: Path) -> None:
+    from ninja.ninja_syntax import Writer, escape
+
+    compiler, flags = (escape(shlex.join(each)) for each in ([recipe.compiler], recipe.flags))
+    common = f"{compiler} {flags} {' '.join(OWN_HEADERS)}"
+    with path.open("w", encoding="utf-8") as file:
+        writer = Writer(file)  # type: ignore[arg-type]  # ninja's annotation says str
+        depends = "-MMD -MF $out.d"
+        writer.rule("compile", f"{common} $more {depends} -c $in -o $out", depfile="$out.d", deps="gcc")
+        header = f"{common} {TORCH_HEADERS} {depends} -x c++-header $in -o $out"
+        writer.rule("precompile", header, depfile="$out.d", deps="gcc")
+        writer.rule("link", f"{compiler} -shared -pthread $flags -o $out $in -Llib64 $libraries")
+        writer.build(["pch/op.h.gch"], "precompile", ["pch/op.h"])
+        objects = []
+        for library in recipe.libraries:
+            more = f"{TORCH_HEADERS} -include pch/op.h" if library.torch else ""
+            for source, made in recipe.objects(library).items():
+                first = ["pch/op.h.gch"] if library.torch else []
+                writer.build([made], "compile", [source], implicit=first, variables={"more": more})
+                objects.append(made)
+        writer.build(["objects"], "phony", objects)
+        libraries = [_write_library(writer, recipe, library) for library in recipe.libraries]
+        writer.build(["libraries"], "phony", libraries)
+
+
+def _write_library(writer: Writer, recipe: Recipe, library: Library) -> str:
+    from ninja.ninja_syntax import escape
+
+    made = f"lib64/lib{library.name}.so"
+    parts = list(recipe.objects(library).values())
+    if library.folder is not None:
+        parts.append(f"stubs/{library.name}.o")
+        writer.build(parts[-1:], "compile", [f"stubs/{library.name}.cpp"])
+    flags = f"-Wl,-soname,lib{library.name}.so,-rpath,$ORIGIN,--no-undefined,--no-as-needed"
+    libraries = [f"-l{each}" for each in library.needs]
+    if library.torch:
+        libraries += ["-Ltorch/lib", f"-Wl,-rpath,{recipe.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    variables = {"flags": escape(shlex.quote(flags)), "libraries": escape(shlex.join(libraries))}
+    writer.build([made], "link", parts, [f"lib64/lib{each}.so" for each in library.needs], variables=variables)
+    return made
+
+
+def _run(ninja: str, recipe: Recipe, folder: Path, *arguments: str) -> str:
+    """Run ninja, and return what it wrote."""
+    command = [ninja, "-C", str(folder), "-j", str(len(os.sched_getaffinity(0))), *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode != 0:
+        failed = next((line.split()[-1] for line in result.stdout.splitlines() if line.startswith("FAILED: ")), "ninja")
+        said = [re.sub(r"\bsrc/", f"{recipe.folder}/", line) for line in _said_by_compiler(result.stdout)]
+        more = [f"... and {len(said) - SHOWN_LINES} more lines"] if len(said) > SHOWN_LINES else []
+        raise DriverError(
+            "\n".join([f"the emulated CANN does not build: {failed} failed", *said[:SHOWN_LINES], *more]),
+            f"if you changed the sources in {recipe.folder}, mend them; if not, install g++ 11 or later, or report it",
+        )
+    return f"\n{result.stdout}"
+
+
+def _said_by_compiler(output: str) -> Iterator[str]:
+    """Leave out what ninja adds: which targets failed, the commands, which are long, and that it stops."""
+    is_command = False
+    for line in output.splitlines():
+        is_failure = line.startswith("FAILED: ")
+        if not (is_command or is_failure or line.startswith(("ninja: Entering", "ninja: build stopped"))):
+            yield line
+        is_command = is_failure
+
+
+def _copy_changed(files: Mapping[str, bytes], folder: Path) -> None:
+    """Make a folder hold these files and no others. A file that stays the same keeps its time."""
+    for each in folder.rglob("*"):
+        if each.is_file() and str(each.relative_to(folder)) not in files:
+            each.unlink()
+    for name, data in files.items():
+        _write_changed(folder / name, data)
+
+
+def _write_changed(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_bytes() != data:
+        path.write_bytes(data)

@@ -1,0 +1,233 @@
+"""The cache of what hal compiles: libraries and code, each under a hash of what it was made from.
+
+What lies in the cache runs in this process. So an entry is taken only if nobody but this user or root could have
+written it, and only if it holds what was put there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+from hal.config.file_ownership import close_to_others, private_folder, written_by_others
+from hal.errors import ConfigError
+
+CACHE_DIR = "HAL_CACHE_DIR"
+"""The variable that names the folder for what hal compiles; it is not a part of the configuration."""
+CONTENTS = "contents.json"
+"""The file of an entry that lists its other files with their hashes. It is written last."""
+LOCK = ".lock"
+ABANDONED_SECONDS = 24 * 3600
+"""Temporary folders of this age belong to processes that died."""
+
+log = logging.getLogger("hal.config")
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder for what is compiled for ``name``.
+
+    It is in ``HAL_CACHE_DIR``, or else in ``torch-hal`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        ConfigError: the folder is in a home folder that does not exist.
+    """
+    if own := os.environ.get(CACHE_DIR):
+        return home_of(own) / name
+    return home_of(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torch-hal" / name
+
+
+def home_of(folder: str) -> Path:
+    """Return an absolute path, with the home folder for ``~``.
+
+    Raises:
+        ConfigError: there is no home folder.
+    """
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"what is compiled cannot be kept in {folder}: there is no such home folder ({error})",
+            f"set {CACHE_DIR} to a folder that can be written",
+        ) from None
+
+
+def content_key(*parts: str | bytes) -> str:
+    """Return a hash of sources, compiler and flags, in this order, that names what is made from them."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:32]
+
+
+def compiler_key(compiler: Path) -> str:
+    """Return a hash of a compiler's path, size and time of change: an upgrade of the compiler changes it.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    found = compiler.stat()
+    return content_key(str(compiler.resolve()), str(found.st_size), str(found.st_mtime_ns))[:8]
+
+
+class CompileCache:
+    """Entries in one folder. An entry is a folder of files, named by its key, that never changes.
+
+    Several processes and threads may use a cache at once: an entry is written under a temporary name and then renamed.
+
+    Args:
+        folder: of the cache. It is made for this user alone, with its parents, when it is first used.
+        kept_seconds: remove entries and workspaces that nobody used for so long. None keeps them.
+    """
+
+    def __init__(self, folder: Path, kept_seconds: float | None = None) -> None:
+        self.folder, self._kept_seconds = folder, kept_seconds
+        self._lock = FileLock(folder / LOCK, mode=0o600)
+
+    def get(self, key: str) -> Path | None:
+        """Return the folder of an entry, or None if there is none that can be taken.
+
+        A warning is logged for an entry that another user could have written, or that is incomplete or damaged.
+
+        Raises:
+            ConfigError: another user may write in the cache's folder.
+            OSError: the cache's folder cannot be made or read.
+        """
+        return self._look_up(key, logging.WARNING)
+
+    def latest(self, prefix: str) -> Path | None:
+        """Return the entry that was used last among those whose keys start with ``prefix``, or None.
+
+        Raises:
+            ConfigError: another user may write in the cache's folder.
+            OSError: the cache's folder cannot be made or read.
+        """
+        self._require_private()
+        found = sorted(self.folder.glob(f"{prefix}*"), key=lambda entry: entry.lstat().st_mtime, reverse=True)
+        return next((entry for each in found if (entry := self.get(each.name)) is not None), None)
+
+    def put(self, key: str, write: Callable[[Path], None]) -> Path:
+        """Make an entry, replace one of the same key, and return its folder.
+
+        Args:
+            key: of the entry.
+            write: writes the entry's files into the empty folder that it is given. If it raises, nothing is kept.
+
+        Raises:
+            ConfigError: another user may write in the cache's folder.
+            OSError: the entry cannot be written.
+        """
+        self._require_private()
+        entry = self.folder / key
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=self.folder, ignore_cleanup_errors=True) as scratch:
+            made = Path(scratch) / key
+            made.mkdir()
+            write(made)
+            files = {str(path.relative_to(made)): _digest(path) for path in sorted(made.rglob("*")) if path.is_file()}
+            (made / CONTENTS).write_text(json.dumps({"key": key, "files": files}), encoding="utf-8")
+            close_to_others(made)
+            with self._lock:
+                if os.path.lexists(entry):
+                    entry.rename(Path(scratch) / "replaced")
+                made.rename(entry)
+                self._sweep(entry)
+        return entry
+
+    def get_or_put(self, key: str, write: Callable[[Path], None]) -> Path:
+        """Return an entry, and make it if it is missing. Of several processes that ask at once, one makes it.
+
+        Raises:
+            ConfigError: another user may write in the cache's folder.
+            OSError: the entry cannot be written.
+        """
+        found = self._look_up(key, logging.DEBUG)
+        if found is None:
+            with self._lock:
+                found = self.get(key) or self.put(key, write)
+        return found
+
+    @contextmanager
+    def workspace(self, name: str) -> Iterator[Path]:
+        """A folder for what a build leaves to the next one. It is emptied if another user could have written in it.
+
+        It is not locked: use it in the ``write`` of :meth:`get_or_put`.
+
+        Raises:
+            ConfigError: another user may write in the cache's folder.
+            OSError: the folder cannot be made.
+        """
+        self._require_private()
+        folder = self.folder / name
+        if os.path.lexists(folder) and (problem := written_by_others(folder)):
+            log.warning("%s, and is made anew", problem)
+            with tempfile.TemporaryDirectory(prefix=".old-", dir=self.folder, ignore_cleanup_errors=True) as scratch:
+                folder.rename(Path(scratch) / "refused")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        os.utime(folder)
+        try:
+            yield folder
+        finally:
+            close_to_others(folder)
+
+    def _look_up(self, key: str, level: int) -> Path | None:
+        self._require_private()
+        entry = self.folder / key
+        if not os.path.lexists(entry):
+            return None
+        problem = _problem(entry, key)
+        if problem is not None:
+            log.log(level, "%s, and is made anew", problem)
+            return None
+        with suppress(OSError):  # a cache that cannot be written, or root's
+            os.utime(entry)
+        return entry
+
+    def _require_private(self) -> None:
+        if not private_folder(self.folder):
+            raise ConfigError(
+                f"others may write in {self.folder}, which belongs to user {self.folder.stat().st_uid}, and what is "
+                "compiled is not kept there",
+                f"set {CACHE_DIR} to a folder of your own",
+            )
+
+    def _sweep(self, kept: Path) -> None:
+        """Remove what is abandoned or was not used for long. A process that has loaded a library keeps it."""
+        now = time.time()
+        for each in self.folder.iterdir():
+            hidden = each.name.startswith(".")
+            age = ABANDONED_SECONDS if hidden else self._kept_seconds
+            if age is not None and each not in (kept, self.folder / LOCK) and each.lstat().st_mtime < now - age:
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def _problem(entry: Path, key: str) -> str | None:
+    """Say why an entry cannot be taken; None if it can."""
+    try:
+        if problem := written_by_others(entry):
+            return problem
+        contents = json.loads((entry / CONTENTS).read_text(encoding="utf-8"))
+        # Where others could write in the cache for a while, they could have renamed the user's own entries.
+        if contents["key"] != key:
+            return f"{entry} holds another entry"
+        for name, digest in contents["files"].items():
+            file = entry / name
+            if file.is_symlink() or _digest(file) != digest:
+                return f"{file} is damaged"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{entry} is incomplete or damaged ({type(error).__name__}: {error})"
+    return None
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
