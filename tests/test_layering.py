@@ -1,4 +1,7 @@
-"""The layers of the design: import-linter where it reaches, the syntax tree for the rest, both tried on violations."""
+"""The layers of the design: import-linter where it reaches, the syntax tree for the rest, both tried on violations.
+
+Circles of imports are looked for with grimp, import-linter's own library.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,20 @@ VENDOR_NAMES = frozenset({"torch.npu", "torch.cuda", "torch.xpu", "torch.mps"})
 VENDOR_WORD = re.compile(
     r"(?<![a-z])(npu|cuda|ascend|cann|atb|mkldnn|onednn|xpu|mps|rocm|hip|nvidia|huawei)", re.IGNORECASE
 )
+MOST_LINES = 300
+LONG = {
+    "backends/npu/emulator/build.py": "it is being taken apart",
+}
+"""By file, why it has more lines than others may have."""
+CIRCLE = """
+from graphlib import CycleError, TopologicalSorter
+import grimp
+graph = grimp.build_graph("hal", "backends", "models", cache_dir=None)
+try:
+    TopologicalSorter({each: graph.find_modules_directly_imported_by(each) for each in graph.modules}).prepare()
+except CycleError as error:
+    print(*reversed(error.args[1]), sep=" -> ")
+"""
 MODELS_MAY_IMPORT = ("hal.ops", "hal.nn", "hal.step", "hal.config", "torch", "attrs", "__future__")
 
 
@@ -71,6 +88,21 @@ def allowed_in_models(module: str) -> bool:
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def circle(root: Path) -> str:
+    """Modules that import each other, imports for types and inside functions included; nothing if none do."""
+    command = [sys.executable, "-c", CIRCLE]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def too_long(root: Path) -> Iterator[str]:
+    """Modules over MOST_LINES lines without a reason."""
+    for folder in ("hal", "backends", "models"):
+        for file in sorted((root / folder).rglob("*.py")):
+            name, lines = str(file.relative_to(root)), file.read_text(encoding="utf-8").count("\n")
+            if lines > MOST_LINES and name not in LONG:
+                yield f"{name} has {lines} lines"
 
 
 @pytest.fixture
@@ -136,6 +168,53 @@ def test_import_linter_shows_violations(copy: Path, file: str, line: str, contra
     result = lint_imports(copy)
     assert result.returncode == 1, result.stdout
     assert f"{contract} BROKEN" in result.stdout
+
+
+def test_no_modules_import_each_other(repository: Path) -> None:
+    assert circle(repository) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "found"),
+    [
+        (
+            "hal/device/graph_base.py",
+            "from hal.device.graph import Graph",
+            {"hal.device.graph_base", "hal.device.graph"},
+        ),
+        (
+            "hal/ops/declaration/torch_library.py",
+            "if TYPE_CHECKING:\n    from hal.ops.declaration.operation import Operation",
+            {"hal.ops.declaration.torch_library", "hal.ops.declaration.operation"},
+        ),
+        (
+            "backends/cpu/launch.py",
+            "def late():\n    from .tape import Tape",
+            {"backends.cpu.launch", "backends.cpu.tape"},
+        ),
+    ],
+)
+def test_a_circle_is_found(copy: Path, file: str, lines: str, found: set[str]) -> None:
+    with (copy / file).open("a", encoding="utf-8") as source:
+        source.write(f"\n{lines}\n")
+    names = circle(copy).split(" -> ")
+    assert names[0] == names[-1]
+    assert found <= set(names)
+
+
+def test_no_module_is_long_without_a_reason(repository: Path) -> None:
+    assert list(too_long(repository)) == []
+
+
+def test_a_long_module_is_found(copy: Path) -> None:
+    file = copy / "models" / "qwen3.py"
+    missing = MOST_LINES - file.read_text(encoding="utf-8").count("\n")
+    with file.open("a", encoding="utf-8") as source:
+        source.write("\n" * missing)
+    assert list(too_long(copy)) == []
+    with file.open("a", encoding="utf-8") as source:
+        source.write("\n")
+    assert list(too_long(copy)) == ["models/qwen3.py has 301 lines"]
 
 
 def test_models_may_import_nothing_new(repository: Path) -> None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from .tape import Launch
+from .launch import Launch, storage_of, tensors_of
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what vector loads like."""
@@ -76,11 +75,6 @@ class _Life:
         return self.first <= other.last and other.first <= self.last
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Names the memory under a tensor. A packed weight has none that torch would show, and stands for itself."""
-    return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
-
-
 def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None = None) -> Callable[[Tensor], Tensor]:
     """Plan the memory of everything that ``launches`` make; return a function from each tensor to its place in it.
 
@@ -95,15 +89,15 @@ def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None =
             storage = result.untyped_storage()
             if storage_of(result) not in kept:
                 lives.setdefault(storage_of(result), _Life(_aligned(storage.nbytes()), index, index))
-        for tensor in _tensors((launch.args, launch.kwargs)):
+        for tensor in tensors_of((launch.args, launch.kwargs)):
             if (life := lives.get(storage_of(tensor))) is not None:
                 life.last = index
-    for tensor in _tensors(outputs):
+    for tensor in tensors_of(outputs):
         if (life := lives.get(storage_of(tensor))) is not None:
             life.last = len(launches)
     pool.reserve(_assign_offsets(lives.values(), pool.held, pool.ends, len(launches)))
     if holder is not None:
-        given = {storage_of(tensor) for tensor in _tensors(outputs)} & set(lives)
+        given = {storage_of(tensor) for tensor in tensors_of(outputs)} & set(lives)
         pool.hold(holder, [(lives[each].offset, lives[each].nbytes) for each in given])
 
     def moved(tensor: Tensor) -> Tensor:
@@ -133,7 +127,7 @@ def _had_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
     for launch in launches:
         launch.args, launch.kwargs = tree_map_only(Tensor, owned, (launch.args, launch.kwargs))
         launch.results = [owned(result) for result in launch.results]
-    known = {id(tensor): tensor for tensor in _tensors(outputs)} | {id(each): each for _, each in own.values()}
+    known = {id(tensor): tensor for tensor in tensors_of(outputs)} | {id(each): each for _, each in own.values()}
     own.clear()
     count = Counter(storage_of(tensor) for tensor in known.values())
     one = torch.empty(1)
@@ -161,7 +155,3 @@ def _assign_offsets(lives: Iterable[_Life], held: Iterable[tuple[int, int]], end
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    return (value for value in tree_iter(tree) if isinstance(value, Tensor))

@@ -4,59 +4,28 @@ Capture watches the function from two sides. A dispatch mode sees every ATen cal
 interception of ``hal.ops`` sees the kernels that read host values or work outside torch, which go on the tape whole.
 Both belong to one recorder, which is entered once and told on which tape to record, if any. A functional ATen call is
 recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded, for the
-memory under it does not move. Then the memory plan (plan.py) lets results that are never alive together share it.
+memory under it does not move. Then the memory plan lets results that are never alive together share it.
+
+launch.py is one recorded call, recorder.py watches the function, replay_plan.py plans the memory.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import attrs
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from hal import ops
 from hal.device.graph import Graph
-from hal.device.host_values import HostValues
 from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError
-from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.torch_library import without_aliases
-from hal.ops.kernels.kernel_table import Kernel
 
-from .replay_plan import Pool, place, storage_of
-
-
-@attrs.define
-class Launch:
-    """One recorded call, and the fresh tensors it made.
-
-    Attributes:
-        fills: whether the call writes the results itself; else ``copied`` says which of the tensors that it returns
-            go where the results are.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[Tensor] = attrs.Factory(list)
-    fills: bool = False
-    copied: tuple[int, ...] = ()
-
-    def replayable(self) -> Callable[[], Any]:
-        """What a replay calls."""
-        call = partial(self.function, *self.args, **self.kwargs)
-        return call if self.fills or not self.results else partial(_refill, call, self.copied, self.results)
+from .launch import Launch, storage_of, tensors_of
+from .recorder import Recorder, recording
+from .replay_plan import Pool, place
 
 
 class Tape(Graph):
@@ -72,17 +41,17 @@ class Tape(Graph):
         self._whole = whole
         self._launches: list[Launch] = []
         self._calls: list[Callable[[], Any]] = []
-        self._recorder: _Recorder | None = None
+        self._recorder: Recorder | None = None
 
     def dump(self, path: Path) -> None:
         """One line a launch: its name, and the shapes and dtypes of its tensors."""
         self._require_capture("dump")
-        path.write_text("".join(f"{_line(launch)}\n" for launch in self._launches), encoding="utf-8")
+        path.write_text("".join(f"{launch.line}\n" for launch in self._launches), encoding="utf-8")
 
-    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[_Recorder]:
-        return _recording(self._whole)
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Recorder]:
+        return recording(self._whole)
 
-    def _begin(self, context: _Recorder, pool: Any) -> None:
+    def _begin(self, context: Recorder, pool: Any) -> None:
         if pool is not None and not isinstance(pool, Pool):
             raise GraphError(f"{pool!r} is not the pool of a tape", "pass the pool of another graph of this backend")
         self._pool = Pool() if pool is None else pool
@@ -95,7 +64,7 @@ class Tape(Graph):
         self._refuse_made_host_values()
         moved = place(self._launches, made, pool, id(self) if self._holds else None)
         outputs = tree_map_only(Tensor, moved, made)
-        for new, old in zip(_tensors(outputs), _tensors(made), strict=True):
+        for new, old in zip(tensors_of(outputs), tensors_of(made), strict=True):
             if new is not old:
                 new.copy_(old)
         for launch in self._launches:
@@ -134,230 +103,3 @@ class Tape(Graph):
         self._let_go()
         self._launches.clear()
         self._calls.clear()
-
-
-class _Recorder(TorchDispatchMode):
-    """Runs and, between ``record_on`` and ``stop``, records. Only the capturing thread's calls are its business.
-
-    Attributes:
-        launches: of the capture that is under way; None between captures.
-        opaque: whether an operation that is recorded whole runs.
-    """
-
-    def __init__(self, whole: frozenset[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.launches: list[Launch] | None = None
-        self.whole = whole
-        self.opaque = False
-        self._host_values: HostValues | None = None
-
-    def record_on(self, launches: list[Launch], host_values: HostValues) -> None:
-        """Record what follows."""
-        self.launches, self._host_values = launches, host_values
-
-    def stop(self) -> None:
-        """Let everything pass from now on."""
-        self.launches = self._host_values = None
-        self.opaque = False
-
-    @property
-    def records(self) -> bool:
-        """Whether a call is recorded."""
-        return self.launches is not None and not self.opaque
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.records:
-            return func(*args, **kwargs)
-        if (declared := ops.operation_of_node(func)) is not None:
-            # Traced code calls the node itself; its kernel is recorded as an eager call's would be.
-            with self:
-                return without_aliases(declared.function(*args, **kwargs), _tensors((args, kwargs)))
-        if _depends_on_values(func, args):
-            raise CaptureError(
-                f"{func} reads values that a replay could not follow, {_where()}",
-                "keep values on the device, or declare them as host values of an operation",
-            )
-        result = func(*args, **kwargs)
-        if any(tensor.is_complex() for tensor in _tensors(result)):
-            raise CaptureError(f"{func} gives complex numbers, {_where()}", "compute with their real parts")
-        self._record(func, args, kwargs, result)
-        return result
-
-    def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """The interception: what is recorded whole is recorded here, the others through what they call."""
-        outside = operation.name in self.whole
-        if not (operation.host or outside):
-            return kernel
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if not self.records:
-                return kernel(*args, **kwargs)
-            assert self.launches is not None
-            assert self._host_values is not None
-            arguments = operation.arguments(args, kwargs)
-            for name in operation.host:
-                self._host_values.record(name, arguments[name], operation.name)
-            self.opaque = True
-            try:
-                result = tree_map_only(Tensor, Tensor.contiguous, kernel(*args, **kwargs))
-            finally:
-                self.opaque = False
-            copied = _fresh(result, args, kwargs)
-            launch = Launch(operation.qualified_name, kernel, args, kwargs, copied=copied)
-            launch.results = [_tensors(result)[index] for index in copied]
-            if outside and result is not None:
-                launch.kwargs, launch.fills = {**kwargs, "out": result}, True
-            self.launches.append(launch)
-            return result
-
-        return recorded
-
-    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        assert self.launches is not None
-        if func is torch.ops.aten.lift_fresh.default:
-            # A constant such as torch.tensor([1.0]): the function may write to it, and each replay begins anew.
-            self.launches.append(Launch(str(func), _cast, (result.clone(), result), {}, []))
-            return
-        copied = _fresh(result, args, kwargs)
-        fresh = [_tensors(result)[index] for index in copied]
-        if not fresh and not func._schema.is_mutable:
-            return  # a view, or nothing at all: the memory under it is filled by others
-        launch = Launch(str(func), func, args, kwargs, fresh, copied=copied)
-        if fresh and func.overloadpacket is torch.ops.aten.to:
-            launch.function, launch.args, launch.kwargs, launch.fills = _cast, (args[0], fresh[0]), {}, True
-        elif fresh and _writes_well(func, args) and (out := _out_variant(func, len(fresh))):
-            launch.function, names = out
-            launch.kwargs, launch.fills = {**kwargs, **dict(zip(names, fresh, strict=True))}, True
-        self.launches.append(launch)
-
-
-@contextmanager
-def _recording(whole: frozenset[str]) -> Iterator[_Recorder]:
-    recorder = _Recorder(whole)
-    with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
-        yield recorder
-
-
-# Functional operations, beside the pointwise ones, whose out= variants give the same numbers and never resize. Others
-# are run as they are and their results copied: several out= variants round otherwise, or write past a given tensor.
-_WRITE_WELL = frozenset(
-    f"aten::{name}"
-    for name in ("mm", "addmm", "bmm", "cat", "index_select", "gather", "sum", "mean", "amax", "argmax", "topk", "sort")
-)
-# What reads values, yet carries no tag that says so.
-_READ_VALUES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "is_nonzero", "narrow.Tensor", "tensor_split.tensor_indices_or_sections", "nonzero_numpy", "where",
-        "repeat_interleave.Tensor", "repeat_interleave.self_Tensor",
-    )
-)  # fmt: skip
-
-
-class _RefuseHostReads(TorchFunctionMode):
-    """Refuses what would copy a tensor's value into Python, where a replay could not renew it."""
-
-    NAMES = frozenset(
-        {"tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__dlpack__"}
-    )
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        reads = name in self.NAMES and bool(args) and isinstance(args[0], Tensor)
-        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
-            reads = bool(_tensors(args[0]))
-        if reads and self.recorder.records:
-            raise CaptureError(
-                f"{name} read a tensor's value during a capture, {_where()}; every replay would see the same value",
-                "compute with the tensor instead, or declare it as a host value of an operation",
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _full_name(func: OpOverload) -> str:
-    return str(func.name())
-
-
-def _writes_well(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the out= variant can be trusted."""
-    if func is torch.ops.aten.linear.default:
-        return int(args[0].dim()) == 2  # with more dimensions it adds the bias to a rounded product
-    return torch.Tag.pointwise in func.tags or _full_name(func).partition(".")[0] in _WRITE_WELL
-
-
-def _depends_on_values(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the result's value in Python, or its shape, depends on values in tensors."""
-    if _full_name(func) in _READ_VALUES:
-        return True
-    if func is torch.ops.aten.index.Tensor:  # tagged so for the sake of boolean masks alone
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [value for value in tree_iter(tree) if isinstance(value, Tensor)]
-
-
-def _fresh(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Which of the tensors in ``result`` do not live in the memory of an argument."""
-    old = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
-    return tuple(index for index, tensor in enumerate(_tensors(result)) if storage_of(tensor) not in old)
-
-
-def _cast(source: Tensor, result: Tensor) -> None:
-    result.copy_(source)
-
-
-def _out_variant(func: OpOverload, fresh: int) -> tuple[OpOverload, list[str]] | None:
-    """The overload that writes ``func``'s results, all of them fresh, into given tensors, and their names there."""
-    schema = func._schema
-    inputs = [(argument.name, str(argument.type)) for argument in schema.arguments]
-    if schema.is_mutable or fresh != len(schema.returns) or any(str(each.type) != "Tensor" for each in schema.returns):
-        return None
-    for name in func.overloadpacket.overloads():
-        variant = getattr(func.overloadpacket, name)
-        given = [(each.name, str(each.type)) for each in variant._schema.arguments if not each.is_out]
-        outs = [each.name for each in variant._schema.arguments if each.is_out]
-        if len(outs) == fresh and given == inputs:
-            return variant, outs
-    return None
-
-
-def _refill(call: Callable[[], Any], copied: tuple[int, ...], results: list[Tensor]) -> None:
-    """Run what cannot write into given memory, and copy its results there."""
-    made = _tensors(call())
-    for index, result in zip(copied, results, strict=True):
-        if made[index].shape != result.shape:
-            raise GraphError(
-                f"{call} gave {list(made[index].shape)} in a replay and {list(result.shape)} in the capture",
-                "shapes may not depend on values",
-            )
-        result.copy_(made[index])
-
-
-def _where() -> str:
-    """The place in the captured function, for an error message."""
-    own = (__file__, torch.__path__[0], ops.__path__[0])
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(own) and not frame.filename.startswith("<"):
-            return f"in {frame.name} at {frame.filename}:{frame.lineno}"
-    return "in code without a source file"
-
-
-def _line(launch: Launch) -> str:
-    def describe(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        return repr(value)
-
-    arguments = ", ".join(describe(value) for value in tree_iter((launch.args, launch.kwargs)))
-    return f"{launch.name}({arguments}) -> {', '.join(map(describe, launch.results)) or 'in place'}"

@@ -116,7 +116,7 @@ class CudaBackend(Backend):
         """A new, empty CUDA graph."""
         from .graph import CudaGraph
 
-        return CudaGraph(self)
+        return CudaGraph(self.device.torch.index, self.capture_stream)
 
     def explain(self, error: BaseException) -> HalError | None:
         """What CUDA's error, or torch's exception, means."""

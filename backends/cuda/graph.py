@@ -29,7 +29,6 @@ from hal.step.batch import one_query_each
 from .failures import explain_in_capture
 
 if TYPE_CHECKING:
-    from .driver import CudaBackend
     from .flashinfer.plans import GraphPlan
 
 QUERIES = "query_start_loc_host"
@@ -59,12 +58,16 @@ class Watch:
 
 
 class CudaGraph(Graph):
-    """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too."""
+    """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too.
 
-    def __init__(self, backend: CudaBackend) -> None:
+    Args:
+        index: the device's.
+        capture_stream: where it captures, unless the caller gives a stream. One for all graphs that share a pool.
+    """
+
+    def __init__(self, index: int, capture_stream: torch.cuda.Stream) -> None:
         super().__init__()
-        self._backend = backend
-        self._index = backend.device.torch.index
+        self._index, self._capture_stream = index, capture_stream
         self._graph: torch.cuda.CUDAGraph | None = None
         self._twins: dict[str, list[Tensor]] = {}
         self._plans: list[GraphPlan] = []
@@ -165,7 +168,7 @@ class CudaGraph(Graph):
 
     def _stream(self, stream: Stream | None) -> torch.cuda.Stream:
         if stream is None:
-            return self._backend.capture_stream
+            return self._capture_stream
         given = stream.torch
         return torch.cuda.Stream(
             stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type

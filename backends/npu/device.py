@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -65,8 +67,22 @@ class NpuDevice(Device):
         Raises:
             DeviceError: something enqueued since the last wait failed.
         """
-        try:
+        with self._explaining():
             super().synchronize()
+
+    def wait_for(self, stream: Any) -> None:
+        """Block the host until everything enqueued on one of torch_npu's streams has finished.
+
+        Raises:
+            DeviceError: something enqueued since the last wait failed.
+        """
+        with self._explaining():
+            stream.synchronize()
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, torch.AcceleratorError) as error:
             if (known := self.explain(error)) is not None:
                 raise known from error

@@ -13,28 +13,23 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
 import torch
 import torch_npu
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
 from hal.device.graph import Graph
-from hal.device.host_values import HostValue, HostValues
+from hal.device.host_values import HostValue
 from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError, HalError, HostValueError
-from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.kernel_table import Kernel
 
+from .capture_watch import HostCall, Watch
+from .device import NpuDevice
 from .failures import explain_in_capture, first_line
 from .lengths import PackedLengths, Update, updates_of
-
-if TYPE_CHECKING:
-    from .driver import NpuBackend
 
 PATIENCE = 60
 """Seconds that a broken replay gets to run to its end, before waiting for the device says what holds it."""
@@ -47,75 +42,12 @@ before its own, so that none of them waits for another in a circle.
 """
 
 
-@attrs.frozen
-class HostCall:
-    """An operation that reads host values, as the capture met it.
-
-    Attributes:
-        operation: its name.
-        recorded: how many updatable launches torch_npu recorded for it: one, if it was seen.
-    """
-
-    operation: str
-    recorded: int
-
-
-class _Watch(TorchDispatchMode):
-    """Hands the calls of a capture to torch_npu's dispatch mode of its graph, and notes those that read host values.
-
-    torch_npu has one mode for each graph, which is entered with it. This one stays on for several graphs.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._mode: Any = None
-        self._host_values: HostValues | None = None
-        self._calls: list[HostCall] = []
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """As torch_npu's."""
-        return True
-
-    def hand_to(self, mode: Any, host_values: HostValues) -> None:
-        """Watch a graph's capture from now on."""
-        self._mode, self._host_values, self._calls = mode, host_values, []
-
-    def stop(self) -> list[HostCall]:
-        """Let everything pass from now on; return the calls with host values that the capture met."""
-        self._mode = self._host_values = None
-        calls, self._calls = self._calls, []
-        return calls
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._mode is None else self._mode.__torch_dispatch__(func, types, args, kwargs)
-
-    def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """The interception that notes every call with host values, and whether torch_npu recorded a launch of it."""
-        if not operation.host:
-            return kernel
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if self._mode is None or self._host_values is None:
-                return kernel(*args, **kwargs)
-            records = self._mode.graph_dispatch_records
-            arguments, before = operation.arguments(args, kwargs), len(records)
-            for name in operation.host:
-                self._host_values.record(name, arguments[name], operation.name)
-            result = kernel(*args, **kwargs)
-            self._calls.append(HostCall(operation.name, len(records) - before))
-            return result
-
-        return noted
-
-
 class NpuGraph(Graph):
     """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too."""
 
-    def __init__(self, backend: NpuBackend) -> None:
+    def __init__(self, device: NpuDevice) -> None:
         super().__init__()
-        self._backend = backend
+        self._device = device
         self._graph: Any = None
         self._distinct: list[dict[str, Update]] = []
         self._updates: list[int] = []
@@ -123,7 +55,7 @@ class NpuGraph(Graph):
         self._checks: list[PackedLengths] = []
         self._replayed: Any = None
         self._kept: Any = None
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
         self._begun = False
         self._failures: int | None = 0  # that the device had at the last replay; None while one is being launched
 
@@ -132,19 +64,19 @@ class NpuGraph(Graph):
         self._require_capture("dump")
         self._graph.debug_dump(str(path))
 
-    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[_Watch]:
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Watch]:
         return self._watching(stream)
 
     @contextmanager
-    def _watching(self, stream: Stream | None) -> Iterator[_Watch]:
-        with torch_npu.npu.device(self._backend.device.torch):
-            self._backend.device.synchronize()
+    def _watching(self, stream: Stream | None) -> Iterator[Watch]:
+        with torch_npu.npu.device(self._device.torch):
+            self._device.synchronize()
             torch_npu.npu.empty_cache()
-            watch = _Watch()
+            watch = Watch()
             with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(watch.wrap), watch:
                 yield watch
 
-    def _begin(self, context: _Watch, pool: Any) -> None:
+    def _begin(self, context: Watch, pool: Any) -> None:
         if pool is not None and not (isinstance(pool, tuple) and all(isinstance(each, int) for each in pool)):
             raise GraphError(
                 f"{pool!r} is not the pool of an NPUGraph", "pass the pool of another graph of this backend"
@@ -152,7 +84,7 @@ class NpuGraph(Graph):
         graph = self._graph = torch_npu.npu.NPUGraph()
         graph.auto_dispatch_capture = True
         mode = graph.graph_dispatch_mode
-        mode.update_stream = self._backend.npu.side_streams[0]  # torch_npu's own is of the first device that captured
+        mode.update_stream = self._device.side_streams[0]  # torch_npu's own is of the first device that captured
         # Not torch_npu.npu.graph, which enters a mode and a stream for each graph, and leaves both behind if the end of
         # a capture fails. Other threads may copy and allocate meanwhile.
         self._watch, self._begun = context, True  # before, as an interrupt may come right behind the call
@@ -180,7 +112,7 @@ class NpuGraph(Graph):
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
             }
         self._replayed = torch_npu.npu.Event()
-        self._failures = self._backend.npu.count_failures()
+        self._failures = self._device.count_failures()
         return outputs, graph.pool()
 
     def _abandon(self) -> None:
@@ -201,7 +133,7 @@ class NpuGraph(Graph):
 
     def _stream(self, stream: Stream | None) -> Any:
         if stream is None:
-            return self._backend.npu.capture_stream
+            return self._device.capture_stream
         given = stream.torch
         return torch_npu.npu.Stream(
             stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
@@ -248,7 +180,7 @@ class NpuGraph(Graph):
         # Made once each: records of the same operation have the same keys, and may share what torch_npu only reads.
         made = [{key: update(host_values) for key, update in keys.items()} for keys in self._distinct]
         updates = [made[index] for index in self._updates]
-        index = self._backend.device.torch.index
+        index = self._device.torch.index
         if torch_npu.npu.current_device() == index:
             self._start(updates)
         else:  # of another thread, say, which begins with device 0
@@ -260,13 +192,13 @@ class NpuGraph(Graph):
             self._replay_and_update(updates)
 
     def _replay_and_update(self, updates: list[dict[str, Any]]) -> None:
-        if self._failures != (failures := self._backend.npu.count_failures()):
+        if self._failures != (failures := self._device.count_failures()):
             failures = self._recover()
         if not updates:
             self._graph.replay()
             return
         mode = self._graph.graph_dispatch_mode
-        mode.update_stream = self._backend.npu.stream_beside(torch_npu.npu.current_stream())
+        mode.update_stream = self._device.stream_beside(torch_npu.npu.current_stream())
         self._failures = None  # whatever breaks this off, an interrupt between two lines too, the next replay sees it
         try:
             self._graph.replay()
@@ -292,7 +224,7 @@ class NpuGraph(Graph):
         """
         mode, current = self._graph.graph_dispatch_mode, torch_npu.npu.current_stream()
         records, broke_off = mode.graph_dispatch_records, self._failures is None
-        stream = self._backend.npu.stream_beside(current, mode.update_stream)
+        stream = self._device.stream_beside(current, mode.update_stream)
         if broke_off:
             with suppress(RuntimeError):  # an update that broke off left its task group open
                 torch_npu.npu.graph_task_update_end(mode.update_stream)
@@ -309,16 +241,15 @@ class NpuGraph(Graph):
         # Not the whole device: another thread may be capturing on it.
         used = (current, mode.update_stream, stream)
         for each in used:
-            with suppress(HalError), self._backend.explaining():
-                each.synchronize()
+            with suppress(HalError):
+                self._device.wait_for(each)
         for record in records:
             record.event.record(stream)
             record.event.wait(stream)  # which lowers the flag; torch_npu's reset() does so in a capture only
-        with self._backend.explaining():
-            for each in used:
-                each.synchronize()
+        for each in used:
+            self._device.wait_for(each)
         self._replayed = torch_npu.npu.Event()  # the other may hand the failure on to whoever waits for it
-        self._failures = failures = self._backend.npu.count_failures()
+        self._failures = failures = self._device.count_failures()
         return failures
 
     def _explain(self, error: Exception) -> HalError | None:

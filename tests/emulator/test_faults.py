@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from hal.backends.npu.emulator import control
+from hal.backends.npu.emulator import control, tracing
 
 from hal.errors import DriverError
 
@@ -69,7 +69,7 @@ class TestKernels:
         assert y.shape == (4,)
 
     def test_the_nth_of_its_name(self, x):
-        with control.faults.execution("Adds", first=3) as fault, control.trace() as trace:
+        with control.faults.execution("Adds", first=3) as fault, tracing.trace() as trace:
             for _ in range(5):
                 x.mul(2)
                 x.add(1)
@@ -136,7 +136,7 @@ class TestKernels:
         with torch.npu.graph(graph):
             y = x + 1
             z = y * 2
-        with control.faults.execution("Adds"), control.trace() as trace:
+        with control.faults.execution("Adds"), tracing.trace() as trace:
             graph.replay()
             with pytest.raises(RuntimeError, match=r"507015[\s\S]*Adds"):
                 torch.npu.synchronize()

@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 import torch_npu
-from hal.backends.npu.emulator import control
+from hal.backends.npu.emulator import control, tracing
 
 ACL = ctypes.CDLL("libascendcl.so")
 ACL.aclGetRecentErrMsg.restype = ctypes.c_char_p
@@ -437,7 +437,7 @@ class TestReplays:
             x.fill_(step)
             graph.replay()
             assert total.cpu().tolist() == [16 * (2 * step + 3 * row) for row in range(8)]
-        with control.trace() as trace:
+        with tracing.trace() as trace:
             graph.replay()
         assert trace.counts()["InplaceAdds"] == 24
         assert trace.counts("graph").total() == 1
@@ -447,7 +447,7 @@ class TestReplays:
     def test_capture_and_replay_in_the_trace(self):
         x = torch.ones(4).npu()
         torch.npu.synchronize()
-        with control.trace() as trace:
+        with tracing.trace() as trace:
             graph, _ = capture(lambda: (x + 1) * 2)
             for _ in range(3):
                 graph.replay()

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch_npu
-from hal.backends.npu.emulator import control
+from hal.backends.npu.emulator import control, tracing
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ class TestCopies:
 class TestTrace:
     def test_launches_copies_and_operands(self):
         a, b = torch.ones(2, 3).npu(), torch.ones(3, 4, dtype=torch.float32).npu()
-        with control.trace() as trace:
+        with tracing.trace() as trace:
             c = a @ b
             c.cpu()
         (mm,) = trace.ran()
@@ -301,12 +301,12 @@ class TestTrace:
 
     def test_prefetch_is_a_launch(self):
         weight = torch.ones(1024).npu()
-        with control.trace() as trace:
+        with tracing.trace() as trace:
             torch_npu.npu_prefetch(weight, None, 4096)
         assert trace.counts("prefetch") == {"CmoPrefetch": 1}
 
     def test_nothing_is_recorded_outside(self):
-        with control.trace() as trace:
+        with tracing.trace() as trace:
             pass
         torch.ones(2).npu().add(1)
         assert trace.records == []

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch_npu
-from hal.backends.npu.emulator import control
+from hal.backends.npu.emulator import control, tracing
 
 SEEDS = range(200)
 X = torch.arange(1.0, 5.0)
@@ -72,7 +72,7 @@ def order(streams: list[torch.npu.Stream], launches: int = 12) -> list[tuple[str
     """The order in which two streams' launches ran, which no event orders."""
     tensors = [torch.zeros(n + 1).npu() for n in range(launches)]
     torch.npu.synchronize()
-    with control.trace() as trace:
+    with tracing.trace() as trace:
         for n, tensor in enumerate(tensors):
             with torch.npu.stream(streams[n % 2]):
                 tensor.add_(1)
@@ -98,7 +98,7 @@ def test_nothing_runs_before_the_host_waits(streams):
     control.seed(0)
     x = torch.zeros(4).npu()
     torch.npu.synchronize()
-    with control.trace() as trace:
+    with tracing.trace() as trace:
         with torch.npu.stream(streams[0]):
             x.add_(1)
         torch.npu.current_stream()  # asks the device nothing
@@ -108,7 +108,7 @@ def test_nothing_runs_before_the_host_waits(streams):
 
 def test_a_host_that_does_not_wait_gets_its_work_after_a_while(streams):
     control.seed(0)
-    with control.trace() as trace:
+    with tracing.trace() as trace:
         with torch.npu.stream(streams[0]):
             torch.zeros(4).npu().add_(1)
         deadline = time.monotonic() + 30
@@ -276,7 +276,7 @@ def test_branches_of_a_graph_are_reordered_and_joined():
     orders = set()
     for seed in range(50):
         control.seed(seed)
-        with control.trace() as trace:
+        with tracing.trace() as trace:
             graph.replay()
         orders.add(tuple(each.operands[0].shape for each in trace.ran() if each.name == "Muls"))
         torch.testing.assert_close(total.cpu(), expected)

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu import soc
-from hal.backends.npu.driver import NpuBackend, NpuDriver, NpuOptions
+from hal.backends.npu.backend import NpuBackend
+from hal.backends.npu.driver import NpuDriver
 from hal.backends.npu.emulator import activation
+from hal.backends.npu.options import NpuOptions
 
 import hal
 from hal import ops

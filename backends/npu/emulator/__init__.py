@@ -1,8 +1,8 @@
 """An emulated CANN, under which the unmodified torch_npu runs on a CPU.
 
 build.py keeps what ninja_build.py compiles from src/, symbols.py writes stubs that refuse what is not emulated,
-activation.py puts the libraries under torch_npu, control.py traces launches and injects faults, command.py is ``hal
-emulate``.
+activation.py puts the libraries under torch_npu, tracing.py traces launches, control.py injects faults, command.py is
+``hal emulate``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .activation import Options, activate, activate_from_environment, is_active
-    from .control import (
-        Fault,
-        Operand,
-        Record,
-        Trace,
-        faults,
-        limits,
-        live_handles,
-        memory_in_use,
-        schedule,
-        seed,
-        trace,
-    )
+    from .control import Fault, faults, limits, live_handles, memory_in_use, schedule, seed
+    from .tracing import Operand, Record, Trace, trace
 
 __all__ = [
     "Fault",
@@ -44,12 +33,16 @@ __all__ = [
     "trace",
 ]
 
-_OF_ACTIVATION = ("Options", "activate", "activate_from_environment", "is_active")
+_HOME = {
+    **dict.fromkeys(("Options", "activate", "activate_from_environment", "is_active"), ".activation"),
+    **dict.fromkeys(("Operand", "Record", "Trace", "trace"), ".tracing"),
+}
+"""Modules of the names; the others are in control.py."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(".activation" if name in _OF_ACTIVATION else ".control", __name__)
+    module = importlib.import_module(_HOME.get(name, ".control"), __name__)
     value = globals()[name] = getattr(module, name)
     return value

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch_npu
 from torch import Tensor
@@ -24,15 +24,14 @@ from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
 from hal.execution.context import FormContext
 from hal.step import StaticBatch, StepShape
 
+from ..backend import NpuBackend
+from ..device import NpuDevice
 from ..failures import first_line
 from ..graph import UPDATING, NpuGraph
 from ..lengths import PackedLengths, counts_blocks, packed_lengths
 from .compiled_code import CodeCache, Namespace, repeating_warnings
+from .compiler_options import check_device, check_static_kernels, compiler_options
 from .native_nodes import LENGTHS, NativeStep, native_step
-from .options import check_device, check_static_kernels, compiler_options
-
-if TYPE_CHECKING:
-    from ..driver import NpuBackend
 
 log = logging.getLogger("hal.npu")
 
@@ -41,13 +40,13 @@ class CompiledGraph(NpuGraph):
     """A step as npugraph_ex captures it, in its first run. torch_npu replays it and updates the lengths beside.
 
     Args:
-        backend: that captures.
+        device: that captures.
         names: of the compiled module.
         arguments: all inputs but the lengths.
     """
 
-    def __init__(self, backend: NpuBackend, names: Namespace, arguments: list[Tensor]) -> None:
-        super().__init__(backend)
+    def __init__(self, device: NpuDevice, names: Namespace, arguments: list[Tensor]) -> None:
+        super().__init__(device)
         self._names, self._arguments = names, arguments
         self._replay: Any = None
         self._checks: list[PackedLengths] = []
@@ -80,7 +79,7 @@ class CompiledGraph(NpuGraph):
 
     @contextmanager
     def _compiled_context(self, stream: Stream | None) -> Iterator[Any]:
-        with torch_npu.npu.device(self._backend.device.torch):
+        with torch_npu.npu.device(self._device.torch):
             before = torch_npu.npu.current_stream()
             try:
                 with repeating_warnings(), UPDATING:  # torch_npu replays what it has captured, and updates it
@@ -108,7 +107,7 @@ class CompiledGraph(NpuGraph):
         self.may_refuse = bool(self._checks)
         # Held weakly, as by NpuGraph: their memory is the pool's.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
-        self._failures = self._backend.npu.count_failures()
+        self._failures = self._device.count_failures()
         return captured.retained_outputs[0], info.pool
 
     def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
@@ -118,8 +117,8 @@ class CompiledGraph(NpuGraph):
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         for check in self._checks:
             check(host_values)
-        with UPDATING, torch_npu.npu.device(self._backend.device.torch):
-            if self._failures != (failures := self._backend.npu.count_failures()):
+        with UPDATING, torch_npu.npu.device(self._device.torch):
+            if self._failures != (failures := self._device.count_failures()):
                 failures = self._recover()
             self._failures = None  # whatever breaks this off, the next replay sees it
             try:
@@ -198,7 +197,7 @@ class ExGraphs(GraphMaker):
     def capture(self, static: StaticBatch, pool: Any) -> CompiledGraph:
         batch = static.batch
         step = self._native(static)
-        graph = CompiledGraph(self._npu, self._code.compile(step), step.arguments(batch))
+        graph = CompiledGraph(self._npu.npu, self._code.compile(step), step.arguments(batch))
         graph.capture(partial(graph.first_run, batch.kv_lens_host), pool=pool)
         graph.host_values.record(LENGTHS, batch.kv_lens_host, "the step")
         return graph

@@ -7,15 +7,13 @@ import signal
 import threading
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hal.errors import ConfigError, nearest
 
 from ..emulator import is_active
 from ..failures import first_line
-
-if TYPE_CHECKING:
-    from ..driver import NpuOptions
+from ..options import NpuOptions
 
 OURS: Mapping[str, Any] = {
     "frozen_parameter": True,  # all inputs lie where they lay

@@ -1,0 +1,131 @@
+"""A trace of every launch. It acts on the whole process; activate the emulated CANN first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import attrs
+
+from .native_library import native_library
+
+Kind = Literal["kernel", "copy", "fill", "graph", "update", "prefetch", "host"]
+Phase = Literal["eager", "capture", "replay"]
+
+DTYPES = {
+    0: "float32", 1: "float16", 2: "int8", 3: "int32", 4: "uint8", 6: "int16", 7: "uint16", 8: "uint32", 9: "int64",
+    10: "uint64", 11: "float64", 12: "bool", 16: "complex64", 17: "complex128", 27: "bfloat16", 29: "int4", 30: "uint1",
+    33: "complex32", 34: "hifloat8", 35: "float8_e5m2", 36: "float8_e4m3fn", 37: "float8_e8m0fnu",
+}  # fmt: skip
+"""Names of CANN's data types (aclDataType), torch's where it has them."""
+
+
+@attrs.frozen
+class Operand:
+    """A tensor that a launch touched.
+
+    Attributes:
+        shape: its sizes.
+        dtype: torch's name of its type.
+        bytes: from its first element to its last, gaps included.
+        access: what the kernel may do with it: read, write or read_write.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    access: str
+
+
+@attrs.frozen
+class Record:
+    """Something that a stream ran, or that a capture recorded.
+
+    Attributes:
+        kind: kernel, copy, fill, graph (the start of a replay), update (of a task group), prefetch or
+            host (a function).
+        name: of a kernel, its aclnn name without the prefix.
+        stream: the stream's number; -1 for a copy or fill that the host made itself.
+        device: the device's number.
+        phase: eager; capture, where it was only recorded; or replay.
+        bytes: that its operands hold together, or that were copied.
+        flops: floating-point operations, 0 where they are not counted.
+        microseconds: how long its work took; 0 where that is not measured.
+        operands: the tensors of a kernel, in the order of its arguments.
+    """
+
+    kind: Kind
+    name: str
+    stream: int
+    device: int
+    phase: Phase
+    bytes: int
+    flops: float
+    microseconds: float
+    operands: tuple[Operand, ...]
+
+
+class Trace:
+    """What ran in the block of :func:`trace`, in the order in which it ended."""
+
+    def __init__(self) -> None:
+        self._final: list[Record] | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """All records so far. Work that is still under way is not among them: synchronise first."""
+        return _records() if self._final is None else self._final
+
+    def ran(self, kind: Kind = "kernel", phase: Phase | None = None) -> list[Record]:
+        """The records of one kind that really ran, or of one phase, ``capture`` included."""
+        wanted = ("eager", "replay") if phase is None else (phase,)
+        return [each for each in self.records if each.kind == kind and each.phase in wanted]
+
+    def counts(self, kind: Kind = "kernel", phase: Phase | None = None) -> Counter[str]:
+        """How often each kernel ran, by name; see :meth:`ran`."""
+        return Counter(each.name for each in self.ran(kind, phase))
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Trace]:
+    """Record every launch in the block. At its end the device is synchronised, so that nothing is missing.
+
+    Example:
+        >>> with emulator.trace() as trace:
+        ...     y = x + x
+        >>> trace.counts()
+        Counter({'Add': 1})
+    """
+    library = native_library()
+    result = Trace()
+    library.hal_emulator_trace(1)
+    try:
+        yield result
+        _synchronize()
+    finally:
+        library.hal_emulator_trace(0)
+        result._final = _records()
+
+
+def _records() -> list[Record]:
+    return [_record(each) for each in json.loads(native_library().hal_emulator_trace_records())]
+
+
+def _record(found: dict[str, Any]) -> Record:
+    operands = tuple(
+        Operand(tuple(each["shape"]), DTYPES.get(each["dtype"], "?"), each["bytes"], each["access"])
+        for each in found.pop("operands")
+    )
+    return Record(**found, operands=operands)
+
+
+def _synchronize() -> None:
+    """Wait for every device, through torch_npu: it may hold launches in a queue of its own."""
+    npu = getattr(sys.modules.get("torch"), "npu", None)
+    if npu is not None and npu.is_initialized() and not npu.is_current_stream_capturing():
+        for device in range(npu.device_count()):
+            npu.synchronize(device)
