@@ -435,7 +435,7 @@ CASES = {
     "a quantised cache": compressed(config(kv_cache_scheme={"num_bits": 8}), ConfigError, "has a kv_cache_scheme"),
     "rotations": compressed(config(transform_config={"config_groups": {}}), ConfigError, "has a transform_config"),
     "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
-    "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "a bad regular expression"),
+    "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
     "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "no list of names"),
     "only a part ignored": compressed(
         config(ignore=[QUERY]), CheckpointError, "as one are quantised differently: .*q_proj not, .*k_proj w8a8"

@@ -5,7 +5,6 @@ Source: the documentation of compressed-tensors; ``int-quantized`` with W8A8 as 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,21 +79,22 @@ class Matcher:
         """Read a list of them.
 
         Raises:
-            CheckpointError: it is none, or an expression in it is not one of Python's.
-            ConfigError: an expression is one that hal does not read.
+            CheckpointError: it is not a list of names, or holds an invalid regular expression.
+            ConfigError: it holds a regular expression that hal does not read.
         """
         if not isinstance(entries, list) or not all(isinstance(each, str) for each in entries):
             raise CheckpointError(f"{where} of {_WHERE} is {entries!r:.60}, no list of names", AGAIN)
-        try:
-            patterns = tuple(LayerPattern(each.removeprefix("re:")) for each in entries if each.startswith("re:"))
-        except ConfigError as error:
-            raise ConfigError(f"{where} of {_WHERE}: {error.problem}", error.remedy) from None
-        except (re.error, OverflowError, ValueError) as error:  # the latter two for numbers of repeats
-            raise CheckpointError(f"{where} of {_WHERE} holds a bad regular expression: {error}", AGAIN) from None
+        patterns = tuple(
+            LayerPattern(each.removeprefix("re:"), f"{where} of {_WHERE}") for each in entries if each.startswith("re:")
+        )
         return cls(frozenset(each for each in entries if not each.startswith("re:")), patterns, "Linear" in entries)
 
     def names_layer(self, layer: str) -> bool:
-        """Whether a name or an expression takes it, not only its being linear."""
+        """Return whether a name or a regular expression takes it, not only its being linear.
+
+        Raises:
+            ConfigError: a regular expression takes too long.
+        """
         return layer in self.names or any(pattern.match(layer) for pattern in self.patterns)
 
 

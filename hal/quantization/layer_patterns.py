@@ -1,52 +1,41 @@
-"""Regular expressions over names of layers, matched in time that is bounded, because a checkpoint brings them.
+"""Regular expressions over layer names, from a checkpoint, which may be hostile.
 
-Python's own matcher tries one way after another, of which an expression made to that end has exponentially many. This
-one follows all ways at once: for a name of n characters and an expression of m that takes at most m * n steps, and n
-times as many behind a lookahead. (Thompson, "Regular expression search algorithm", 1968.)
+`regex <https://pypi.org/project/regex>`_ matches them, since it stops a match that takes too long. It has no limit for
+compiling: a group with ``+`` is compiled twice and one with ``{n}`` n times, so sixty nested groups would fill the
+memory. The size of an expression is therefore computed before that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from functools import reduce
+import time
 from typing import NoReturn
 
-import attrs
+import regex
 
-from hal.errors import ConfigError
+from hal.errors import CheckpointError, ConfigError
+from hal.quantization.arithmetic import AGAIN
 
 READ = (
-    r"hal reads characters, ., classes as [0-9] and \d, groups, |, ^, $, the repeats *, +, ? and, of one character, "
-    "{n}, and the lookaheads (?=...) and (?!...); write it with these, or name the layers"
+    "hal reads Python's regular expressions but for named and atomic groups, conditions, comments and flags inside; "
+    r"escape a literal brace or bracket, as \{ and [\[]; or list the layers by name"
 )
-MOST = 100
-"""Of one character, by number: each takes memory."""
+SIMPLER = "list the layers by name, or use fewer nested or adjacent repeats"
+SECONDS = 1.0
+"""CPU time that the slow matches of an expression may take, all names together."""
+SLOW = 1e-3
+"""CPU seconds from which a match is slow. An ordinary one takes microseconds, whatever the number of layers."""
+MOST = 100_000
+"""Characters that an expression may have once its repeats are written out; each takes about 300 bytes."""
 _TOKEN = re.compile(
     r"""
-      (?P<open>\((?:\?[:=!])?)
+      (?P<open>\((?:\?(?::|<?[=!]))?(?!\?))
     | (?P<close>\))
-    | (?P<either>\|)
-    | (?P<anchor>[\^$])
-    | (?P<repeat>(?:[*+?]|\{\d+(?:,\d*)?\})\??)  # as few as will do, or as many: the names that match are the same
-    | (?P<one>\\[dDsSwW]|\\[^a-zA-Z0-9]|\[\^?\]?(?:[^\]\\]|\\.)*\]|[^\\\[\](){}*+?|^$])
+    | (?P<repeat>[*+?]|\{(?:\d+(?:,\d*)?|,\d+)\})
+    | (?P<one>\\.|\[\^?\]?(?:\\.|[^\]\\\[])*\]|[^\\\[({])
     """,
     re.VERBOSE | re.DOTALL,
 )
-_SIMPLE = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-
-
-@attrs.define(eq=False)
-class _State:
-    """A place in an expression: the states that may follow it, once ``takes`` has a character, or ``when`` holds."""
-
-    following: list[_State]
-    takes: re.Pattern[str] | None = None
-    when: Callable[[str, int], bool] | None = None
-
-
-_Part = Callable[[_State], _State]
-"""A part of an expression: from the state that follows it to the one that it begins with."""
 
 
 class LayerPattern:
@@ -54,154 +43,77 @@ class LayerPattern:
 
     Args:
         text: the expression, without ``re:``.
+        where: the key that holds it, for errors.
 
     Raises:
-        re.error: it is no regular expression of Python's.
-        ConfigError: it is one that this does not read.
+        CheckpointError: it is not a regular expression of Python's.
+        ConfigError: it is one that hal does not read, or too large.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, where: str) -> None:
         self.text = text
-        self._end = _State([])
+        self._named = f"the regular expression {text!r:.80} in {where}"
+        self._left = SECONDS
         try:
-            re.compile(text)
-            self._start = _Reader(text).whole()(self._end)
+            re.compile(text)  # regex reads more than Python does, and would give it another meaning
+            self._check_size()
+            self._compiled = regex.compile(text)
+        except (re.error, OverflowError, ValueError) as error:  # the latter two for numbers of repeats
+            raise CheckpointError(f"{self._named} is not valid: {error}", AGAIN) from None
         except RecursionError:
-            raise ConfigError(f"the regular expression {text!r:.80} is nested too deeply", READ) from None
+            raise ConfigError(f"{self._named} is nested too deeply", SIMPLER) from None
 
     def __repr__(self) -> str:
         return f"LayerPattern({self.text!r})"
 
     def match(self, name: str) -> bool:
-        """Whether a name begins with what the expression describes."""
-        return _match(self._start, self._end, name, 0)
+        """Return whether a name begins with what the expression describes.
 
-
-def _match(start: _State, end: _State, name: str, at: int) -> bool:
-    states = _reached([start], name, at)
-    while end not in states:
-        if at == len(name) or not states:
-            return False
-        taken = [each for each in states if each.takes is not None and each.takes.fullmatch(name[at])]
-        at += 1
-        states = _reached([then for each in taken for then in each.following], name, at)
-    return True
-
-
-def _reached(states: Iterable[_State], name: str, at: int) -> set[_State]:
-    """Those, and all that follow them without another character."""
-    found: set[_State] = set()
-    waiting = list(states)
-    while waiting:
-        state = waiting.pop()
-        if state in found or (state.when is not None and not state.when(name, at)):
-            continue
-        found.add(state)
-        if state.takes is None:
-            waiting += state.following
-    return found
-
-
-class _Reader:
-    """Reads an expression that Python could."""
-
-    def __init__(self, text: str) -> None:
-        self._text, self._at, self._ahead = text, 0, False
-
-    def whole(self) -> _Part:
-        part = self._choice()
-        if self._at < len(self._text):
-            self._refuse(self._text[self._at :])
-        return part
-
-    def _choice(self) -> _Part:
-        branches = [self._sequence()]
-        while self._next("either"):
-            branches.append(self._sequence())
-        return lambda after: _State([branch(after) for branch in branches])
-
-    def _sequence(self) -> _Part:
-        parts: list[_Part] = []
-        while True:
-            if one := self._next("one"):
-                part = _one(re.compile(one))
-            elif anchor := self._next("anchor"):
-                part = _where(_at_the_end if anchor == "$" else _at_the_beginning)
-            elif opened := self._next("open"):
-                part = self._group(opened)
-            else:
-                return lambda after: reduce(lambda then, each: each(then), reversed(parts), after)
-            if repeat := self._next("repeat"):
-                part = _repeated(part, *self._counts(repeat, single=bool(one)))
-            parts.append(part)
-
-    def _group(self, opened: str) -> _Part:
-        if opened not in ("(?=", "(?!"):
-            inside = self._choice()
-        elif self._ahead:
-            self._refuse(f"{opened} in another lookahead")
-        else:
-            self._ahead = True
-            inside = _where(_ahead(self._choice(), opened == "(?="))
-            self._ahead = False
-        if not self._next("close"):
-            self._refuse(self._text[self._at :])
-        return inside
-
-    def _counts(self, repeat: str, *, single: bool) -> tuple[int, int | None]:
-        if repeat[0] in _SIMPLE:
-            return _SIMPLE[repeat[0]]
-        least, comma, most = repeat.rstrip("?")[1:-1].partition(",")
-        found = int(least), (int(most) if most else None) if comma else int(least)
-        if not single or max(each or 0 for each in found) > MOST:
-            self._refuse(repeat)
+        Raises:
+            ConfigError: the expression takes too long on the names that it was given.
+        """
+        began = time.thread_time()
+        try:
+            found = self._compiled.match(name, timeout=self._left) is not None
+        except TimeoutError:
+            problem = f"{self._named} takes more than {SECONDS:g} s; the last name was {name!r:.80}"
+            raise ConfigError(problem, SIMPLER) from None
+        took = time.thread_time() - began
+        if took > SLOW:
+            self._left = max(0.0, self._left - took)
         return found
 
-    def _next(self, kind: str) -> str:
-        """The next token, which is passed over, if it is of that kind; else nothing."""
-        token = _TOKEN.match(self._text, self._at)
-        if token is None or token.lastgroup != kind:
-            return ""
-        self._at = token.end()
-        return token.group()
+    def _check_size(self) -> None:
+        """Refuse an expression that is too large once its repeats are written out, as compiling does."""
+        around: list[int] = []
+        size = last = at = 0  # of the group so far, of the item that a repeat belongs to, and the place in the text
+        while at < len(self.text):
+            token = _TOKEN.match(self.text, at)
+            if token is None:
+                self._refuse(self.text[at:])
+            at = token.end()
+            match token.lastgroup:
+                case "open":
+                    around.append(size)
+                    size = 0
+                case "close":
+                    last = size + 1
+                    size = around.pop() + last
+                case "repeat":
+                    size, last = size - last, last * _copies(token.group())
+                    size += last
+                case _:
+                    last = len(token.group())
+                    size += last
+            if size > MOST:
+                raise ConfigError(f"{self._named} has more than {MOST} parts once repeats are written out", SIMPLER)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(f"the regular expression {self._text!r:.80} has {what!r:.30}, which hal does not read", READ)
+        raise ConfigError(f"{self._named} has {what!r:.30}, which hal does not read", READ)
 
 
-def _one(takes: re.Pattern[str]) -> _Part:
-    return lambda after: _State([after], takes=takes)
-
-
-def _where(when: Callable[[str, int], bool]) -> _Part:
-    return lambda after: _State([after], when=when)
-
-
-def _repeated(part: _Part, least: int, most: int | None) -> _Part:
-    def build(after: _State) -> _State:
-        if most is None:
-            first = _State([after])
-            first.following.append(part(first))
-        else:
-            first = after
-            for _ in range(most - least):
-                first = _State([after, part(first)])
-        for _ in range(least):
-            first = part(first)
-        return first
-
-    return build
-
-
-def _ahead(part: _Part, wanted: bool) -> Callable[[str, int], bool]:
-    end = _State([])
-    start = part(end)
-    return lambda name, at: _match(start, end, name, at) == wanted
-
-
-def _at_the_beginning(name: str, at: int) -> bool:
-    return at == 0
-
-
-def _at_the_end(name: str, at: int) -> bool:
-    return name[at:] in ("", "\n")
+def _copies(repeat: str) -> int:
+    """Return how often a repeated item is compiled, at most."""
+    if repeat[0] == "{":
+        return 1 + max(int(each or 0) for each in repeat[1:-1].split(","))
+    return 2 if repeat == "+" else 1
