@@ -1,46 +1,32 @@
-"""A model on other tensors, for a trace: the model itself stays as it is, for other threads run it meanwhile."""
+"""Copy a model for a trace, onto other tensors: the model itself stays as it is, since other threads may run it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def stand_in(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
-    """A copy of the modules that a model is made of, with other parameters and buffers.
+    """Return a copy of a model's modules with other parameters and buffers.
 
-    What is one module or tensor in the model is one in the copy. All else that modules have is shared with the model,
-    but for lists, tuples, dicts and methods that lead to its modules: these lead to the copies.
+    One module or tensor in the model is one in the copy. Containers and bound methods of these modules are copied and
+    lead to the copies; every other value of an attribute, or in a container there, is shared with the model.
 
     Args:
-        model: whose modules are copied.
-        tensors: by the id of each parameter and buffer, what stands in its place.
+        model: the model whose modules are copied.
+        tensors: the replacement of each parameter and buffer, by the id of the original.
     """
-    copies = {id(module): module.__new__(type(module)) for module in model.modules()}
+    modules = {id(module) for module in model.modules()}
 
-    def again(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return copies.get(id(value), value)
-        if isinstance(value, MethodType):
-            owner = again(value.__self__)
-            return value if owner is value.__self__ else MethodType(value.__func__, owner)
-        if type(value) is dict:
-            found: Any = dict(zip(value, map(again, value.values()), strict=True))
-            return found if any(found[key] is not each for key, each in value.items()) else value
-        if type(value) in (list, tuple):
-            found = type(value)(map(again, value))
-            return found if any(one is not each for one, each in zip(found, value, strict=True)) else value
-        return value
+    def is_copied(value: Any) -> bool:
+        return id(value.__self__ if isinstance(value, MethodType) else value) in modules
 
-    for module in model.modules():
-        copy = copies[id(module)]
-        copy.__dict__ = {name: again(each) for name, each in vars(module).items()}
-        for kind in ("_parameters", "_buffers"):
-            copy.__dict__[kind] = {
-                name: None if each is None else tensors[id(each)] for name, each in vars(module)[kind].items()
-            }
-        copy.__dict__["_modules"] = {name: again(each) for name, each in vars(module)["_modules"].items()}
-    return copies[id(model)]
+    # A copy of a tensor would be an operation of the trace, and a lock or a handle cannot be copied.
+    values = tree_leaves([vars(module) for module in model.modules()])
+    shared = {id(value): value for value in values if not is_copied(value)}
+    return copy.deepcopy(model, {**shared, **tensors})
