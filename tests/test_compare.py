@@ -18,7 +18,7 @@ from hal.cli import main
 from hal.compare.backends import compare_backends
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import OUTSIDE, Call
-from hal.compare.distance import drift, error
+from hal.compare.distance import worst_error
 from hal.compare.local import Evidence, transplant
 from hal.compare.modes import compare_modes, in_mode
 from hal.compare.saved import CALL, TENSORS, SavedCall, save
@@ -27,6 +27,7 @@ from hal.compare.texts import Prompts
 from hal.compare.watch import layer_of
 from hal.config import CompilationConfig, PhaseConfig
 from hal.errors import BatchError, HalError, NumericsError
+from hal.ops.rounding import drift
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "4")
@@ -389,12 +390,12 @@ class TestMeasures:
         linear = ops.operation("linear")
         want = torch.tensor([[1.0, 0.5], [0.0, -2.0]])
         got = want + torch.tensor([[0.0, 3e-5], [0.0, 0.0]])
-        worst = error(linear, torch.float32, {"result": got}, {"result": want})
+        worst = worst_error(linear, torch.float32, {"result": got}, {"result": want})
         assert worst.at == (0, 1)
         assert worst.allowed == pytest.approx(1e-5 + 0.5e-5)
         assert worst.ratio == pytest.approx(2, rel=0.01)
         # Rows of large values have a larger absolute tolerance: sums of large products are rounded by more.
-        large = error(linear, torch.float32, {"result": got * 100}, {"result": want * 100})
+        large = worst_error(linear, torch.float32, {"result": got * 100}, {"result": want * 100})
         assert large.allowed == pytest.approx(1e-5 * 100 * (1.25 / 2) ** 0.5 + 50e-5)
 
     def test_int8_may_be_one_off_seldom(self) -> None:
@@ -403,7 +404,7 @@ class TestMeasures:
         def ratio(values: list[int]) -> float:
             got = want.clone()
             got[: len(values)] = torch.tensor(values, dtype=torch.int8)
-            return error(quantize, torch.float32, {"result": got}, {"result": want}).ratio
+            return worst_error(quantize, torch.float32, {"result": got}, {"result": want}).ratio
 
         assert ratio([]) == 0
         assert ratio([1, -1] * 5) == pytest.approx(10 / 11)
@@ -414,15 +415,15 @@ class TestMeasures:
     def test_what_is_not_finite(self, value: float) -> None:
         norm, want = ops.operation("rms_norm"), torch.tensor([[1.0, 2.0]])
         strange = torch.tensor([[1.0, value]])
-        assert error(norm, torch.float32, {"result": strange}, {"result": want}).ratio == float("inf")
-        assert error(norm, torch.float32, {"result": strange}, {"result": strange}).ratio == 0
+        assert worst_error(norm, torch.float32, {"result": strange}, {"result": want}).ratio == float("inf")
+        assert worst_error(norm, torch.float32, {"result": strange}, {"result": strange}).ratio == 0
         assert drift(strange, want) == float("inf")
         assert drift(strange, strange) == 0
 
     def test_another_dtype_or_another_number_of_results(self) -> None:
         norm, want = ops.operation("rms_norm"), torch.ones(1, 2)
-        assert "float64[1, 2]" in error(norm, torch.float32, {"result": want.double()}, {"result": want}).problem
-        assert "it gave nothing" in error(norm, torch.float32, {}, {"result": want}).problem
+        assert "float64[1, 2]" in worst_error(norm, torch.float32, {"result": want.double()}, {"result": want}).problem
+        assert "it gave nothing" in worst_error(norm, torch.float32, {}, {"result": want}).problem
 
     def test_a_token_within_rounding_is_a_tie(self) -> None:
         drifts = Drifts()

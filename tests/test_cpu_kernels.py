@@ -24,6 +24,7 @@ import hal
 from hal import ops
 from hal.errors import DriverUnavailable, OperationError
 from hal.ops import Draw
+from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,13 +45,12 @@ def native() -> hal.Backend:
 @pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
 def test_both_sets_of_kernels_meet_the_reference(seed: int, by_torch: bool, name: str, dtype: torch.dtype) -> None:
     operation, kernel = ops.operation(name), open_cpu(native=not by_torch).kernels[name]
-    relative, absolute = operation.tolerance[dtype]
     for sample in operation.samples(Draw(dtype, seed=seed)):
         ours, theirs = ([value.clone() if isinstance(value, Tensor) else value for value in sample] for _ in range(2))
         found, expected = kernel(*ours), operation.reference(*theirs)
         if operation.mutates:
             found, expected = tuple(ours), tuple(theirs)
-        torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+        assert_agree(operation, dtype, found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,9 +67,8 @@ def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: tor
         query = draw.normal(len(lengths), num_heads + 2, 32)[:, 1:-1]
         arguments = (query, *caches, table.int(), starts, lens, starts, lens, 0.2, True, window)
         expected = ops.operation("paged_attention").reference(*arguments)
-        relative, absolute = ops.operation("paged_attention").tolerance[dtype]
         for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
-            torch.testing.assert_close(kernel(*arguments), expected, rtol=relative, atol=absolute)
+            assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])

@@ -14,11 +14,10 @@ from hal.checkpoint.loading import load_model
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import OUTSIDE, Comparison, Outcome, Row
 from hal.compare.local import OurCalls, Side, TheirCalls
-from hal.compare.rounding import Disturbance
 from hal.compare.saved import check_folder, save
 from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
-from hal.compare.watch import Watch
+from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig, DTypeName
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
@@ -55,7 +54,7 @@ def compare_backends(
     dtype = ours.runner.spec.dtype
     watched, other = Watch(ours.model), Watch(theirs.model)
     comparing, recording = OurCalls(ours, theirs, keep=save_to is not None), TheirCalls(theirs)
-    disturbance, beside = Disturbance(dtype), new_runner(ours.model, first)
+    disturbance, beside = disturbing(dtype), new_runner(ours.model, first)
     texts, drifts = Texts(prompts, ours.runner.spec.block_size, ours.model.max_length), Drifts()
     while running := texts.running:
         recording.calls.clear()

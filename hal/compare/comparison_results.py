@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from hal.ops.tolerance import Error
+
 OUTSIDE = "outside the layers"
 """Where embeddings, the last norm and the output projection are; their drift is that of the logits."""
 
@@ -25,29 +27,6 @@ class Call:
     operation: str
     path: str
     layer: str
-
-
-@attrs.frozen
-class Error:
-    """How far a result is from what it should be, at its worst element.
-
-    Attributes:
-        ratio: the difference in units of what is allowed; above 1 is out of tolerance.
-        result: which result, or which argument that the operation writes.
-        at: the element.
-        found: there, by the second backend.
-        expected: there, by the first.
-        allowed: the difference that the tolerance allows there.
-        problem: what else is wrong, such as the shape; the numbers are 0 then.
-    """
-
-    ratio: float
-    result: str = "result"
-    at: tuple[int, ...] = ()
-    found: float = 0.0
-    expected: float = 0.0
-    allowed: float = 0.0
-    problem: str = ""
 
 
 @attrs.frozen

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import Call, Outcome
-from hal.compare.distance import error, results_of, shape_of
+from hal.compare.distance import results_of, worst_error
 from hal.compare.texts import fill
 from hal.drivers.backend import Backend
 from hal.errors import HalError
 from hal.execution.runner import Runner
 from hal.nn import CausalLM
 from hal.ops import Operation
+from hal.ops.tolerance import shape_of
 
 
 @attrs.frozen(eq=False)
@@ -112,7 +113,7 @@ class OurCalls:
         with second.explaining(), torch.inference_mode():
             answered = _blaming(second, call, their_kernel, tuple(theirs.values()))
             expected, found = self._results(operation, ours, returned), self._results(operation, theirs, answered)
-            worst = error(operation, self._dtype, found, expected)
+            worst = worst_error(operation, self._dtype, found, expected)
         outcome = Outcome(
             call,
             worst,

@@ -19,10 +19,9 @@ from hal.checkpoint.loading import load_model
 from hal.compare.backends import configure
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import Comparison, Row
-from hal.compare.rounding import Disturbance
 from hal.compare.states import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
-from hal.compare.watch import Watch
+from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
@@ -75,7 +74,7 @@ def _compared(
     runners: Mapping[str, Runner], beside: Runner, compilers: Sequence[str], prompts: Prompts
 ) -> tuple[Comparison, ...]:
     """Each mode after the first, compared with that; ``beside`` runs eagerly, disturbed."""
-    watch, disturbance = Watch(beside.model), Disturbance(beside.spec.dtype)
+    watch, disturbance = Watch(beside.model), disturbing(beside.spec.dtype)
     reference, *others = compilers
     drifts = {name: Drifts() for name in others}
     texts = Texts(prompts, beside.spec.block_size, beside.model.max_length)

@@ -9,10 +9,9 @@ import attrs
 from torch import Tensor
 
 from hal.compare.comparison_results import Choice, Departure
-from hal.compare.distance import drift
-from hal.compare.rounding import ALLOWANCE, TIE
 from hal.compare.texts import likeliest
 from hal.errors import NumericsError
+from hal.ops.rounding import DRIFT_RATIO, DRIFT_TIE_RATIO, drift, margin, rms
 
 LOGITS = "logits"
 
@@ -68,11 +67,9 @@ class Drifts:
         ours, theirs = likeliest(first[LOGITS]), likeliest(second[LOGITS])
         for row, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             if mine != other:
-                margins = [
-                    abs(float(logits[row, mine] - logits[row, other])) for logits in (first[LOGITS], second[LOGITS])
-                ]
-                size = float(first[LOGITS][row].square().mean().sqrt())
-                self._differing.append(_Differing(prompts[row], step, mine, other, max(margins), size))
+                apart = margin((first[LOGITS][row], second[LOGITS][row]), mine, other)
+                size = float(rms(first[LOGITS][row]))
+                self._differing.append(_Differing(prompts[row], step, mine, other, apart, size))
         return ours
 
     @property
@@ -90,7 +87,7 @@ class Drifts:
 
     def limit(self, layer: str) -> float:
         """What rounding explains."""
-        return ALLOWANCE * self.rounding(layer)
+        return DRIFT_RATIO * self.rounding(layer)
 
     def departure(self) -> Departure | None:
         """The first step, and in it the first layer, that rounding does not explain."""
@@ -102,7 +99,7 @@ class Drifts:
 
     def choices(self) -> tuple[Choice, ...]:
         """The tokens that differ."""
-        explained = TIE * self.rounding(LOGITS)
+        explained = DRIFT_TIE_RATIO * self.rounding(LOGITS)
         return tuple(
             Choice(each.prompt, each.step, each.first, each.second, each.margin, explained * each.size)
             for each in self._differing

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hal import ops
 from hal.compare.comparison_results import OUTSIDE, Call
 from hal.ops import Operation
+from hal.ops.rounding import Disturbance
 
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)*\d+(?=\.|$)")
 
@@ -94,3 +95,9 @@ class Watch:
                 self._given.setdefault(path, []).append(given.float().cpu())
 
         return leave
+
+
+def disturbing(dtype: torch.dtype) -> Seen:
+    """Return what runs each kernel and moves its results by about one rounding of ``dtype``."""
+    disturbance = Disturbance(dtype)
+    return lambda call, operation, kernel, args: tree_map_only(Tensor, disturbance.moved, kernel(*args))

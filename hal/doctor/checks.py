@@ -14,7 +14,7 @@ from hal import ops
 from hal.drivers.backend import Backend
 from hal.nn import WeightUse
 from hal.ops import Draw
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 from hal.step.state import StateMemory, StateSpec, canonical_states
 
 OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_mul", "greedy_sample")

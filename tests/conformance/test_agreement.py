@@ -11,8 +11,9 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.ops.declaration.operation import tolerance
-from hal.testing.models.same_tokens import TOKEN_RATIO, Agreement, Truth, check_choice, check_logits
+from hal.ops import tolerance
+from hal.ops.rounding import MANY_TOKENS, SUITE, Agreement, Bounds, Truth, check_choice, check_logits
+from hal.ops.tolerance import assert_agree, error
 
 SEED, TEXTS, TOKENS, VOCAB = 5, 3, 20, 50
 ERROR = 1e-3
@@ -37,8 +38,8 @@ def off_by(size: float, seed: int = SEED + 2) -> dict[tuple[int, int], Tensor]:
     }
 
 
-def check(found: dict[tuple[int, int], Tensor], ratio: float = TOKEN_RATIO) -> Agreement:
-    return check_logits(found, KNOWN, ratio)
+def check(found: dict[tuple[int, int], Tensor], bounds: Bounds = SUITE) -> Agreement:
+    return check_logits(found, KNOWN, bounds)
 
 
 def test_what_is_as_far_as_the_reference_passes() -> None:
@@ -59,7 +60,14 @@ def test_a_token_that_is_too_far_is_named() -> None:
     with pytest.raises(AssertionError, match=r"sequence 1, token 7: logits are 0\.0\d+ from the exact ones"):
         check(found)
     with pytest.raises(AssertionError, match="sequence 0, token 0: logits are"):
-        check(off_by(1.0), 0.1)
+        check(off_by(1.0), Bounds(0.1))
+
+
+def test_the_mean_of_many_tokens_is_held_closer() -> None:
+    assert check(off_by(1.0), MANY_TOKENS).mean < MANY_TOKENS.mean
+    with pytest.raises(AssertionError, match=r"all logits are 1\.2\d* times as far from the exact"):
+        check(off_by(1.25), MANY_TOKENS)
+    assert check(off_by(1.25)).mean > MANY_TOKENS.mean
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -91,20 +99,76 @@ def test_another_choice_must_be_a_tie() -> None:
         check_choice("here", 2, sure, 0, 0)
 
 
+class TestOneCall:
+    """What a declared tolerance lets pass."""
+
+    NORM, WANT = ops.operation("rms_norm"), torch.tensor([[1.0, 100.0]])
+
+    def test_an_element_at_its_edge(self) -> None:
+        relative, absolute = self.NORM.tolerance[torch.float32]
+        edge = self.WANT.double() * (1 + relative) + absolute
+        for share, passes in ((0.9, True), (1.1, False)):
+            got = (self.WANT + share * (edge - self.WANT)).float()
+            worst = error(self.NORM, torch.float32, got, self.WANT)
+            assert (worst.ratio <= 1) == passes
+            assert worst.ratio == pytest.approx(share, abs=0.05)
+        with pytest.raises(AssertionError, match=r"rms_norm here, torch.float32: .*, 1\.\d+ times as far"):
+            assert_agree(self.NORM, torch.float32, (None, got), (None, self.WANT), "here")
+
+    def test_size_and_times_widen_it(self) -> None:
+        got = self.WANT + torch.tensor([[1e-4, 0.0]])
+        ratio = error(self.NORM, torch.float32, got, self.WANT).ratio
+        assert error(self.NORM, torch.float32, got, self.WANT, times=4).ratio == pytest.approx(ratio / 4)
+        assert 2 < ratio / error(self.NORM, torch.float32, got, self.WANT, size=10).ratio < 10
+
+    def test_the_default_tolerance_is_for_what_no_operation_declares(self) -> None:
+        assert_agree(None, torch.float32, self.WANT + 5e-6, self.WANT)
+        with pytest.raises(AssertionError, match=r"results, torch\.float32: "):
+            assert_agree(None, torch.float32, self.WANT + 5e-3, self.WANT)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool])
+    def test_integers_are_equal(self, dtype: torch.dtype) -> None:
+        want = torch.tensor([1, 1000]).to(dtype)
+        assert_agree(self.NORM, torch.bfloat16, want, want.clone())
+        with pytest.raises(AssertionError, match=r"at \[\d\]"):
+            assert_agree(self.NORM, torch.bfloat16, torch.tensor([0, 1001]).to(dtype), want)
+
+    def test_large_integers_are_not_rounded(self) -> None:
+        want = torch.tensor([2**53])
+        assert error(self.NORM, torch.float32, want + 1, want).ratio == float("inf")
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_what_is_not_finite(self, value: float) -> None:
+        want = torch.tensor([1.0, value])
+        assert error(self.NORM, torch.float32, want, torch.ones(2)).ratio == float("inf")
+        assert error(self.NORM, torch.float32, torch.ones(2), want).ratio == float("inf")
+        assert error(self.NORM, torch.float32, want, want, equal_nan=True).ratio == 0
+        assert (error(self.NORM, torch.float32, want, want).ratio == 0) == (value == float("inf"))
+
+    @pytest.mark.parametrize(
+        ("found", "expected"),
+        [(torch.ones(2), torch.ones(1, 2)), (torch.ones(2).half(), torch.ones(2)), (None, torch.ones(2)),
+         (torch.ones(2), None), (3, 4)],
+    )  # fmt: skip
+    def test_shapes_dtypes_and_other_values(self, found: object, expected: object) -> None:
+        with pytest.raises(AssertionError, match=r"it is .* and not "):
+            assert_agree(self.NORM, torch.float32, [found], [expected])
+
+
 def test_steps_are_counted_under_python_o_too() -> None:
     """It leaves out assert statements, which a check must therefore not be."""
     namespace: dict[str, object] = {"__name__": tolerance.__name__}
     source = Path(tolerance.__file__).read_text(encoding="utf-8")
     exec(compile(source, tolerance.__file__, "exec", optimize=2), namespace)
-    assert_agree = namespace["assert_agree"]
-    assert callable(assert_agree)
+    optimised = namespace["assert_agree"]
+    assert callable(optimised)
     operation = ops.operation("dynamic_quantize")
     dtype = next(iter(operation.off_by_one))
     expected = operation.reference(*next(iter(operation.samples(ops.Draw(dtype)))))
-    assert_agree(operation, dtype, expected, expected)
+    optimised(operation, dtype, expected, expected)
     for wrong in (expected[0] ^ 64, expected[0].unsqueeze(0), expected[0].int()):
         with pytest.raises(AssertionError):
-            assert_agree(operation, dtype, (wrong, expected[1]), expected)
+            optimised(operation, dtype, (wrong, expected[1]), expected)
 
 
 def test_no_check_is_an_assert_statement() -> None:
@@ -113,7 +177,7 @@ def test_no_check_is_an_assert_statement() -> None:
     files = [*package.glob("testing/*.py"), *package.glob("compare/*.py"), *package.glob("doctor/*.py")]
     found = [
         f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
-        for file in (*files, package / "ops/agreement.py")
+        for file in (*files, package / "ops/tolerance.py", package / "ops/rounding.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Assert) and not ast.unparse(node.test).endswith(" is not None")
     ]

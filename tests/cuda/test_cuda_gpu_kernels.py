@@ -13,7 +13,7 @@ import hal
 from hal import ops
 from hal.errors import ConfigError, DeviceOutOfMemory
 from hal.ops import Draw, Operation, Sample
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())

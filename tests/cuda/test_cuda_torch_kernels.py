@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.ops import Draw
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION = TorchAttention(flash=False)

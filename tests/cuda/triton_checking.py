@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from hal import ops
 from hal.ops import Sample
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.ops import Draw, Operation, Sample
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops import Draw, Sample
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 128, 192, 256)
 KINDS = ("decode", "padded decode", "prefill", "prefix", "mixed", "alike", "left over", "uneven")
@@ -93,8 +92,3 @@ def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
 def on_cpu(values: Any) -> Any:
     """Copies of a sample's tensors on the CPU."""
     return tuple(value.to("cpu", copy=True) if isinstance(value, Tensor) else value for value in values)
-
-
-def assert_close(operation: Operation, dtype: torch.dtype, found: Any, expected: Any, what: str = "") -> None:
-    """Within the operation's tolerance; tensors of ``found`` may be on any device."""
-    assert_agree(operation, dtype, found, expected, what)

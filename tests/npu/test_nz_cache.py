@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import assert_close, attention_arguments, drawn_attention, on_cpu
+from drawn import attention_arguments, drawn_attention, on_cpu
 from hal.backends.npu import emulator
 from reference import prompts
 from torch import Tensor
@@ -18,6 +18,7 @@ from checkpoints import random_checkpoint
 from hal import ops
 from hal.errors import ConfigError, OperationError
 from hal.ops import Draw, Sample
+from hal.ops.tolerance import assert_agree
 from hal.step import StateSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -60,10 +61,10 @@ def check(backend: hal.Backend, name: str, dtype: torch.dtype, sample: Sample, *
         reference = [
             value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value for value in reference
         ]
-    assert_close(operation, dtype, found, expected)
+    assert_agree(operation, dtype, found, expected)
     for place, (parameter, value) in enumerate(zip(names, ours, strict=True)):
         if place in places and parameter in operation.mutates:
-            assert_close(operation, dtype, from_tiles(value), reference[place], parameter)
+            assert_agree(operation, dtype, from_tiles(value), reference[place], parameter)
         elif isinstance(value, Tensor):
             after = from_tiles(value) if place in places else value
             assert torch.equal(after.cpu().nan_to_num(), reference[place].nan_to_num()), f"{parameter} was written"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import assert_close, on_cpu
+from drawn import on_cpu
 from hal.backends.npu import emulator
 from hal.backends.npu.kernels.quantized import prepared_deq_scale
 from torch import Tensor
@@ -16,6 +16,7 @@ import hal
 from hal import ops
 from hal.nn import WeightUse
 from hal.ops import Draw, Sample
+from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float16, torch.bfloat16)
 FRACTAL_NZ = 29
@@ -127,7 +128,7 @@ class TestOneLaunch:
             sample = arguments(backend, name, Draw(dtype, "npu", tokens), tokens, shifted=shifted)
             found, launches = counted(lambda given=sample: getattr(ops, name)(*given))
             assert launches == self.expected(name, shifted, nz)
-            assert_close(ops.operation(name), dtype, found, reference(name, sample), f"{tokens} tokens")
+            assert_agree(ops.operation(name), dtype, found, reference(name, sample), f"{tokens} tokens")
 
     def test_in_a_graph(self, npu: Opened, dtype: torch.dtype, nz: bool, shifted: bool, name: str) -> None:
         """Captured once, and replayed on new values."""
@@ -140,7 +141,7 @@ class TestOneLaunch:
             sample[0].copy_(fresh[0])
             _, launches = counted(graph.replay)
             assert launches == self.expected(name, shifted, nz)
-            assert_close(ops.operation(name), dtype, found, reference(name, sample), f"seed {seed}")
+            assert_agree(ops.operation(name), dtype, found, reference(name, sample), f"seed {seed}")
 
 
 @each_dtype()
@@ -159,11 +160,11 @@ def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype) -> None:
             deq_scale = backend.prepare_weight(scale, WeightUse("quant_linear_static", "deq_scale", dtype))
             found = backend.ops.quant_linear_static(x, prepared, deq_scale, added, dtype)
             right = ops.operation("quant_linear_static").reference(*on_cpu((x, weight, scale, added, dtype)))
-            assert_close(ops.operation("quant_linear_static"), dtype, found, right, what)
+            assert_agree(ops.operation("quant_linear_static"), dtype, found, right, what)
         for added in (None, draw.normal(out), draw.normal(out).float()):
             found = backend.ops.quant_linear_dynamic(x, x_scale, prepared, scale, added, dtype)
             right = ops.operation("quant_linear_dynamic").reference(*on_cpu((x, x_scale, weight, scale, added, dtype)))
-            assert_close(ops.operation("quant_linear_dynamic"), dtype, found, right, what)
+            assert_agree(ops.operation("quant_linear_dynamic"), dtype, found, right, what)
 
 
 @each_dtype()
@@ -205,7 +206,7 @@ class TestPrepared:
         sample = (x, weight, scale, None, torch.float16)
         found, launches = counted(lambda: backend.ops.quant_linear_static(*sample))
         assert launches == {"TransQuantParamV3": 1, "QuantMatmulV5": 1}
-        assert_close(
+        assert_agree(
             ops.operation("quant_linear_static"), torch.float16, found, reference("quant_linear_static", sample)
         )
 
@@ -245,7 +246,7 @@ class TestWhereItIsParticular:
         ):
             found, launches = counted(lambda name=name, given=sample: getattr(backend.ops, name)(*given))
             assert launches == ({"DequantSwigluQuantV2": 1} if width < 4916 else {"SwiGlu": 1, second: 1})
-            assert_close(ops.operation(name), dtype, found, reference(name, sample))
+            assert_agree(ops.operation(name), dtype, found, reference(name, sample))
 
     @each_dtype()
     def test_a_scale_of_one_element_after_a_norm_takes_two(self, npu: Opened, dtype: torch.dtype) -> None:
@@ -254,7 +255,7 @@ class TestWhereItIsParticular:
         sample = (*hidden, torch.full((1,), 0.02, device="npu"), None)
         found, launches = counted(lambda: backend.ops.add_rms_norm_quantize(*sample))
         assert launches == {"AddRmsNorm": 1, "Quantize": 1}
-        assert_close(ops.operation("add_rms_norm_quantize"), dtype, found, reference("add_rms_norm_quantize", sample))
+        assert_agree(ops.operation("add_rms_norm_quantize"), dtype, found, reference("add_rms_norm_quantize", sample))
 
     @each_dtype()
     def test_rows_of_zeros_and_of_more_dimensions(self, npu: Opened, dtype: torch.dtype) -> None:
@@ -265,7 +266,7 @@ class TestWhereItIsParticular:
             quantized, scale = getattr(backend.ops, name)(x)
             assert scale[1, 1].item() == 0
             assert not quantized[1, 1].any()
-            assert_close(ops.operation(name), dtype, (quantized, scale), reference(name, (x,)))
+            assert_agree(ops.operation(name), dtype, (quantized, scale), reference(name, (x,)))
 
     @each_dtype()
     def test_what_is_not_finite_shows(self, npu: Opened, dtype: torch.dtype) -> None:
@@ -287,7 +288,7 @@ class TestWhereItIsParticular:
         sample = arguments(backend, name, Draw(torch.bfloat16, "npu", seed), 9)
         with emulator.schedule(seed):
             found = getattr(backend.ops, name)(*sample)
-            assert_close(ops.operation(name), torch.bfloat16, found, reference(name, sample))
+            assert_agree(ops.operation(name), torch.bfloat16, found, reference(name, sample))
 
     def test_the_steps_of_an_int8_result_are_bounded(self) -> None:
         """Of the comparison itself: one step for few values, never two."""
@@ -297,7 +298,7 @@ class TestWhereItIsParticular:
             found = right.clone()
             found[:wrong] = step
             if passes:
-                assert_close(operation, torch.float32, found, right)
+                assert_agree(operation, torch.float32, found, right)
                 continue
             with pytest.raises(AssertionError, match="off by"):
-                assert_close(operation, torch.float32, found, right)
+                assert_agree(operation, torch.float32, found, right)

@@ -18,10 +18,9 @@ from hal.compile.rewrite.proof_samples import as_list, violations
 from hal.compile.rewrite.rewrite import Rewrite, prepare
 from hal.compile.rewrite_report import PassReport
 from hal.errors import CompileError
-from hal.ops.declaration.operation import DEFAULT_TOLERANCE
 from hal.ops.declaration.sample_coverage import lacking
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 
 
 def check_rewrite(
@@ -134,11 +133,7 @@ def _demand_equal(rewrite: Rewrite, dtype: torch.dtype, found: Any, expected: An
     target = rewrite.replacement
     operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
     try:
-        if operation is not None:
-            assert_agree(operation, dtype, found, expected)
-        else:
-            relative, absolute = DEFAULT_TOLERANCE[dtype]
-            torch.testing.assert_close(found, expected, rtol=relative, atol=absolute)
+        assert_agree(operation, dtype, found, expected)
     except AssertionError as error:
         raise _failed(rewrite, what, str(error), "make both sides compute the same") from None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 from hal.testing.case import Failure
 from hal.testing.operations.calls import Call, described, reference, tensors, widest
 from hal.testing.operations.examined import prepared

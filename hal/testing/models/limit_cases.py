@@ -11,12 +11,13 @@ from torch import Tensor
 from hal.checkpoint.loading import load_model
 from hal.execution.runner import Runner
 from hal.nn import WeightUse
+from hal.ops.rounding import check_logits
 from hal.testing.case import Case, NotApplicable, require
 from hal.testing.models.model_cases import head_dim_of
 from hal.testing.models.paged_attention import Paged
 from hal.testing.models.plans import Plan, run_plan
 from hal.testing.models.random_checkpoint import checkpoint
-from hal.testing.models.same_tokens import check_logits, truth
+from hal.testing.models.same_tokens import truth
 from hal.testing.target import Target, dtype_name
 
 ANY_BLOCK_SIZE = (1, 8, 16, 48, 64, 128)

@@ -14,10 +14,11 @@ from hal.drivers.compiler_registry import EAGER
 from hal.execution.runner import Runner
 from hal.generation.generate import generate
 from hal.generation.sampling import SamplingParams
+from hal.ops.rounding import check_choice, check_logits
 from hal.testing.case import Case, require
 from hal.testing.models.plans import Plan, run_plan
 from hal.testing.models.random_checkpoint import FAMILIES, HEAD_DIM, checkpoint
-from hal.testing.models.same_tokens import check_choice, check_logits, truth
+from hal.testing.models.same_tokens import truth
 from hal.testing.target import Target, dtype_name
 
 BUCKETS = (1, 2, 4)

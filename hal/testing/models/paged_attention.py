@@ -13,7 +13,7 @@ from torch import Tensor
 from hal import ops
 from hal.drivers.backend import Backend
 from hal.ops.declaration.samples import Draw
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 from hal.step.state import StateSpec, canonical_states
 
 ATTENTION = "paged_attention"

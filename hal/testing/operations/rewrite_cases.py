@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from hal import ops
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.tolerance import assert_agree
+from hal.ops.tolerance import assert_agree
 from hal.testing.case import Case, Failure, NotApplicable
 from hal.testing.operations.calls import Call, described, tensors, widest
 from hal.testing.target import Target, dtype_name
