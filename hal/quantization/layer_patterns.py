@@ -14,7 +14,7 @@ from typing import NoReturn
 import regex
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.arithmetic import AGAIN
+from hal.quantization.int8_arithmetic import AGAIN
 
 READ = (
     "hal reads Python's regular expressions but for named and atomic groups, conditions, comments and flags inside; "
