@@ -6,14 +6,14 @@ TORCH ?= torch==2.13.0
 CHECKPOINT ?= checkpoints/tiny-python
 # For the CUDA driver on the emulated CUDA: torch for CUDA, in an environment of its own.
 CUDA_VENV ?= $(VENV)/cuda
-CUDA_TESTS ?= tests/cuda/emulated $(wildcard tests/cuda/test_cuda_gpu_*.py)
+CUDA_TESTS ?= tests/backends/cuda/emulated $(wildcard tests/backends/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
 # What is imported is compiled then, and kept: pip would compile all of it, on one core, which takes as long as the rest.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test bench lint types layers docs checkpoint clean test-cuda-emulated
+.PHONY: demo test test-all bench lint types layers docs checkpoint clean test-cuda-emulated
 
 # The same prompts on the CPU and on an emulated NPU, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -32,22 +32,27 @@ else
 	@echo '== the emulated NPU needs Linux, so that half is left out'
 endif
 
-# torch imports torch_npu wherever it is installed. The tests of the emulated CANN want that, in processes of their own.
-# A worker for each core takes whole files, whose tests share what is dear to make; one thread each, so that none waits.
+# A worker for each core takes whole files, whose tests share what is dear to make. What tests/conftest.py knows of the
+# last run, it uses to begin with the longest.
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
-test: export OMP_NUM_THREADS = 1
-# The workers have the cores: Inductor's own would each import torch again.
-test: export TORCHINDUCTOR_COMPILE_THREADS = 1
-test: $(VENV)/.test
-	$(PYTEST)
-	$(PYTEST) tests/emulator
-	$(PYTEST) tests/npu tests/conformance/npu
+# `make test AREA=ops` runs the tests of one folder: of a room of hal/, or cpu, cuda, npu, driver, emulator.
+AREA ?=
+FOLDER = $(or $(patsubst %/,%,$(firstword $(wildcard tests/$(AREA) tests/backends/$(AREA) tests/backends/npu/$(AREA)))),\
+  $(error there is no folder of tests for AREA=$(AREA): see tests/ and tests/backends/))
+# Each needs a process of its own; pytest leaves them out of that of the folder they are in.
+SEPARATE = tests/backends/npu/driver tests/backends/npu/emulator
+RUNS = $(FOLDER) $(filter $(FOLDER)/%,$(SEPARATE))
 
-# Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
+test: $(VENV)/.test
+	$(foreach folder,$(RUNS),$(PYTEST) -m 'not thorough' $(folder) &&) true
+
+test-all: $(VENV)/.test
+	$(foreach folder,$(RUNS),$(PYTEST) $(folder) &&) true
+
+# Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
 test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2
 test-cuda-emulated: $(CUDA_VENV)/.test
-	PYTHONPATH=tests/cuda $(CUDA_VENV)/bin/python -m emulated \
+	PYTHONPATH=tests/backends/cuda $(CUDA_VENV)/bin/python -m emulated \
 	  pytest -q -p emulated.plugin -n auto --maxprocesses 8 --dist worksteal $(CUDA_TESTS)
 
 bench: $(VENV)/.test

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+# All of these are read when torch is imported, or before. torch would import torch_npu, which fails without a CANN.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+# Workers of pytest-xdist have the cores, so each has one thread, and Inductor's own workers would only import torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import pytest
 
-import hal
-from hal import ops
+pytest.register_assert_rewrite("helpers")
 
-# transformers imports torch_npu wherever that is installed, and without CANN the import fails: out of sight, then.
-# tests/emulator, which brings a CANN, has its own process and takes this back.
-sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
+from helpers import ROOT, separate  # noqa: E402
+from helpers.durations import Durations  # noqa: E402
+
+import hal  # noqa: E402
+from hal import ops  # noqa: E402
 
 # A job in the background of a script ignores interrupts, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -25,23 +33,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # a tenth of the suites' time.
 gc.set_threshold(20_000, 10, 10)
 
-# Workers take whole files. Those that take longest come first: begun last, one would leave the other workers idle.
-LONG = (
-    "npu/test_models.py", "npu/test_schemes.py", "npu/test_npugraph_ex.py", "npu/test_pieces.py",
-    "npu/test_runner.py", "conformance/npu/test_npu.py", "conformance/npu/test_npu_fractal.py",
-    "npu/test_documentation.py", "emulator/test_activation.py", "emulator/test_scripts.py",
-    "test_doctor.py", "test_documentation.py", "test_transformers.py", "cuda/test_triton_kernels.py", "test_llama.py",
-    "conformance/test_cpu.py", "test_pieces.py", "test_bench.py", "test_rewrites.py", "test_new_driver.py",
-    "test_quantized_models.py",
-)  # fmt: skip
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Make this the process that the tests it was started for need, or refuse to."""
+    kind = separate.check(config.args, config.invocation_params.dir)
+    if kind == separate.CORE:
+        # transformers imports torch_npu wherever that is installed, and without CANN the import fails: out of sight.
+        sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
+    elif not separate.unavailable():
+        if kind == "backends/npu/driver":
+            # One that is refused must not stop torch_npu's queue for the tests after it.
+            os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
+        separate.activate()
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        config.pluginmanager.register(Durations(config), "hal-durations")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first; the order within a file, and of the others, stays."""
-    folder = Path(__file__).parent
-    ranks = {folder / name: rank for rank, name in enumerate(LONG)}
-    assert not [path for path in ranks if not path.exists()], "a file was renamed, and still has its old name in LONG"
-    items.sort(key=lambda item: ranks.get(item.path, len(LONG)))
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Files that import torch_npu are skipped where it is not installed."""
+    if separate.kind_of(module_path) == separate.CORE or not separate.unavailable():
+        return None
+    return separate.Unavailable.from_parent(parent, path=module_path)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Name what is not in this run, although its folder is."""
+    return [
+        f"not in this run, but by itself: pytest {folder}"
+        for folder in separate.left_out(config.args, config.invocation_params.dir)
+    ]
 
 
 @pytest.fixture
@@ -53,7 +74,7 @@ def cpu() -> hal.Backend:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""
-    return Path(__file__).parent.parent
+    return ROOT
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from hal.backends.cpu.driver import CpuBackend
-from random_checkpoint import write
+from helpers.large_checkpoint import write
 from torch import Tensor
 
 import hal

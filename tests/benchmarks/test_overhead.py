@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import large_checkpoint
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import hal
 from hal import ops
 from hal.ops import Operation
-
-from . import random_checkpoint
 
 LAYERS = 28
 
@@ -29,7 +28,7 @@ LAYERS = 28
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """28 layers so narrow that a step is mostly Python."""
     folder = tmp_path_factory.mktemp("deep")
-    random_checkpoint.write(
+    large_checkpoint.write(
         folder, torch.float32, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=128,
     )  # fmt: skip
@@ -170,7 +169,7 @@ print(backend.device.memory_stats().peak - before)
 
 def test_memory_while_loading(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     """The growth of a process's peak resident memory while it loads, over the bytes of the weights."""
-    weights = random_checkpoint.write(tmp_path, num_hidden_layers=24)
+    weights = large_checkpoint.write(tmp_path, num_hidden_layers=24)
 
     def load() -> int:
         command = [sys.executable, "-c", PEAK, str(tmp_path)]

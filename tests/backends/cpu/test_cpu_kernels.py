@@ -1,0 +1,448 @@
+"""The CPU's kernels in C++ and its packed weights: when they are used, what they refuse, and that a tape sees them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cpu import kernels as by_torch
+from hal.backends.cpu import packing
+from hal.backends.cpu.native.kernels import NATIVE
+from hal.backends.cpu.packing import ROWS, Packing, linear
+from helpers.reference import prompts
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.errors import DriverUnavailable, OperationError
+from hal.ops import Draw
+from hal.ops.tolerance import assert_agree
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def open_cpu(**options: Any) -> hal.Backend:
+    return hal.open({"backend": "cpu", "options": options})
+
+
+@pytest.fixture(scope="module")
+def native() -> hal.Backend:
+    """With the kernels in C++, or an error."""
+    return open_cpu(native=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["C++", "torch"])
+@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
+def test_both_sets_of_kernels_meet_the_reference(seed: int, by_torch: bool, name: str, dtype: torch.dtype) -> None:
+    operation, kernel = ops.operation(name), open_cpu(native=not by_torch).kernels[name]
+    for sample in operation.samples(Draw(dtype, seed=seed)):
+        ours, theirs = ([value.clone() if isinstance(value, Tensor) else value for value in sample] for _ in range(2))
+        found, expected = kernel(*ours), operation.reference(*theirs)
+        if operation.mutates:
+            found, expected = tuple(ours), tuple(theirs)
+        assert_agree(operation, dtype, found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 0, 1, 5, 64])
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 6), (14, 2)])
+def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: torch.dtype, native: hal.Backend) -> None:
+    """Lengths around what is read at once, blocks in any order, batches below and above the number of threads."""
+    (num_heads, kv_heads), draw = heads, Draw(dtype, seed=3)
+    for lengths in ([1], [4, 0, 5], [3] * 9, [130, 1, 64, 63, 65, 0]):
+        columns = -(-max(lengths) // 16)
+        table = draw.permutation(len(lengths) * columns + 3)[: len(lengths) * columns].view(len(lengths), columns)
+        caches = [draw.normal(len(lengths) * columns + 3, 16, kv_heads, 32) for _ in range(2)]
+        starts, lens = (torch.tensor(each, dtype=torch.int32) for each in (range(len(lengths) + 1), lengths))
+        query = draw.normal(len(lengths), num_heads + 2, 32)[:, 1:-1]
+        arguments = (query, *caches, table.int(), starts, lens, starts, lens, 0.2, True, window)
+        expected = ops.operation("paged_attention").reference(*arguments)
+        for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
+            assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_comes_out(broken: float, native: hal.Backend) -> None:
+    x, weight = torch.ones(3, 64), torch.ones(64)
+    x[1, 5] = broken
+    normed = native.kernels["rms_norm"](x, weight, 1e-6)
+    torch.testing.assert_close(normed, ops.operation("rms_norm").reference(x, weight, 1e-6), equal_nan=True)
+    activated = native.kernels["silu_and_mul"](x)
+    torch.testing.assert_close(activated, ops.operation("silu_and_mul").reference(x), equal_nan=True)
+    assert not activated[1].isfinite().all()
+    keys, table = torch.randn(2, 8, 1, 16), torch.tensor([[1]], dtype=torch.int32)
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    values = keys.clone()
+    values[1, 3] = broken
+    values[1, 7] = broken  # beyond the length: nobody may read it
+    for value in (values, values.nan_to_num(1.0, 1.0, 1.0)):
+        arguments = (torch.randn(1, 1, 16), keys, value, table, starts, lens, starts, lens, 1.0, True, None)
+        found = native.kernels["paged_attention"](*arguments)
+        assert bool(found.isfinite().all()) == (value is not values)
+
+
+def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
+    cache, row = torch.zeros(2, 4, 1, 8), torch.ones(1, 1, 8)
+    for slot in (8, -1):
+        with pytest.raises(OperationError, match=f"slot {slot}, outside the cache of 8 slots"):
+            native.kernels["store_kv_cache"](row, row, cache, cache.clone(), torch.tensor([slot], dtype=torch.int32))
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    for block, length in ((2, 3), (-1, 3), (1, 5), (1, -1), (1, -4)):
+        table, lens = torch.tensor([[block]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
+            native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
+    starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # a prefill, which is torch's
+    for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2), ([0, 1], -1)):
+        table, lens = torch.tensor([blocks], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
+            native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
+    with pytest.raises(OperationError, match="rms_norm was given float32"):
+        native.kernels["rms_norm"](torch.ones(2, 8), torch.ones(4), 1e-6)
+    with pytest.raises(OperationError, match="rms_norm was given float32"):
+        native.kernels["rms_norm"](torch.ones(2, 8), torch.ones(8, dtype=torch.bfloat16), 1e-6)
+
+
+def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
+    """C++ would read past the end of it."""
+    kernels, ones = native.kernels, torch.ones
+    cache, row = torch.zeros(2, 4, 1, 8), ones(3, 1, 8)
+    table, starts, lens = ones(3, 1).int(), torch.arange(4).int(), ones(3).int()
+    attention = (row, cache, cache, table, starts, lens)
+    calls = {
+        "rms_norm": [(ones(2, 8).double(), ones(8).double(), 1e-6), (ones(2, 8, device="meta"), ones(8), 1e-6)],
+        "silu_and_mul": [(ones(2, 7),), (ones(2, 8, device="meta"),)],
+        "add_rms_norm": [(ones(2, 8), ones(3, 8), ones(8), 1e-6)],
+        "rotary_embedding": [(ones(3, 2, 8), ones(2, 2, 8), ones(3, 8), ones(3, 8))],
+        "store_kv_cache": [(row, row, cache, cache, ones(2).int()), (row, row, cache, ones(2, 4, 2, 8), lens)],
+        "paged_attention": [
+            (*attention, starts, lens[:2], 1.0, True, None),
+            (*attention, starts[:3], lens, 1.0, True, None),
+            (*attention, starts, (lens.long() + 2**32), 1.0, True, None),
+        ],
+    }
+    assert set(calls) == set(NATIVE)
+    for name, each in calls.items():
+        for arguments in each:
+            with pytest.raises(OperationError):
+                kernels[name](*arguments)
+
+
+def test_any_layout_of_queries_will_do(native: hal.Backend) -> None:
+    query, caches = torch.randn(2, 32, 4).transpose(1, 2), [torch.randn(3, 8, 2, 32) for _ in range(2)]
+    table, starts = torch.tensor([[1], [2]]), torch.arange(3)  # int64, too
+    lens = torch.tensor([5, 8])
+    arguments = (query, *caches, table, starts, lens, starts, lens, 0.2, True, None)
+    expected = ops.operation("paged_attention").reference(*arguments)
+    torch.testing.assert_close(native.kernels["paged_attention"](*arguments), expected)
+
+
+def test_a_tape_replays_them_on_new_inputs(native: hal.Backend) -> None:
+    native.activate()
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    graph = native.graph()
+
+    def model() -> tuple[Tensor, Tensor]:
+        hidden = ops.rms_norm(x, weight, 1e-6)
+        return ops.add_rms_norm(hidden * 2, x, weight, 1e-5)
+
+    outputs = graph.capture(model)
+    for _ in range(3):
+        x.copy_(torch.randn(3, 64))
+        graph.replay()
+        torch.testing.assert_close(tuple(outputs), tuple(model()))
+
+
+def test_without_a_compiler(tmp_path: Path, trained: Path) -> None:
+    """Torch's kernels stand in with a warning, or, if C++ was asked for, the driver refuses with a remedy."""
+    program = f"""
+import logging, hal
+logging.basicConfig()
+backend = hal.open({{"backend": "cpu", "options": OPTIONS}})
+runner = hal.Runner(hal.load_model({str(trained)!r}, backend), backend)
+print([token.token_id for token in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=4))])
+"""
+    environment = {**os.environ, "PATH": str(tmp_path), "HAL_CACHE_DIR": str(tmp_path / "cache"), "CXX": ""}
+
+    def run(options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program.replace("OPTIONS", repr(options))]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    default, off, on = run({}), run({"native": False}), run({"native": True})
+    assert default.returncode == off.returncode == 0, default.stderr
+    assert default.stdout == off.stdout
+    assert "runs without its C++ kernels" in default.stderr
+    assert "C++" not in off.stderr
+    assert "DriverUnavailable" in on.stderr
+    assert "install g++" in on.stderr
+
+
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cpu.native import build
+
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(DriverUnavailable, match="no such flag"):
+        build.load.__wrapped__()
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cpu.native import build
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(DriverUnavailable, match="cannot be kept in") as caught:
+        build.load.__wrapped__()
+    assert "HAL_CACHE_DIR" in str(caught.value)
+
+
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hal.backends.cpu.native import build
+
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    build.load.__wrapped__()
+    (library,) = tmp_path.glob("cpu/*/kernels.so")
+    library.unlink()  # which stays as it is where it is loaded
+    library.write_bytes(b"")
+    assert build.load.__wrapped__().rms_norm
+    assert f"{library} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("variable", ["HAL_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_without_a_home_folder_torchs_kernels_run(variable: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("HAL_CACHE_DIR", "XDG_CACHE_HOME")}
+    environment[variable] = "~no-such-user/cache"
+
+    def run(options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        program = f"import hal; print(hal.open({{'backend': 'cpu', 'options': {options}}}))"
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+
+    default, native = run({}), run({"native": True})
+    assert default.returncode == 0, default.stderr
+    assert "runs without its C++ kernels" in default.stderr
+    assert "there is no such home folder" in default.stderr
+    assert "DriverUnavailable" in native.stderr
+    assert "set HAL_CACHE_DIR to a folder that can be written" in native.stderr
+    assert not list(tmp_path.iterdir())
+
+
+class TestTrust:
+    """What others could have written is code that is not run."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The cache's, and a compiler that makes an empty library in no time."""
+        fast = tmp_path / "fast"
+        fast.write_text('#!/bin/sh\nfor last; do :; done\nexec g++ -shared -x c++ /dev/null -o "$last"\n')
+        fast.chmod(0o755)
+        monkeypatch.setenv("CXX", str(fast))
+        monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "cpu"
+
+    @staticmethod
+    def library(folder: Path) -> Path:
+        (found,) = folder.glob("*/kernels.so")
+        return found
+
+    def test_a_library_is_its_users_own(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        from hal.backends.cpu.native import build
+
+        build.load.__wrapped__()
+        library = self.library(folder)
+        files = (folder, library.parent, library)
+        assert [stat.S_IMODE(each.stat().st_mode) for each in files] == [0o700, 0o700, 0o700]
+        made = library.stat().st_ino
+        build.load.__wrapped__()
+        assert library.stat().st_ino == made
+        assert [each.levelname for each in caplog.records] == ["INFO"], "compiled once, and nothing to warn of"
+
+    @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+    def test_one_that_others_may_write_is_compiled_again(
+        self, mode: int, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from hal.backends.cpu.native import build
+
+        build.load.__wrapped__()
+        library = self.library(folder)
+        made = library.stat().st_ino
+        library.chmod(mode)
+        keeping = library.open("rb")  # so that its inode is not given to the next
+        build.load.__wrapped__()
+        assert f"another user could have written {library}, and is made anew" in caplog.text
+        assert library.stat().st_ino != made
+        assert stat.S_IMODE(library.stat().st_mode) == 0o700
+        keeping.close()
+
+    def test_a_folder_that_others_may_write_in_is_closed(self, folder: Path) -> None:
+        from hal.backends.cpu.native import build
+
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        build.load.__wrapped__()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    @pytest.mark.parametrize("given", ["folder", "library"])
+    def test_what_is_anothers_is_not_loaded(self, given: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        from hal.backends.cpu.native import build
+
+        build.load.__wrapped__()
+        library = self.library(folder)
+        library.unlink()
+        library.write_bytes(b"no library")
+        os.chown(folder if given == "folder" else library, 12345, 12345)
+        assert build.load.__wrapped__()
+        if given == "folder":
+            assert f"others may write in {folder}" in caplog.text
+            assert "are compiled at each start; set HAL_CACHE_DIR to a folder of your own" in caplog.text
+            assert library.read_bytes() == b"no library"
+        else:
+            assert "and is made anew" in caplog.text
+            assert self.library(folder).stat().st_uid == 0
+
+
+def test_what_is_compiled_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cpu.native import build
+
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    build.load.__wrapped__()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.load.__wrapped__().rms_norm
+
+
+def test_a_chosen_compiler_is_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hal.backends.cpu.native import build
+
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(DriverUnavailable, match="there is no no-such-compiler"):
+        build.load.__wrapped__()
+    monkeypatch.setenv("CXX", "g++ -DCHOSEN")
+    assert build._compiler() == [shutil.which("g++"), "-DCHOSEN"]
+
+
+class TestPacking:
+    @pytest.fixture(autouse=True)
+    def small_weights_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "SMALLEST", 1)
+        monkeypatch.setattr(packing, "_measured", {})
+
+    @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+    def weight(self, request: pytest.FixtureRequest) -> Tensor:
+        return torch.randn(96, 64, dtype=request.param)
+
+    def gains(self, monkeypatch: pytest.MonkeyPatch, *gains: float) -> Packing:
+        monkeypatch.setattr(packing, "_gains", lambda weight, sizes: list(gains))
+        return Packing()
+
+    @pytest.mark.parametrize("rows", [0, 1, 5, 40])
+    def test_it_computes_the_same(self, rows: int, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        packed = self.gains(monkeypatch, 2.0, 2.0, 2.0).prepare(weight, shared=False)
+        assert packed.is_mkldnn
+        assert packed.shape == weight.shape
+        x, bias = torch.randn(rows, 64, dtype=weight.dtype), torch.randn(96, dtype=weight.dtype)
+        for each in (None, bias, torch.randn(192, dtype=weight.dtype)[::2]):
+            torch.testing.assert_close(linear(x, packed, each), linear(x, weight, each))
+
+    def test_it_can_be_unpacked(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        packed = self.gains(monkeypatch, 2.0, 2.0, 2.0).prepare(weight, shared=False)
+        backend = open_cpu(native=False)
+        assert torch.equal(backend.plain_weight(packed), weight)
+        assert backend.plain_weight(weight) is weight
+
+    def test_it_keeps_what_measured_slower(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        for shared in (False, True):
+            assert self.gains(monkeypatch, 0.9, 0.9, 0.9).prepare(weight, shared=shared) is weight
+
+    def test_a_table_keeps_both_forms(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Packed up to 8 rows, where that is faster, and as it is above."""
+        packed = self.gains(monkeypatch, 1.5, 1.2, 0.7).prepare(weight, shared=True)
+        used = []
+        monkeypatch.setattr(packing, "_packed_linear", lambda x, *rest: used.append(x.shape[0]))
+        for rows in (1, 8, 9, 32):
+            linear(torch.randn(rows, 64, dtype=weight.dtype), packed)
+        assert used == [1, 8]
+
+    def test_each_shape_is_measured_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+        def gains(weight: Tensor, sizes: tuple[int, ...]) -> list[float]:
+            measured.append((tuple(weight.shape), sizes))
+            return [2.0] * len(sizes)
+
+        monkeypatch.setattr(packing, "_gains", gains)
+        prepares = Packing()
+        for shape in ((8, 16), (8, 16), (16, 8), (8, 16)):
+            prepares.prepare(torch.randn(shape), shared=False)
+        prepares.prepare(torch.randn(8, 16), shared=False, sizes=[1, 2, 4, 8, 16])
+        assert measured == [((8, 16), ROWS), ((16, 8), ROWS), ((8, 16), (1, 4, 16))]
+
+    @pytest.mark.parametrize(
+        "compilation", [{"capture_sizes": [5, 2]}, {"compiler": "graph", "decode": {"capture_sizes": [5, 2]}}]
+    )
+    def test_the_batch_sizes_of_the_config_are_measured(
+        self, compilation: dict[str, Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen = set()
+        monkeypatch.setattr(packing, "_gains", lambda weight, sizes: seen.add(sizes) or [1.0] * len(sizes))
+        backend = hal.open({"backend": "cpu", "compilation": compilation})
+        hal.load_model(trained, backend)
+        assert seen == {(2, 5)}
+
+    @pytest.mark.parametrize("faster", [1, 3])
+    def test_a_gain_is_what_packing_saves(self, faster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        def seconds(x: Tensor, weights: list[Tensor]) -> float:
+            return x.shape[0] * (2.0 if weights[0].is_mkldnn else 2.0 * faster)
+
+        monkeypatch.setattr(packing, "_seconds", seconds)
+        assert packing._gains(torch.randn(512, 256), (1, 8)) == [faster, faster]
+
+    def test_it_is_measured_for_real(self) -> None:
+        assert all(gain > 0 for gain in packing._gains(torch.randn(512, 256), (1, 8)))
+
+    def test_small_weights_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "SMALLEST", 1 << 16)
+        monkeypatch.setattr(packing, "_gains", lambda weight, sizes: [2.0] * len(sizes))
+        small, large = torch.randn(64, 255), torch.randn(64, 256)
+        assert Packing().prepare(small, shared=False) is small
+        assert Packing().prepare(large, shared=False).is_mkldnn
+
+    def test_float16_is_left_alone(self) -> None:
+        weight = torch.randn(8, 8).half()
+        assert Packing().prepare(weight, shared=False) is weight
+
+    @pytest.mark.parametrize("compiler", ["eager", "graph", "inductor"])
+    def test_a_model_gives_the_same_tokens(
+        self, compiler: str, trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        texts, params = prompts(trained), hal.SamplingParams(max_new_tokens=12)
+
+        def tokens(*gains: float) -> list[tuple[int, int]]:
+            monkeypatch.setattr(packing, "_gains", lambda weight, sizes: list(gains))
+            packing._measured.clear()
+            compilation = {"compiler": compiler, "capture_sizes": [2, 4, 8]}
+            backend = hal.open({"backend": "cpu", "dtype": "float32", "compilation": compilation})
+            runner = hal.Runner(hal.load_model(trained, backend), backend)
+            assert any(each.is_mkldnn for each in runner.model.parameters()) == (gains[-1] > 1)
+            return [(each.prompt, each.token_id) for each in hal.generate(runner, texts, params)]
+
+        with caplog.at_level(logging.INFO):
+            assert tokens(2.0, 2.0, 2.0) == tokens(0.5, 0.5, 0.5) == tokens(1.1, 0.9, 0.5)
+        assert "held twice" in caplog.text

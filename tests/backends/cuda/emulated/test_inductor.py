@@ -1,0 +1,41 @@
+"""Decode steps that Inductor compiled, on the emulated CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import reference
+
+import hal
+from hal import ops
+
+
+def tokens(runner: hal.Runner, prompts: list[list[int]]) -> list[list[int]]:
+    texts: list[list[int]] = [[] for _ in prompts]
+    for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=4)):
+        texts[token.prompt].append(token.token_id)
+    return texts
+
+
+def test_a_kernel_with_functions_and_a_sum() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.softmax(-1) * y + torch.rsqrt(x.abs() + 1)).sum(-1)
+
+    x, y = (torch.randn(5, 100, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    found = torch.compile(function)(x.cuda(), y.cuda())
+    torch.testing.assert_close(found.cpu(), function(x, y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_trained_checkpoint_gives_the_cpus_tokens(count: int, trained: Path) -> None:
+    """Few of them: the interpreter takes its time. The kernels that Inductor leaves alone are torch's."""
+    prompts = reference.prompts(trained)[:count]
+    expected = tokens(reference.open_runner(trained), prompts)
+    kernels = {**dict.fromkeys(ops.catalogue(), "reference"), "linear": "torch", "paged_attention": "torch"}
+    backend = hal.open({
+        "backend": "cuda", "dtype": "float32", "compilation": {"compiler": "inductor"}, "cache": {"num_tokens": 1024},
+        "options": {"kernels": kernels},
+    })  # fmt: skip
+    assert tokens(hal.Runner(hal.load_model(trained, backend), backend), prompts) == expected

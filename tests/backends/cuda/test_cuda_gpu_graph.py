@@ -1,0 +1,347 @@
+"""On a GPU: CUDA graphs behind hal's Graph. Host values are never stale, captures fail in words, memory is shared."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import attending
+from helpers.attending import LENGTHS, ROWS
+from torch import Tensor
+
+import hal
+from hal.errors import CaptureError, ConfigError, GraphError, HostValueError
+
+Opened = Callable[..., hal.Backend]
+
+
+class Attend(attending.Attend):
+    """In blocks and heads that every library takes."""
+
+    def __init__(self, backend: hal.Backend, window: int | None = None) -> None:
+        super().__init__(backend, block_size=64, head_dim=64, window=window)
+
+    def eagerly(self, lens: Sequence[int]) -> Tensor:
+        host = torch.tensor(lens, dtype=torch.int32)
+        self.device_lens.copy_(host)
+        with torch.inference_mode():
+            return self.twice(host).cpu()
+
+
+TOLERANCE = 1e-2
+"""Two kernels, one for graphs and one for eager calls, differ by up to 3e-3 after two attentions in float16, where the
+one rounds weights before the product with values. Lengths that are not a replay's own differ by far more."""
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.fixture(params=[None, "flashinfer", "triton", "torch"], ids=str)
+def attend(request: pytest.FixtureRequest, gpu: Opened) -> Attend:
+    try:
+        return Attend(gpu(options={} if request.param is None else {"kernels": {"paged_attention": request.param}}))
+    except ConfigError as error:
+        pytest.skip(error.problem)
+
+
+class TestHostValues:
+    def test_every_replay_reads_its_own_lengths(self, attend: Attend) -> None:
+        """Also where the caller leaves the tensor of lengths on the device as it was."""
+        expected = [attend.eagerly(lens) for lens in LENGTHS]
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        address = output.data_ptr()
+        for lens, want in zip(LENGTHS, expected, strict=True):
+            attend.device_lens.fill_(1)
+            graph.replay(**attend.host_values(lens))
+            assert_same(output.cpu(), want)
+        assert graph.outputs.data_ptr() == address
+
+    def test_without_a_wait_between_replays(self, attend: Attend) -> None:
+        """A replay whose lengths are set while the one before it still runs must not hand them to that one."""
+        expected = [attend.eagerly(lens) for lens in LENGTHS]
+        graph, results = attend.backend.graph(), []
+        output = graph.capture(attend.twice)
+        torch.cuda._sleep(50_000_000)
+        for lens in LENGTHS * 20:
+            graph.replay(**attend.host_values(lens))
+            results.append(output.clone())
+        for found, want in zip(results, expected * 20, strict=True):
+            assert_same(found.cpu(), want)
+
+    def test_a_stale_length_would_show(self, attend: Attend) -> None:
+        for before, after in pairwise([attend.eagerly(lens) for lens in LENGTHS]):
+            assert not torch.allclose(before, after, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
+
+    def test_the_caller_may_change_them_at_once(self, attend: Attend) -> None:
+        expected = attend.eagerly(LENGTHS[1])
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        for pinned in (False, True):
+            values = attend.host_values(LENGTHS[1])
+            if pinned:
+                values["kv_lens_host"] = values["kv_lens_host"].pin_memory()
+            torch.cuda._sleep(50_000_000)  # tens of milliseconds, in which the copies wait
+            graph.replay(**values)
+            values["kv_lens_host"].fill_(3)
+            assert_same(output.cpu(), expected)
+
+    def test_a_window(self, gpu: Opened) -> None:
+        attend = Attend(gpu(), window=70)
+        expected = [attend.eagerly(lens) for lens in LENGTHS]
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        for lens, want in zip(LENGTHS, expected, strict=True):
+            graph.replay(**attend.host_values(lens))
+            assert_same(output.cpu(), want)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"kv_lens": [1] * ROWS}, "no host value 'kv_lens'.*did you mean 'kv_lens_host'"),
+            ({"kv_lens_host": None}, "lacks the host values kv_lens_host"),
+            ({"kv_lens_host": [1] * (ROWS - 1)}, r"must be int32\[5\] on cpu, found int32\[4\]"),
+            ({"query_start_loc_host": [0, 2, 2, 3, 4, 5]}, r"query_start_loc_host .* no replay can change"),
+        ],
+    )
+    def test_a_wrong_one_raises_and_nothing_is_launched(
+        self, gpu: Opened, change: dict[str, Any], message: str
+    ) -> None:
+        attend = Attend(gpu())
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        graph.replay(**attend.host_values(LENGTHS[2]))
+        before = output.cpu()
+        values = {name: value for name, value in (attend.host_values(LENGTHS[1]) | change).items() if value is not None}
+        with pytest.raises(HostValueError, match=message):
+            graph.replay(**values)
+        assert torch.equal(output.cpu(), before)
+
+
+class TestCapture:
+    def test_outputs_and_inputs_keep_their_places(self, gpu: Opened) -> None:
+        backend = gpu()
+        x = torch.arange(8.0, device=backend.device.torch)
+        graph = backend.graph()
+        output = graph.capture(lambda: {"sum": x + x, "number": 3})
+        for start in (0.0, 5.0):
+            x.copy_(torch.arange(8.0) + start)
+            graph.replay()
+            assert output["sum"].tolist() == (2 * (torch.arange(8.0) + start)).tolist()
+        assert graph.outputs is output
+        assert output["number"] == 3
+
+    def test_on_a_given_stream_and_dumped(self, gpu: Opened, tmp_path: Path) -> None:
+        backend = gpu()
+        x, before = torch.ones(8, device=backend.device.torch), torch.cuda.current_stream()
+        graph = backend.graph()
+        output = graph.capture(lambda: x * 3, stream=backend.device.stream())
+        assert torch.cuda.current_stream() == before
+        for name in ("once.dot", "again.dot"):
+            graph.replay()
+            assert output.tolist() == [3.0] * 8
+            graph.dump(tmp_path / name)
+            assert "digraph" in (tmp_path / name).read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("breaks", "message"),
+        [
+            (lambda x: x.sum().item(), "it synchronises|not pinned"),
+            (lambda x: x.cpu(), "it synchronises|not pinned"),
+            (lambda x: torch.ones(8).to(x.device), "not pinned|it synchronises"),
+            (lambda x: torch.cuda.synchronize(), "it synchronises"),
+            (lambda x: unjoined(x), "a stream that was not joined"),
+        ],
+        ids=["item", "cpu", "unpinned", "synchronize", "unjoined"],
+    )
+    def test_what_cannot_be_captured_is_said_and_the_process_goes_on(
+        self, gpu: Opened, breaks: Callable[[Tensor], Any], message: str
+    ) -> None:
+        backend = gpu()
+        x, stream = torch.ones(8, device=backend.device.torch), torch.cuda.current_stream()
+        graph = backend.graph()
+
+        def function() -> Tensor:
+            y = x + 1
+            breaks(y)
+            return y * 2
+
+        with pytest.raises(CaptureError, match=message) as caught:
+            graph.capture(function)
+        assert caught.value.remedy
+        assert caught.value.__cause__ is not None
+        assert torch.cuda.current_stream() == stream
+        assert not torch.cuda.is_current_stream_capturing()
+        backend.device.empty_cache()  # which fails if the allocator still thinks of a capture
+        output = graph.capture(lambda: x + 2)
+        graph.replay()
+        assert output.tolist() == [3.0] * 8
+
+    def test_another_thread_may_work_meanwhile(self, gpu: Opened) -> None:
+        backend = gpu()
+        x, made = torch.ones(8, device=backend.device.torch), []
+
+        def elsewhere() -> None:
+            made.append(torch.zeros(1 << 22, device=backend.device.torch).sum().item())
+
+        def function() -> Tensor:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            return x + 1
+
+        output = backend.graph().capture(function)
+        assert set(made) == {0.0}
+        assert output.shape == (8,)
+
+    def test_a_reset_graph_captures_again(self, gpu: Opened) -> None:
+        backend = gpu()
+        x = torch.ones(8, device=backend.device.torch)
+        graph = backend.graph()
+        graph.capture(lambda: x + 1)
+        with pytest.raises(GraphError, match="captured already"):
+            graph.capture(lambda: x + 1)
+        graph.reset()
+        with pytest.raises(GraphError, match="holds no capture"):
+            graph.replay()
+        output = graph.capture(lambda: x + 5)
+        graph.replay()
+        assert output.tolist() == [6.0] * 8
+
+
+def unjoined(x: Tensor) -> None:
+    """Work on another stream, which the captured one never waits for."""
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        x + 1
+
+
+class TestMemory:
+    def test_pools_are_shared_and_checked(self, gpu: Opened) -> None:
+        backend = gpu()
+        x = torch.ones(1 << 22, device=backend.device.torch)
+        first, second = backend.graph(), backend.graph()
+        first.capture(lambda: (x + 1) * 2)
+        gc.collect()  # graphs of other tests would be collected in between
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        second.capture(lambda: (x + 3) * 2, pool=first.pool)
+        assert torch.cuda.memory_reserved() == before
+        second.replay()
+        assert second.outputs[0].item() == 8.0
+        first.replay()
+        assert first.outputs[0].item() == 4.0
+        with pytest.raises(GraphError, match="is not the pool of a CUDA graph"):
+            backend.graph().capture(lambda: x + 1, pool="elsewhere")
+
+    def test_held_outputs_are_not_overwritten(self, gpu: Opened) -> None:
+        backend = gpu()
+        x = torch.ones(1 << 22, device=backend.device.torch)
+        first, second, third = (backend.graph() for _ in range(3))
+        first.capture(lambda: x + 1, hold=True)
+        second.capture(lambda: first.outputs * 3, pool=first.pool)
+        first.let_go()
+        third.capture(lambda: x + 7, pool=first.pool)
+        assert second.outputs.data_ptr() != first.outputs.data_ptr()
+        assert third.outputs.data_ptr() in (first.outputs.data_ptr(), second.outputs.data_ptr())
+        first.replay()
+        second.replay()
+        assert second.outputs[:3].tolist() == [6.0] * 3
+
+    def test_memory_of_cublas_is_the_pools(self, gpu: Opened) -> None:
+        """As Inductor does when it captures: what cuBLAS had for partial sums is given back, and others take it."""
+        backend = gpu()
+        weight = torch.randn(1024, 16384, device=backend.device.torch, dtype=torch.float16) / 128
+        x = torch.randn(1, 16384, device=backend.device.torch, dtype=torch.float16)  # long sums, which are split
+        expected = x @ weight.t()
+        graph = backend.graph()
+        output = graph.capture(lambda: x @ weight.t())
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(backend.capture_stream):  # type: ignore[attr-defined]
+            others = [torch.zeros(1 << 20, device=backend.device.torch) for _ in range(64)]
+        torch.cuda.synchronize()
+        for _ in range(3):
+            graph.replay()
+        assert_same(output.cpu(), expected.cpu())
+        assert not any(each.any().item() for each in others)
+
+    def test_many_sizes_take_little_more_than_the_largest(self, gpu: Opened) -> None:
+        backend = gpu()
+        weight = torch.randn(2048, 2048, device=backend.device.torch, dtype=torch.float16)
+        x = torch.randn(4096, 2048, device=backend.device.torch, dtype=torch.float16)
+
+        def step(rows: int) -> Tensor:
+            hidden = x[:rows]
+            for _ in range(4):
+                hidden = torch.nn.functional.silu(hidden @ weight)
+            return hidden
+
+        def reserved() -> int:
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return torch.cuda.memory_reserved()
+
+        step(16)  # what cuBLAS takes once
+        graphs, pool, before, after = [], None, reserved(), []
+        for rows in (4096, 2048, 1024, 512, 256, 128):
+            graph = backend.graph()
+            graph.capture(lambda rows=rows: step(rows), pool=pool)
+            pool = graph.pool
+            graphs.append(graph)
+            after.append(reserved() - before)
+        assert after[-1] <= 1.15 * after[0], after
+        for graph in graphs:
+            graph.reset()
+        del graph
+        assert reserved() <= before
+
+
+def test_on_another_gpu_than_the_current_one(gpu: Opened) -> None:
+    gpu()
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    attend = Attend(gpu(options={"device_index": 1}))
+    expected = [attend.eagerly(lens) for lens in LENGTHS]
+    graph = attend.backend.graph()
+    output = graph.capture(attend.twice)
+    with torch.cuda.device(0):
+        for lens, want in zip(LENGTHS, expected, strict=True):
+            graph.replay(**attend.host_values(lens))
+            assert_same(output.cpu(), want)
+
+
+def test_a_device_that_is_not_there(gpu: Opened) -> None:
+    with pytest.raises(ConfigError, match="the device_index 99 was asked for, and there are"):
+        gpu(options={"device_index": 99})
+
+
+BROKEN = """
+import torch, hal
+backend = hal.open("cuda")
+table = torch.zeros(4, 8, device=backend.device.torch)
+try:
+    with backend.explaining():
+        hal.ops.embedding(torch.tensor([9], device=backend.device.torch), table).cpu()
+except hal.errors.DeviceError as error:
+    print(error.problem.partition(":")[0], "|", error.remedy)
+"""
+
+
+def test_a_value_out_of_range_is_an_error_that_says_so(gpu: Opened) -> None:
+    """In a process of its own, which CUDA serves no more after it."""
+    gpu()
+    result = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=False)
+    assert "a kernel found a value out of range" in result.stdout, result.stderr
+    assert "restart the process" in result.stdout

@@ -1,0 +1,142 @@
+"""On a GPU: whole models give the CPU's tokens, in every mode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import reference
+
+import hal
+from hal.errors import ConfigError
+
+NEW_TOKENS = 40
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"compiler": "eager"},
+    "graph": {"compiler": "graph", "capture_sizes": [2, 4, 8]},
+    "piecewise": {"compiler": "piecewise", "capture_sizes": [2, 4, 8]},
+    "piecewise_eager": {"compiler": "piecewise_eager", "capture_sizes": [2, 4, 8]},
+    "inductor": {"compiler": "inductor"},
+    "piecewise prefill": {"compiler": "graph", "capture_sizes": [8], "prefill": {"compiler": "piecewise"}},
+}
+
+Opened = Callable[..., hal.Backend]
+
+
+def tokens(runner: hal.Runner, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    texts: list[list[int]] = [[] for _ in prompts]
+    for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW_TOKENS, **params)):
+        texts[token.prompt].append(token.token_id)
+    return texts
+
+
+def new_runner(backend: hal.Backend, path: Path) -> hal.Runner:
+    return hal.Runner(hal.load_model(path, backend), backend)
+
+
+@pytest.fixture(scope="module")
+def expected(gpu_here: None, trained: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """What the CPU gives in float32: of the likeliest tokens, and of drawn ones."""
+    runner = reference.open_runner(trained)
+    prompts = reference.prompts(trained)
+    return tokens(runner, prompts), tokens(runner, prompts, temperature=0.8, top_p=0.9, seed=11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_trained_checkpoint_gives_the_cpus_tokens(
+    gpu: Opened, trained: Path, expected: tuple[list[list[int]], list[list[int]]], mode: str
+) -> None:
+    backend = gpu(dtype="float32", compilation=MODES[mode], cache={"num_tokens": 4096})
+    runner, prompts = new_runner(backend, trained), reference.prompts(trained)
+    assert tokens(runner, prompts) == expected[0]
+    assert tokens(runner, prompts, temperature=0.8, top_p=0.9, seed=11) == expected[1]
+
+
+@pytest.mark.parametrize("library", ["flashinfer", "triton", "torch", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_with_each_librarys_attention(
+    gpu: Opened, trained: Path, expected: tuple[list[list[int]], list[list[int]]], mode: str, dtype: str, library: str
+) -> None:
+    """In 16 bits a near tie may fall otherwise, after which a text goes its own way: most beginnings agree."""
+    try:
+        backend = gpu(
+            dtype=dtype, compilation=MODES[mode], cache={"num_tokens": 8192},
+            options={"kernels": {"paged_attention": library}},
+        )  # fmt: skip
+    except ConfigError as error:
+        pytest.skip(error.problem)
+    found = tokens(new_runner(backend, trained), reference.prompts(trained))
+    if dtype == "float32":
+        assert found == expected[0]
+    else:
+        begin_alike = sum(one[:4] == other[:4] for one, other in zip(found, expected[0], strict=True))
+        assert begin_alike >= len(found) - 2
+
+
+def test_strict(gpu: Opened, trained: Path) -> None:
+    """Nothing that a model runs lacks a kernel."""
+    backend: Any = gpu(dtype="float32", strict=True)
+    if "triton" not in backend.sources.values():
+        pytest.skip("triton cannot be used here, so operations run their references")
+    found = tokens(new_runner(backend, trained), reference.prompts(trained)[:2], temperature=0.5)
+    assert [len(each) for each in found] == [NEW_TOKENS, NEW_TOKENS]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_quantised_model(gpu: Opened, trained: Path, tmp_path: Path, mode: str) -> None:
+    from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+    made = quantize_checkpoint(trained, tmp_path / "int8", "w8a8_dynamic")
+    runner = reference.open_runner(made.path)
+    prompts = reference.prompts(trained)
+    wanted = tokens(runner, prompts)
+    backend = gpu(dtype="float32", compilation=MODES[mode], cache={"num_tokens": 4096})
+    found = tokens(new_runner(backend, made.path), prompts)
+    # A value at the middle of two integers may be rounded either way.
+    assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= len(prompts) - 1
+
+
+def test_lengths_up_to_what_the_cache_holds(gpu: Opened, trained: Path) -> None:
+    """Prompts that cross blocks, in one batch with short ones, until they end at different steps."""
+    prompts = [
+        (each * 40)[:length] for each, length in zip(reference.prompts(trained), (1, 63, 64, 65, 200), strict=False)
+    ]
+    wanted = tokens(reference.open_runner(trained, num_tokens=4096), prompts)
+    for mode in ("eager", "graph"):
+        backend = gpu(dtype="float32", compilation=MODES[mode], cache={"num_tokens": 4096})
+        assert tokens(new_runner(backend, trained), prompts) == wanted, mode
+
+
+def test_a_step_in_a_graph_takes_the_host_little_time(gpu: Opened, trained: Path) -> None:
+    """Less than 0.2 ms, which does not depend on the model's size: one replay, and copies into its inputs."""
+    backend = gpu(dtype="float16", compilation={"compiler": "graph", "capture_sizes": [8]}, cache={"num_tokens": 2048})
+    runner = new_runner(backend, trained)
+    batch = runner.batch([[5]] * 8, [[row + 1] for row in range(8)], cached=[10] * 8)
+    took = []
+    for _ in range(200):
+        backend.device.synchronize()
+        start = time.perf_counter()
+        runner.step(batch)
+        took.append(time.perf_counter() - start)
+    assert sorted(took)[len(took) // 2] < 0.0002
+
+
+def test_graphs_give_their_memory_back(gpu: Opened, trained: Path) -> None:
+    import gc
+
+    backend = gpu(dtype="float16", compilation=MODES["graph"], cache={"num_tokens": 4096})
+    reserved = []
+    for _ in range(3):
+        runner = new_runner(backend, trained)
+        tokens(runner, reference.prompts(trained)[:3])
+        del runner
+        gc.collect()
+        torch.cuda.synchronize()
+        backend.device.empty_cache()
+        reserved.append(backend.device.memory_stats().reserved)
+    assert reserved[2] <= reserved[1]

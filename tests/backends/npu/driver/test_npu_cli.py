@@ -1,0 +1,116 @@
+"""The command on an emulated NPU: the same text as on the CPU, and the launches of a step counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from helpers.npu import processes
+
+import hal
+from hal.bench.figures import floor
+from hal.cli import main
+
+PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
+SAMPLED = ("--temperature", "0.85", "--top-p", "0.95", "--seed", "3", "--dtype", "float16")
+PROJECTIONS, NORMS = 4, 4
+
+
+@pytest.fixture(autouse=True)
+def _back_to_the_cpu() -> Iterator[None]:
+    yield
+    hal.open("cpu")
+
+
+def run(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return result
+
+
+def generated(trained: Path, *arguments: str) -> str:
+    prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    return run("generate", trained, *prompts, "--max-new-tokens", "24", *SAMPLED, *arguments).stdout
+
+
+def test_the_text_is_the_cpus(trained: Path) -> None:
+    expected = generated(trained, "--backend", "cpu")
+    assert generated(trained, "--backend", "npu", "--emulate") == expected
+    assert generated(trained, "--backend", "npu", "--emulate", "--compiler", "graph") == expected
+
+
+def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
+    arguments = ("--prompt", PROMPTS[0], "--max-new-tokens", "8", "--dtype", "float16")
+    result = processes.hal("generate", str(trained), *arguments, "--backend", "npu", "--emulate")
+    assert result.stdout == run("generate", trained, *arguments, "--backend", "cpu").stdout
+
+
+def test_what_torch_npu_prints_is_no_text(trained: Path, tmp_path: Path) -> None:
+    """When npugraph_ex compiles something for the first time, torch_npu warns on stdout."""
+    arguments = ("--prompt", PROMPTS[0], "--max-new-tokens", "8", "--dtype", "float16")
+    cold = ("--compiler", "npugraph_ex", "--compilation-config", json.dumps({"cache_dir": str(tmp_path)}))
+    result = processes.hal("generate", str(trained), *arguments, "--backend", "npu", "--emulate", *cold)
+    assert result.stdout == run("generate", trained, *arguments, "--backend", "cpu").stdout
+    assert "Warning: torch.save" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    file = tmp_path_factory.mktemp("bench") / "trace.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floor, "READ_BYTES", 1 << 20)
+        patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
+        options = ("--shapes", "tiny", "--dtype", "float16", "--context", "130", "--repeats", "3", "--batch-size", "2")
+        options += ("--compiler", "eager", "--compiler", "graph")
+        result = run("bench", "decode", *options, "--backend", "npu", "--emulate", "--trace", "--json", file)
+    return result.stdout, json.loads(file.read_text())
+
+
+def test_the_launches_of_a_layer(traced: tuple[str, dict[str, Any]]) -> None:
+    figures = traced[1]
+    eager, graph = figures["launches"]
+    assert (eager["contender"], graph["contender"]) == ("hal eager", "hal graph")
+    for each in (eager, graph):
+        assert each["layer"] | {"Matmul": PROJECTIONS, "SwiGlu": 1, "FusedInferAttentionScoreV3": 1} == each["layer"]
+        assert each["layer"]["RmsNorm"] + 2 * each["layer"].get("AddRmsNorm", 0) >= 2
+        assert each["outside"]["Matmul"] == 1
+        assert each["per_layer"] == sum(each["layer"].values())
+    assert figures["launches_per_layer_of_peers"] == {"SGLang 0.5.23, Qwen3, graph mode": 10}
+    assert figures["environment"]["emulated"] is True
+
+
+def test_a_replay_launches_what_an_eager_step_does_and_copies_its_inputs(traced: tuple[str, dict[str, Any]]) -> None:
+    """But for what the passes put together."""
+    eager, graph = traced[1]["launches"]
+    fused = {"Add", "RmsNorm", "AddRmsNorm", "RotaryPositionEmbeddingV2", "ApplyRotaryPosEmbV2"}
+    rest = [{name: times for name, times in each["layer"].items() if name not in fused} for each in (eager, graph)]
+    assert rest[0] == rest[1]
+    assert graph["per_layer"] < eager["per_layer"]
+    more = {name: number - eager["outside"].get(name, 0) for name, number in graph["outside"].items()}
+    assert {name for name, number in more.items() if number} <= {"InplaceCopy", "copy", "fill", "graph"}
+    assert more["InplaceCopy"] + more.get("copy", 0) >= 4
+
+
+def test_the_table_of_launches(traced: tuple[str, dict[str, Any]]) -> None:
+    stdout, figures = traced
+    _, _, table = stdout.partition("kernels that a step launches\n\n")
+    header, *rows = table.partition("\n\n")[0].splitlines()
+    assert header.split("  ")[0] == "batch"
+    (total,) = [row.split() for row in rows if row.split()[1] == "all"]
+    numbers = [part for each in figures["launches"] for part in (each["per_layer"], sum(each["outside"].values()))]
+    assert total == ["2", "all", *map(str, numbers)]
+    assert "- others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode" in table
+    assert "- the device is emulated: how long a step takes there says nothing about hardware" in stdout
+
+
+def test_prefills_are_traced_too() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floor, "MATMUL_SIZES", (32,))
+        options = ("--shapes", "tiny", "--dtype", "float16", "--tokens", "20", "--repeats", "3", "--backend", "npu")
+        stdout = run("bench", "prefill", *options, "--trace").stdout
+    assert "FusedInferAttentionScoreV3" in stdout
+    assert "SGLang" not in stdout

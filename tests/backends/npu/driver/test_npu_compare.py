@@ -1,0 +1,114 @@
+"""``hal compare`` with the emulated NPU: it agrees with the CPU in every form, and what is planted in it is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers.npu import processes
+from safetensors.torch import load_file
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.cli import main
+from hal.compare.backends import compare_backends
+from hal.compare.saved import SavedCall
+from hal.compare.texts import Prompts
+from hal.ops.tolerance import assert_agree
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "5")
+TEXT = "def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n" * 8
+NORM = "model.layers.1.self_attn.k_norm"
+
+Opened = Callable[..., hal.Backend]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """What is computed is small, and threads would fight over the cores with the streams'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    hal.open("cpu")
+
+
+def compared(*arguments: str | Path) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(main, ["compare", *map(str, arguments), *PROMPTS, "--json"])
+    assert result.exit_code == 0, (result.output, result.stderr, result.exception)
+    comparisons: list[dict[str, Any]] = json.loads(result.stdout)
+    return comparisons
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backends", ["cpu,npu", "npu,cpu"])
+def test_the_cpu(trained: Path, backends: str, dtype: str) -> None:
+    (found,) = compared(trained, "--backends", backends, "--emulate", "--dtype", dtype)
+    assert found["broken"] is found["departure"] is None
+    assert [row["operations"] for row in found["rows"]] == [5 * 12] * 4 + [5 * 3]
+    assert any(row["worst"]["error"]["ratio"] > 0 for row in found["rows"])  # they do round differently
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_int8_weights_that_only_the_npu_prepares(trained: Path, tmp_path: Path, scheme: Any, dtype: str) -> None:
+    text = {"calibration": TEXT} if scheme == "w8a8" else {}
+    quantised = quantize_checkpoint(trained, tmp_path / scheme, scheme, **text).path
+    (found,) = compared(quantised, "--backends", "cpu,npu", "--emulate", "--dtype", dtype)
+    assert [row["operations"] for row in found["rows"]] == [5 * 16] * 4 + [5 * 3]
+
+
+def test_weights_and_caches_in_fractal_nz(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_NPU_NZ_WEIGHTS", "true")
+    monkeypatch.setenv("HAL_NPU_NZ_CACHE", "true")
+    (found,) = compared(trained, "--backends", "cpu,npu", "--emulate", "--dtype", "float16")
+    assert len(found["not_compared"]) == 1
+    assert found["not_compared"][0].startswith("store_kv_cache: cpu and npu lay their caches out differently")
+
+
+def test_modes(trained: Path) -> None:
+    modes = "eager,graph,piecewise,npugraph_ex"
+    found = compared(trained, "--backends", "npu", "--emulate", "--compilers", modes, "--dtype", "bfloat16")
+    assert [each["second"] for each in found] == ["graph", "piecewise", "npugraph_ex"]
+    assert all(each["departure"] is None for each in found)
+
+
+def test_a_wrong_epsilon_and_its_replay(npu: Opened, trained: Path, tmp_path: Path) -> None:
+    first, second = hal.open({"backend": "cpu", "dtype": "float16"}), npu(dtype="float16")
+    weight, right = load_file(trained / "model.safetensors")[f"{NORM}.weight"].half(), second.kernels["rms_norm"]
+
+    def rms_norm(x: Tensor, own: Tensor, eps: float) -> Tensor:
+        result: Tensor = right(x, own, 0.1 if torch.equal(own.cpu(), weight) else eps)
+        return result
+
+    second.kernels = {**second.kernels, "rms_norm": rms_norm}  # type: ignore[assignment]
+    found = compare_backends(trained, first, second, Prompts(((5, 6, 7, 8), (9, 10)), 3), save_to=tmp_path / "call")
+    assert found.broken is not None
+    assert (found.broken.call.operation, found.broken.call.path) == ("rms_norm", NORM)
+    assert [row.worst is not None and row.worst.error.ratio > 1 for row in found.rows] == [0, 1, 0, 0, 0]
+    call = SavedCall.load(tmp_path / "call")
+    with torch.inference_mode():
+        again = second.ops.rms_norm(*call.arguments("second", second.device.torch))
+        healed = right(*call.arguments("second", second.device.torch))
+    assert torch.equal(again.cpu(), call.results("second")["result"])
+    assert_agree(ops.operation("rms_norm"), torch.float16, healed, call.results("first")["result"])
+
+
+def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
+    arguments = ("--backends", "cpu,npu", "--emulate", "--dtype", "float16", *PROMPTS)
+    assert "npu against cpu: within tolerance" in processes.hal("compare", str(trained), *arguments).stdout
+
+
+def test_a_dtype_that_one_of_them_lacks(trained: Path) -> None:
+    arguments = ["compare", str(trained), "--backends", "cpu,npu", "--emulate", "--dtype", "float32", *PROMPTS]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "the backend npu does not compute in torch.float32" in result.stderr
+    assert "bfloat16, float16" in result.stderr

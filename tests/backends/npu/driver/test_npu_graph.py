@@ -1,0 +1,428 @@
+"""NPUGraph behind hal's Graph: host values that are never stale, captures that fail in words, shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+from helpers import TESTS
+from helpers.attending import HEADS, KV_HEADS, LENGTHS, ROWS, SCALE
+from helpers.npu.attending import BLOCK, Attend
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hal
+from hal.errors import CaptureError, DeviceError, GraphError, HostValueError
+
+Opened = Callable[..., hal.Backend]
+
+
+@pytest.fixture(params=["fused", "atb"])
+def attend(request: pytest.FixtureRequest, npu: Opened) -> Attend:
+    return Attend(npu(options={"attention": request.param}))
+
+
+class TestHostValues:
+    def check(self, attend: Attend, graph: hal.Graph, output: Tensor) -> None:
+        for lens in LENGTHS:
+            attend.device_lens.copy_(torch.tensor(lens))
+            expected = attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()
+            graph.replay(**attend.host_values(lens))
+            torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=0)
+
+    def test_every_replay_reads_its_own_lengths(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
+        attend = Attend(npu())
+        graph = attend.backend.graph()
+        with emulator.schedule(seed):
+            self.check(attend, graph, graph.capture(attend.twice))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_without_a_wait_between_replays(self, npu: Opened, seed: int) -> None:
+        """A replay whose lengths are set while the one before it still runs must not hand them to that one."""
+        attend = Attend(npu())
+        graph, results = attend.backend.graph(), []
+        output = graph.capture(attend.twice)
+        with emulator.schedule(seed):
+            for lens in LENGTHS:
+                graph.replay(**attend.host_values(lens))
+                results.append(output.clone())
+            found = [each.cpu() for each in results]
+        for lens, each in zip(LENGTHS, found, strict=True):
+            expected = attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()
+            torch.testing.assert_close(each, expected, rtol=0, atol=0)
+
+    def test_a_stale_length_would_show(self, attend: Attend) -> None:
+        results = [attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu() for lens in LENGTHS]
+        for before, after in pairwise(results):
+            assert not torch.equal(before, after)
+
+    def test_the_caller_may_change_them_at_once(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        values = attend.host_values(LENGTHS[1])
+        expected = attend.twice(values["kv_lens_host"].clone()).cpu()
+        with emulator.faults.delay("", 0.02, count=None):
+            graph.replay(**values)
+            values["kv_lens_host"].fill_(3)
+        torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("head_dim", [32, 128])
+    def test_a_window(self, npu: Opened, head_dim: int) -> None:
+        """It is a mask of slots made on the device, or an attention that takes the lengths of queries, too."""
+        attend = Attend(npu(), window=70, head_dim=head_dim)
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice))
+
+    def test_the_number_of_queries_is_part_of_a_decode_capture(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        graph.capture(attend.twice)
+        values = attend.host_values(LENGTHS[0])
+        with emulator.trace() as trace, pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"):
+            graph.replay(**values | {"query_start_loc_host": torch.tensor([0, 2, 2, 3, 4, 5], dtype=torch.int32)})
+        assert not trace.records
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"kv_lens": [1] * ROWS}, "no host value 'kv_lens'.*did you mean 'kv_lens_host'"),
+            ({"kv_lens_host": None}, "lacks the host values kv_lens_host"),
+            ({"kv_lens_host": [1] * (ROWS - 1)}, r"must be int32\[5\] on cpu, found int32\[4\]"),
+            ({"kv_lens_host": torch.ones(ROWS)}, r"found float32\[5\]"),
+            ({"kv_lens_host": [[1]]}, "pass a CPU tensor, or a list of integers"),
+        ],
+    )
+    def test_a_wrong_one_raises_before_anything_is_launched(
+        self, npu: Opened, change: dict[str, Any], message: str
+    ) -> None:
+        attend = Attend(npu())
+        graph = attend.backend.graph()
+        output = graph.capture(attend.twice)
+        values = {name: value for name, value in (attend.host_values(LENGTHS[1]) | change).items() if value is not None}
+        with emulator.trace() as trace, pytest.raises(HostValueError, match=message):
+            graph.replay(**values)
+        assert not trace.records
+        self.check(attend, graph, output)
+
+
+class TestCounts:
+    def test_attention_behind_the_dispatcher_is_refused(self, attend: Attend) -> None:
+        graph = attend.backend.graph()
+        with pytest.raises(CaptureError, match=r"2 of 2 calls with host values \(paged_attention\) were not recorded"):
+            graph.capture(lambda: attend.twice(attention=torch.ops.hal.paged_attention))
+
+        def half() -> Tensor:
+            first = attend.call(attend.query, attend.lens)
+            return attend.call(first, attend.lens, torch.ops.hal.paged_attention)
+
+        with pytest.raises(CaptureError, match="1 of 2 calls"):
+            graph.capture(half)
+        with pytest.raises(GraphError, match="holds no capture"):
+            graph.replay(**attend.host_values(LENGTHS[0]))
+        TestHostValues().check(attend, graph, graph.capture(attend.twice))
+
+    def test_attention_beside_hal_is_refused(self, npu: Opened) -> None:
+        import torch_npu
+
+        attend = Attend(npu())
+
+        def function() -> Tensor:
+            attended: Tensor = torch_npu.npu_fused_infer_attention_score(
+                attend.query.view(ROWS, 1, -1), attend.caches[0].flatten(2), attend.caches[1].flatten(2),
+                actual_seq_lengths_kv=[1] * ROWS, block_table=attend.table, num_heads=HEADS,
+                num_key_value_heads=KV_HEADS, scale=SCALE, input_layout="BSH", block_size=BLOCK,
+            )[0]  # fmt: skip
+            return attended
+
+        with pytest.raises(CaptureError, match="recorded 1 launches to update, and hal's operations made 0"):
+            attend.backend.graph().capture(function)
+
+
+class TestCapture:
+    def test_outputs_and_inputs_keep_their_places(self, npu: Opened) -> None:
+        backend = npu()
+        x = torch.arange(8.0, device="npu").half()
+        graph = backend.graph()
+        output = graph.capture(lambda: x + x)
+        for start in (0.0, 5.0):
+            x.copy_(torch.arange(8.0) + start)
+            graph.replay()
+            torch.testing.assert_close(output.cpu(), 2 * (torch.arange(8.0) + start).half())
+        assert graph.outputs is output
+
+    def test_on_a_given_stream_and_dumped(self, npu: Opened, tmp_path: Path) -> None:
+        backend = npu()
+        x = torch.ones(8, device="npu", dtype=torch.float16)
+        before = torch.npu.current_stream()
+        graph = backend.graph()
+        output = graph.capture(lambda: x * 3, stream=backend.device.stream())
+        assert torch.npu.current_stream() == before
+        graph.replay()
+        assert output.cpu().tolist() == [3.0] * 8
+        graph.dump(tmp_path / "graph.json")
+        assert (tmp_path / "graph.json").stat().st_size > 0
+
+    @pytest.mark.parametrize(
+        ("breaks", "message"),
+        [
+            (lambda x: x.sum().item(), "synchronis|reading a value back"),
+            (lambda x: x.cpu(), "synchronis|reading a value back"),
+            (lambda x: torch.ones(8).to(x.device), "reading a value back or copying from unpinned memory"),
+            (lambda x: torch.npu.synchronize(), "synchronis|does not allow"),
+            (lambda x: torch.npu.Stream().wait_stream(torch.npu.current_stream()), None),
+            (lambda x: hal.active_backend().device.synchronize(), "synchronis|does not allow"),
+        ],
+        ids=["item", "cpu", "unpinned", "synchronize", "unjoined", "device-error"],
+    )
+    def test_what_cannot_be_captured_is_said_and_the_process_goes_on(
+        self, npu: Opened, breaks: Callable[[Tensor], Any], message: str | None
+    ) -> None:
+        backend = npu()
+        x = torch.ones(8, device="npu", dtype=torch.float16)
+        graph, stream, handles = backend.graph(), torch.npu.current_stream(), emulator.live_handles()["graph"]
+
+        def function() -> Tensor:
+            y = x + 1
+            breaks(y)
+            return y * 2
+
+        if message is not None:
+            with pytest.raises(CaptureError, match=message) as caught:
+                graph.capture(function)
+            assert caught.value.remedy
+            assert caught.value.__cause__ is not None
+        assert torch.npu.current_stream() == stream
+        assert not torch.npu.is_current_stream_capturing()
+        output = graph.capture(lambda: x + 2)
+        graph.replay()
+        assert output.cpu().tolist() == [3.0] * 8
+        del output
+        graph.reset()
+        assert emulator.live_handles()["graph"] == handles
+
+    @pytest.mark.parametrize("make", [KeyError, RuntimeError, KeyboardInterrupt])
+    def test_what_the_function_raises_wins_over_the_captures_end(self, npu: Opened, make: type[BaseException]) -> None:
+        """Raised after a call that a capture refuses; or between a fork and its join, where the end fails, too."""
+        backend = npu()
+        x, graph = torch.ones(8, device="npu", dtype=torch.float16), backend.graph()
+
+        def forked() -> None:
+            side = torch.npu.Stream()
+            side.wait_stream(torch.npu.current_stream())
+            with torch.npu.stream(side):
+                x.add(1)
+            raise error
+
+        def refused() -> None:
+            with suppress(RuntimeError):
+                x.cpu()
+            raise error
+
+        for function in (refused, forked):
+            error = make("mine")
+            with pytest.raises(make) as caught:
+                graph.capture(function)
+            assert caught.value is error
+            assert caught.value.__cause__ is None
+            assert not torch.npu.is_current_stream_capturing()
+        assert any("the capture's end" in note for note in error.__notes__)
+        output = graph.capture(lambda: x + 2)
+        graph.replay()
+        assert output.cpu().tolist() == [3.0] * 8
+
+    def test_pools_are_shared_and_checked(self, npu: Opened) -> None:
+        backend = npu()
+        x = torch.ones(1 << 20, device="npu", dtype=torch.float16)
+        first, second = backend.graph(), backend.graph()
+        first.capture(lambda: (x + 1) * 2)
+        gc.collect()  # graphs of other tests would be collected in between
+        torch.npu.empty_cache()
+        before = torch.npu.memory_reserved()
+        second.capture(lambda: (x + 3) * 2, pool=first.pool)
+        assert torch.npu.memory_reserved() == before
+        second.replay()
+        assert second.outputs[0].item() == 8.0
+        first.replay()
+        assert first.outputs[0].item() == 4.0
+        with pytest.raises(GraphError, match="is not the pool of an NPUGraph"):
+            backend.graph().capture(lambda: x + 1, pool="elsewhere")
+
+
+class TestBeginAndEnd:
+    """Several graphs from one run, with eager work between them on the same stream."""
+
+    def test_attention_in_graphs_of_one_pool(self, npu: Opened) -> None:
+        """Five replays of three, each with lengths of its own."""
+        attend = Attend(npu())
+        graphs = [attend.backend.graph() for _ in range(3)]
+        scale = torch.ones(1, device="npu", dtype=torch.float16)
+        made: list[Tensor] = []
+        with attend.backend.capturing() as captures:
+            for number, graph in enumerate(graphs):
+                captures.begin(graph, pool=graphs[0].pool if number else None)
+                made.append(captures.end(attend.twice() * scale))
+                assert not torch.npu.is_current_stream_capturing()
+                scale.add_(1)  # eagerly
+        assert len({graph.pool for graph in graphs}) == 1
+        attend.backend.device.synchronize()
+        assert scale.item() == 4
+        for lens in LENGTHS[:5]:
+            attend.device_lens.copy_(torch.tensor(lens))
+            expected = attend.twice(torch.tensor(lens, dtype=torch.int32))
+            for number, graph in enumerate(graphs):
+                scale.fill_(number + 2)
+                graph.replay(**attend.host_values(lens))
+                torch.testing.assert_close(made[number], expected * (number + 2), rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        "error", [ZeroDivisionError("mine"), KeyboardInterrupt("mine")], ids=["error", "interrupt"]
+    )
+    def test_after_an_exception_in_the_middle(self, npu: Opened, error: BaseException) -> None:
+        attend = Attend(npu())
+        backend, graphs = attend.backend, [attend.backend.graph() for _ in range(2)]
+        x, stream = torch.ones(8, device="npu", dtype=torch.float16), torch.npu.current_stream()
+
+        def broken() -> None:
+            with backend.capturing() as captures:
+                captures.begin(graphs[0])
+                captures.end(x + 1)
+                captures.begin(graphs[1], pool=graphs[0].pool)
+                attend.twice()
+                raise error
+
+        with pytest.raises(type(error)) as caught:
+            broken()
+        assert caught.value is error
+        assert torch.npu.current_stream() == stream
+        assert not torch.npu.is_current_stream_capturing()
+        graphs[0].replay()
+        assert graphs[0].outputs.cpu().tolist() == [2.0] * 8
+        with ThreadPoolExecutor(1) as thread:
+            other = backend.graph()
+            found = thread.submit(other.capture, lambda: x * 3).result(timeout=60)
+        other.replay()
+        assert found.cpu().tolist() == [3.0] * 8
+        TestHostValues().check(attend, graphs[1], graphs[1].capture(attend.twice))
+
+    def test_modes_of_the_code(self, npu: Opened) -> None:
+        """One inside a capture sees attention before torch_npu's; one around the end of a capture is refused."""
+        attend, seen = Attend(npu()), Noting()
+        graph = attend.backend.graph()
+
+        def noted() -> Tensor:
+            with seen:
+                return attend.twice()
+
+        TestHostValues().check(attend, graph, graph.capture(noted))
+        assert any("fused_infer_attention" in name for name in seen.names)
+        graph.reset()
+
+        def ends_in_it() -> None:
+            with attend.backend.capturing() as captures:
+                captures.begin(graph)
+                made = attend.twice()
+                with seen:
+                    captures.end(made)
+
+        with pytest.raises(CaptureError, match=r"the mode Noting is .* and must be _Watch"):
+            ends_in_it()
+        TestHostValues().check(attend, graph, graph.capture(attend.twice))
+
+
+class Noting(TorchDispatchMode):
+    """Notes the names of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_that_fails_is_an_error_and_the_next_replay_is_right(npu: Opened) -> None:
+    attend = Attend(npu())
+    graph = attend.backend.graph()
+    output = graph.capture(attend.twice)
+    graph.replay(**attend.host_values(LENGTHS[1]))
+    with pytest.raises(GraphError, match="host values of a replay could not be set"):
+        graph.replay(**attend.host_values([1, 1, 100_000, 1, 1]))  # more than its blocks hold
+    TestHostValues().check(attend, graph, output)
+
+
+def test_a_replay_that_failed_half_way_leaves_nothing_behind(npu: Opened) -> None:
+    attend = Attend(npu())
+    graph = attend.backend.graph()
+    output = graph.capture(attend.twice)
+
+    def step() -> None:
+        graph.replay(**attend.host_values(LENGTHS[1]))
+        with attend.backend.explaining():
+            output.cpu()
+
+    with emulator.faults.execution("Add"), pytest.raises(DeviceError, match="507015"):
+        step()
+    TestHostValues().check(attend, graph, output)
+
+
+def test_update_and_replay_overlap(npu: Opened) -> None:
+    """The replay runs up to its first attention whether or not lengths have been set, and each attention waits."""
+    attend = Attend(npu())
+
+    def function() -> Tensor:
+        return attend.twice() + torch.tanh(attend.query)
+
+    graph = attend.backend.graph()
+    graph.capture(lambda: torch.tanh(attend.query * 2) + function())
+    orders = set()
+    for seed in range(20):
+        with emulator.schedule(seed), emulator.trace() as trace:
+            graph.replay(**attend.host_values(LENGTHS[1]))
+            torch.npu.synchronize()
+        kinds = [(record.kind, record.name) for record in trace.records]
+        updates = [index for index, (kind, _) in enumerate(kinds) if kind == "update"]
+        attentions = [index for index, (_, name) in enumerate(kinds) if name == "FusedInferAttentionScoreV3"]
+        assert len(updates) == len(attentions) == 2
+        assert all(update < attention for update, attention in zip(updates, attentions, strict=True)), kinds
+        before = sum(kind == "kernel" for kind, _ in kinds[: updates[0]])
+        orders.add((before > 0, updates[1] > attentions[0]))
+    assert {(True, True), (False, False)} <= orders
+
+
+QUEUED = """
+import sys
+sys.path[:0] = {folders!r}
+from hal.backends.npu import emulator
+emulator.activate(devices=2)
+import hal, test_npu_graph
+for options in ({{}}, {{"attention": "atb"}}):
+    attend = test_npu_graph.Attend(hal.open({{"backend": "npu", "options": options}}))
+    graph = attend.backend.graph()
+    test_npu_graph.TestHostValues().check(attend, graph, graph.capture(attend.twice))
+    graph.reset()
+    test_npu_graph.TestHostValues().test_the_caller_may_change_them_at_once(attend)
+print("right")
+"""
+
+
+def test_with_the_task_queue() -> None:
+    program = QUEUED.format(folders=[str(Path(__file__).parent), str(TESTS)])
+    environ = {**os.environ, "TASK_QUEUE_ENABLE": "1"}
+    result = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=200)
+    assert result.stdout == "right\n", result.stderr

@@ -1,0 +1,489 @@
+"""The NPU's kernels against the references, what they launch, and what they do where hardware is particular."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+from helpers.npu.drawn import attention_arguments, drawn_attention, on_cpu
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import hal
+from hal import ops
+from hal.errors import CaptureError, ConfigError, HostValueError, OperationError
+from hal.nn import Embedding, Linear, WeightUse
+from hal.ops import Draw, Operation, Sample
+from hal.ops.tolerance import assert_agree
+
+DTYPES = (torch.float16, torch.bfloat16)
+OPERATIONS = list(ops.catalogue().values())
+ATTENTION = ops.operation("paged_attention")
+FRACTAL_NZ = 29
+
+Opened = Callable[..., hal.Backend]
+
+
+def each_operation() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
+
+
+def draw_on_npu(operation: Operation, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
+    """Its samples, with what the declaration says is for the host there."""
+    for sample in operation.samples(Draw(dtype, "npu", seed)):
+        names = zip(operation.signature.parameters, sample, strict=True)
+        yield tuple(value.cpu() if name in operation.host else value for name, value in names)
+
+
+def check(operation: Operation, dtype: torch.dtype, kernel: Callable[..., Any], sample: Sample, what: str = "") -> None:
+    """Results and what is mutated are right, and the rest stays as it was."""
+    before, reference = on_cpu(sample), on_cpu(sample)
+    found, expected = kernel(*sample), operation.reference(*reference)
+    assert_agree(operation, dtype, found, expected, what)
+    for name, old, new, right in zip(operation.signature.parameters, before, sample, reference, strict=True):
+        if name in operation.mutates:
+            assert_agree(operation, dtype, new, right, f"{what}: {name}")
+        elif isinstance(old, Tensor):
+            assert torch.equal(new.cpu().nan_to_num(), old.nan_to_num()), f"{operation.name} wrote {name} ({what})"
+
+
+@each_operation()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(4), ids="seed={}".format)
+def test_it_meets_the_reference(npu: Opened, seed: int, dtype: torch.dtype, operation: Operation) -> None:
+    backend = npu()
+    for number, sample in enumerate(draw_on_npu(operation, dtype, seed)):
+        check(operation, dtype, getattr(backend.ops, operation.name), sample, f"sample {number}")
+
+
+@each_operation()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_dispatcher_gives_the_same(npu: Opened, dtype: torch.dtype, operation: Operation) -> None:
+    npu()
+    for sample in draw_on_npu(operation, dtype, 5):
+        by_node, by_call = ([v.clone() if isinstance(v, Tensor) else v for v in sample] for _ in range(2))
+        found, expected = operation.overload(*by_node), operation.function(*by_call)
+        for got, want in zip(tree_leaves((found, by_node)), tree_leaves((expected, by_call)), strict=True):
+            assert not isinstance(want, Tensor) or torch.equal(got.cpu(), want.cpu())
+
+
+@each_operation()
+@pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
+def test_under_any_schedule(npu: Opened, seed: int, operation: Operation) -> None:
+    backend = npu()
+    for sample in list(draw_on_npu(operation, torch.float16, 1))[:3]:
+        with emulator.schedule(seed):
+            check(operation, torch.float16, getattr(backend.ops, operation.name), sample)
+
+
+def quantised_nothing(draw: Draw) -> dict[str, list[Sample]]:
+    wide = draw.normal(0, 64)
+    empty, scales = wide.to(torch.int8), wide.new_ones(64, dtype=torch.float32)
+    weight, none = torch.ones(8, 64, dtype=torch.int8, device="npu"), wide.new_ones(0, dtype=torch.float32)
+    return {
+        "add_rms_norm_dynamic_quantize": [(wide, wide, draw.normal(64), 1e-6)],
+        "add_rms_norm_quantize": [(wide, wide, draw.normal(64), 1e-6, scales, None)],
+        "dynamic_quantize": [(wide,)],
+        "quant_linear_dynamic": [(empty, none, weight, scales[:8], None, torch.float16)],
+        "quant_linear_static": [(empty, weight, scales[:8], None, torch.float16)],
+        "quantize": [(wide, scales, None), (wide, scales[:1], None)],
+        "silu_and_mul_dynamic_quantize": [(wide,)],
+        "silu_and_mul_quantize": [(wide, scales[:32], None)],
+    }
+
+
+def test_of_no_tokens(npu: Opened) -> None:
+    backend, draw = npu(), Draw(torch.float16, "npu")
+    caches = draw.normal(2, 128, 2, 64), draw.normal(2, 128, 2, 64)
+    none = torch.zeros(0, dtype=torch.int32, device="npu")
+    turned = draw.normal(0, 64), draw.normal(0, 64)
+    split = draw.normal(0, 8 * 64), draw.normal(64), draw.normal(64), *turned, 1e-6, 4, 2
+    many = torch.zeros(0, device="npu")
+    of_nothing: dict[str, list[Sample]] = {
+        "add_rms_norm": [(draw.normal(0, 64), draw.normal(0, 64), draw.normal(64), 1e-6)],
+        "embedding": [(none, draw.normal(8, 64)), (none.long(), draw.normal(8, 64))],
+        "greedy_sample": [(draw.normal(0, 32),)],
+        "linear": [(draw.normal(0, 64), draw.normal(8, 64), bias) for bias in (None, draw.normal(8))],
+        "paged_attention": [
+            attention_arguments(draw, [0] * rows, [9] * rows, head_dim=dim) for rows in (1, 3) for dim in (64, 128)
+        ],
+        "rms_norm": [(draw.normal(0, 4, 64), draw.normal(64), 1e-6)],
+        "rotary_embedding": [(draw.normal(0, 4, 64), draw.normal(0, 2, 64), *turned)],
+        "sample": [(draw.normal(0, 32), many, none, many, many, none.long(), none.long())],
+        "silu_and_mul": [(draw.normal(0, 64),)],
+        "split_qkv_rmsnorm_rope": [split],
+        "split_qkv_rmsnorm_rope_cache": [(*split, *caches, none)],
+        "store_kv_cache": [(draw.normal(0, 2, 64), draw.normal(0, 2, 64), *caches, none)],
+        **quantised_nothing(draw),
+    }  # fmt: skip
+    assert set(of_nothing) == set(ops.catalogue())
+    for name, samples in of_nothing.items():
+        for sample in samples:
+            check(ops.operation(name), torch.float16, getattr(backend.ops, name), sample)
+
+
+class TestAttention:
+    @pytest.mark.parametrize("option", ["fused", "atb"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("seed", range(48), ids="seed={}".format)
+    def test_of_all_kinds(self, npu: Opened, seed: int, dtype: torch.dtype, option: str) -> None:
+        backend = npu(options={"attention": option})
+        check(ATTENTION, dtype, backend.ops.paged_attention, drawn_attention(seed, dtype))
+
+    @pytest.mark.parametrize("option", ["fused", "atb"])
+    @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+    @pytest.mark.parametrize(
+        "case",
+        [
+            {"query_lens": [2, 0], "kv_lens": [9, 130]},  # two tokens and two sequences, and not one each
+            {"query_lens": [1, 1], "kv_lens": [9, 130], "left_over": 2},
+            {"query_lens": [5], "kv_lens": [5], "left_over": 1},
+            {"query_lens": [0, 0], "kv_lens": [5, 0], "left_over": 2},
+            {"query_lens": [1, 1, 1], "kv_lens": [0, 0, 0]},
+            {"query_lens": [1, 1, 1], "kv_lens": [0, 200, 0], "window": 50},
+            {"query_lens": [3, 4], "kv_lens": [0, 200]},
+            {"query_lens": [1] * 5, "kv_lens": [1, 127, 128, 129, 257], "window": 128},
+            {"query_lens": [130, 1, 3], "kv_lens": [260, 128, 140], "window": 128},
+            {"query_lens": [130, 1, 3], "kv_lens": [260, 128, 140], "window": 9, "causal": False},
+            {"query_lens": [9, 1, 3], "kv_lens": [260, 128, 140], "block_size": 256},
+            {"query_lens": [1, 1], "kv_lens": [260, 128], "block_size": 512},
+        ],
+        ids=str,
+    )
+    def test_where_it_is_particular(self, npu: Opened, case: dict[str, Any], head_dim: int, option: str) -> None:
+        backend = npu(options={"attention": option})
+        sample = attention_arguments(Draw(torch.float16, "npu", 3), **case, head_dim=head_dim)
+        check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+
+    @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
+    def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
+        backend = npu()
+        for kind in range(8):
+            sample = drawn_attention(kind, torch.float16)
+            with emulator.schedule(seed):
+                check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+
+    def test_a_table_and_queries_that_are_strided(self, npu: Opened) -> None:
+        backend = npu()
+        for new in ([1, 1, 1], [5, 2, 30]):
+            query, *caches, table, starts, lens, _, _, scale, causal, window = attention_arguments(
+                Draw(torch.float16, "npu"), new, [200, 129, 40]
+            )
+            wide, turned = table.repeat(1, 2)[:, : table.shape[1]], query.transpose(0, 1).contiguous().transpose(0, 1)
+            assert not wide.is_contiguous()
+            assert not turned.is_contiguous()
+            rest = starts.cpu(), lens.cpu(), scale, causal, window
+            sample = (turned, *caches, wide, starts, lens, *rest)
+            check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "packed"),
+        [(torch.bfloat16, 128, True), (torch.bfloat16, 192, False), (torch.float16, 128, False)],
+        ids=str,
+    )
+    def test_what_every_release_of_cann_packs(
+        self, npu: Opened, dtype: torch.dtype, head_dim: int, packed: bool
+    ) -> None:
+        backend = npu()
+        sample = attention_arguments(Draw(dtype, "npu"), [5, 7], [5, 200], head_dim=head_dim)
+        with emulator.trace() as trace:
+            backend.ops.paged_attention(*sample)
+        queries = [each.operands[0].shape for each in trace.ran() if each.name == "FusedInferAttentionScoreV3"]
+        assert queries == ([(12, 4, head_dim)] if packed else [(1, n, 4 * head_dim) for n in (5, 7)])
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim"), [(torch.float16, 64), (torch.float16, 128), (torch.bfloat16, 128)], ids=str
+    )
+    def test_a_window_in_a_graph(self, npu: Opened, dtype: torch.dtype, head_dim: int) -> None:
+        """Replays read new lengths on the host and on the device, where the mask is made of them that BSH takes."""
+        backend, rows = npu(), 4
+        sample = attention_arguments(
+            Draw(dtype, "npu"), [1] * rows, [300] * rows, head_dim=head_dim, window=70, unused=0.0
+        )
+        kv_lens, starts_host = sample[5], sample[6]
+        graph = backend.graph()
+        found = graph.capture(lambda: ops.paged_attention(*sample))
+        for lengths in ([300, 1, 70, 128], [71, 69, 0, 129], [0, 0, 9, 0], [128, 256, 200, 300]):
+            lens = torch.tensor(lengths, dtype=torch.int32)
+            kv_lens.copy_(lens)
+            graph.replay(kv_lens_host=lens, query_start_loc_host=starts_host)
+            expected = ATTENTION.reference(*on_cpu((*sample[:7], lens, *sample[8:])))
+            assert_agree(ATTENTION, dtype, found, expected, f"{lengths}")
+
+    def test_a_window_over_a_table_that_is_too_wide(self, npu: Opened) -> None:
+        backend = npu()
+        sample = list(attention_arguments(Draw(torch.float16, "npu"), [1], [5], head_dim=64, window=3))
+        wide = torch.nn.functional.pad(sample[3], (0, 2048 - sample[3].shape[1]))
+        check(ATTENTION, torch.float16, backend.ops.paged_attention, (*sample[:3], wide, *sample[4:]))
+        wide = torch.nn.functional.pad(wide, (0, 1))
+        with pytest.raises(OperationError, match=r"block table of 262272 slots .* at most 262144 keys") as caught:
+            backend.ops.paged_attention(*sample[:3], wide, *sample[4:])
+        assert "at most 2048 columns" in caught.value.remedy
+
+    def test_a_capture_of_several_launches_is_refused(self, npu: Opened) -> None:
+        """Their lengths go by one name, and a replay would give each of them those of all."""
+        backend = npu()
+        sample = attention_arguments(Draw(torch.float16, "npu"), [5, 7], [5, 200], head_dim=64)
+        with pytest.raises(CaptureError, match="several launches of attention"):
+            backend.graph().capture(lambda: ops.paged_attention(*sample))
+        check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "turned"),
+    [
+        (torch.bfloat16, 76, 128, 1), (torch.bfloat16, 77, 128, 2), (torch.float16, 152, 128, 1),
+        (torch.float16, 153, 128, 2), (torch.bfloat16, 152, 64, 1), (torch.bfloat16, 153, 64, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heads_that_are_turned_in_one_launch(
+    npu: Opened, dtype: torch.dtype, heads: int, head_dim: int, turned: int
+) -> None:
+    """As many as have room in the unified buffer; else in two launches."""
+    backend, draw, operation = npu(), Draw(dtype, "npu"), ops.operation("split_qkv_rmsnorm_rope")
+    angles = draw.normal(2, head_dim // 2).float().repeat(1, 2)
+    sample = (
+        draw.normal(2, (heads + 4) * head_dim), draw.normal(head_dim), draw.normal(head_dim), angles.cos().to(dtype),
+        angles.sin().to(dtype), 1e-6, heads - 4, 4,
+    )  # fmt: skip
+    with emulator.trace() as trace:
+        check(operation, dtype, backend.ops.split_qkv_rmsnorm_rope, sample)
+    assert trace.counts()["ApplyRotaryPosEmbV2" if turned == 1 else "RotaryPositionEmbeddingV2"] == turned
+
+
+class TestSharedBlocks:
+    """Attention refuses prefills whose blocks, counted for each sequence, are more than the cache has."""
+
+    def sample(self, dtype: torch.dtype, new: list[int], lens: list[int], **given: Any) -> Sample:
+        """Sequences that begin with the same two blocks, in a cache of as many blocks as they have together."""
+        query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window = attention_arguments(
+            Draw(dtype, "npu", 7), new, lens, unused=0.0, **given
+        )
+        rows, blocks = len(lens), 2 + len(lens)
+        table = torch.tensor([[0, 1, 2 + row] for row in range(rows)], dtype=torch.int32, device="npu")
+        caches = [cache[:blocks].contiguous() for cache in caches]
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window
+
+    @pytest.mark.parametrize(
+        ("dtype", "new", "given", "launches"),
+        [
+            (torch.bfloat16, [3, 1, 9], {}, 3),
+            (torch.bfloat16, [1, 1, 1], {"window": 50}, 3),
+            (torch.bfloat16, [1, 1, 1], {}, 1),
+            (torch.bfloat16, [3, 0, 9], {"left_over": 2}, 2),
+            (torch.float16, [3, 3, 3], {}, 3),
+            (torch.float16, [1, 3, 3], {}, 3),
+        ],
+        ids=str,
+    )
+    def test_a_call_takes_as_many_as_fit(
+        self, npu: Opened, dtype: torch.dtype, new: list[int], given: dict[str, Any], launches: int
+    ) -> None:
+        backend, sample = npu(), self.sample(dtype, new, [300, 299, 270], **given)
+        with emulator.trace() as trace:
+            check(ATTENTION, dtype, backend.ops.paged_attention, sample)
+        assert trace.counts()["FusedInferAttentionScoreV3"] == launches
+
+    def test_one_call_where_they_fit(self, npu: Opened) -> None:
+        backend, sample = npu(), self.sample(torch.bfloat16, [3, 3, 9], [300, 9, 128])
+        with emulator.trace() as trace:
+            check(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
+        assert trace.counts()["FusedInferAttentionScoreV3"] == 1
+
+    @pytest.mark.parametrize(("dtype", "new"), [(torch.bfloat16, [3, 1, 9]), (torch.float16, [3, 3, 3])], ids=str)
+    def test_no_capture_of_it(self, npu: Opened, dtype: torch.dtype, new: list[int]) -> None:
+        backend, sample = npu(), self.sample(dtype, new, [300, 299, 270])
+        with pytest.raises(CaptureError, match=r"sequences that share blocks, .* take several launches"):
+            backend.graph().capture(lambda: ops.paged_attention(*sample))
+
+    def test_no_replay_of_it(self, npu: Opened) -> None:
+        """With a window, where the lengths alone say it."""
+        backend, sample = npu(), self.sample(torch.bfloat16, [1, 1, 1], [257, 1, 1], window=50)
+        kv_lens, starts_host = sample[5], sample[6]
+        graph = backend.graph()
+        found = graph.capture(lambda: ops.paged_attention(*sample))
+        with (
+            emulator.trace() as trace,
+            pytest.raises(HostValueError, match=r"captured over 5 blocks, .* the 3 sequences"),
+        ):
+            graph.replay(kv_lens_host=[300, 299, 270], query_start_loc_host=starts_host)
+        assert not trace.records
+        lens = torch.tensor([258, 2, 7], dtype=torch.int32)
+        kv_lens.copy_(lens)
+        graph.replay(kv_lens_host=lens, query_start_loc_host=starts_host)
+        expected = ATTENTION.reference(*on_cpu((*sample[:7], lens, *sample[8:])))
+        assert_agree(ATTENTION, torch.bfloat16, found, expected)
+
+
+class TestLaunches:
+    @pytest.mark.parametrize(
+        ("name", "number", "expected"),
+        [
+            ("rms_norm", 1, {"RmsNorm": 1}),
+            ("rms_norm", 4, {"RmsNorm": 1}),  # strided
+            ("add_rms_norm", 1, {"AddRmsNorm": 1}),
+            ("silu_and_mul", 1, {"SwiGlu": 1}),
+            ("linear", 2, {"Matmul": 1}),
+            ("linear", 3, {"Addmm": 1}),
+            ("embedding", 2, {"Embedding": 1}),
+            ("rotary_embedding", 1, {"RotaryPositionEmbeddingV2": 2}),
+            ("store_kv_cache", 1, {"ScatterPaKvCache": 1}),
+            ("store_kv_cache", 3, {"ScatterPaKvCache": 1, "InplaceCopy": 2}),  # both strided
+            ("paged_attention", 3, {"FusedInferAttentionScoreV3": 1}),
+            ("paged_attention", 6, {"FusedInferAttentionScoreV3": 1, "Subs": 1, "LtTensor": 1}),  # a window, of 64
+            ("greedy_sample", 1, {"ArgMax": 1}),
+            ("split_qkv_rmsnorm_rope", 1, {"RmsNorm": 2, "ApplyRotaryPosEmbV2": 1}),
+            ("split_qkv_rmsnorm_rope", 2, {"RmsNorm": 2, "RotaryPositionEmbeddingV2": 2}),  # of 32
+            (
+                "split_qkv_rmsnorm_rope_cache",
+                1,
+                {"RmsNorm": 2, "ApplyRotaryPosEmbV2": 1, "ScatterPaKvCache": 1, "InplaceCopy": 1},
+            ),
+        ],
+    )
+    def test_each_takes_no_more_than_it_must(
+        self, npu: Opened, name: str, number: int, expected: dict[str, int]
+    ) -> None:
+        backend = npu()
+        sample = list(draw_on_npu(ops.operation(name), torch.float16, 0))[number]
+        torch.npu.synchronize()
+        with emulator.trace() as trace:
+            getattr(backend.ops, name)(*sample)
+        assert trace.counts() == expected
+        assert not trace.ran("copy")
+
+    @pytest.mark.parametrize("option", ["fused", "atb"])
+    def test_attention(self, npu: Opened, option: str) -> None:
+        backend, draw = npu(options={"attention": option}), Draw(torch.bfloat16, "npu")
+        decode = "PagedAttentionOperation" if option == "atb" else "FusedInferAttentionScoreV3"
+        fused = {"FusedInferAttentionScoreV3": 1}
+        for new, lens, given, expected in (
+            ([1, 1], [9, 200], {}, {decode: 1}),
+            ([1, 1], [9, 200], {"head_dim": 192}, fused),  # a block of ATB's holds 16,384 elements of such a head
+            ([1, 1], [9, 200], {"head_dim": 256}, {decode: 1}),
+            ([1, 1], [9, 200], {"head_dim": 288}, {decode: 1}),
+            ([1, 1], [9, 200], {"window": 60}, fused),
+            ([9, 20], [9, 200], {}, fused),
+            ([9], [200], {"head_dim": 64}, fused),
+            ([9, 9], [200, 9], {"head_dim": 64}, fused),
+            ([9, 20, 20], [200, 20, 30], {"head_dim": 64}, {"FusedInferAttentionScoreV3": 2, "Cat": 1}),
+        ):
+            sample = attention_arguments(draw, new, lens, **given)
+            torch.npu.synchronize()
+            with emulator.trace() as trace:
+                backend.ops.paged_attention(*sample)
+            assert trace.counts() == expected, (new, given)
+
+    def test_sampling_copies_nothing_to_the_device(self, npu: Opened) -> None:
+        """A copy from the host waits for all that was launched before it, and a capture refuses it."""
+        backend = npu()
+        sample = list(draw_on_npu(ops.operation("sample"), torch.float16, 0))[-1]
+        torch.npu.synchronize()
+        with emulator.trace() as trace:
+            expected = backend.ops.sample(*sample)
+        assert not trace.ran("copy")
+        graph = backend.graph()
+        found = graph.capture(lambda: ops.sample(*sample))
+        graph.replay()
+        assert torch.equal(found.cpu(), expected.cpu())
+
+
+class TestSampling:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_of_equal_logits_the_lowest_token(self, npu: Opened, dtype: torch.dtype) -> None:
+        backend = npu()
+        for seed in range(20):
+            logits = Draw(dtype, "npu", seed).integers(0, 4, 9, 777 + seed).to(dtype)
+            found = backend.ops.greedy_sample(logits)
+            assert found.dtype == torch.int64
+            assert torch.equal(found.cpu(), ops.operation("greedy_sample").reference(logits.cpu()))
+
+    @pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
+    def test_draws_are_the_references(self, npu: Opened, seed: int) -> None:
+        """Rows with settings of their own, and logits with ties; seeds of either sign."""
+        backend, draw, rows = npu(), Draw(torch.bfloat16, "npu", seed), 40
+        sample = (
+            draw.normal(rows, 300, scale=2.0),
+            draw.integers(0, 4, rows).float() / 2,
+            draw.integers(0, 30, rows, dtype=torch.int32),
+            1 - draw.integers(0, 3, rows).float() / 4,
+            draw.integers(0, 3, rows).float() / 10,
+            draw.integers(-(2**62), 2**62, rows),
+            draw.integers(0, 4096, rows),
+        )
+        check(ops.operation("sample"), torch.bfloat16, backend.ops.sample, sample)
+
+
+class TestFractalWeights:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_they_give_the_same(self, npu: Opened, dtype: torch.dtype) -> None:
+        import torch_npu
+
+        backend, draw = npu(options={"nz_weights": True}), Draw(dtype, "npu")
+        for tokens, width, out in ((1, 64, 96), (17, 128, 64), (0, 32, 16), (5, 40, 24), (3, 192, 4096)):
+            weight, bias = draw.normal(out, width, scale=width**-0.5), draw.normal(out)
+            prepared = backend.prepare_weight(weight, WeightUse("linear", "weight", dtype))
+            assert torch_npu.get_npu_format(prepared) == FRACTAL_NZ
+            assert torch_npu.get_npu_format(weight) != FRACTAL_NZ
+            assert prepared.shape == weight.shape
+            turned = draw.normal(width, tokens).t()
+            for x in (draw.normal(tokens, width), turned, draw.normal(2, tokens, width)):
+                for each in (None, bias, draw.normal(2 * out)[::2]):
+                    torch.npu.synchronize()
+                    with emulator.trace() as trace:
+                        found = backend.ops.linear(x, prepared, each)
+                    expected = ops.operation("linear").reference(*on_cpu((x, weight, each)))
+                    assert_agree(ops.operation("linear"), dtype, found, expected, f"{tokens}x{width}x{out}")
+                    assert not any("TransData" in name for name in trace.counts()), "it is not turned back"
+
+    def test_one_that_stays_as_it_was_is_an_error(self, npu: Opened) -> None:
+        backend = npu(options={"nz_weights": True})
+        torch.npu.config.allow_internal_format = False
+        use = WeightUse("linear", "weight", torch.float16)
+        try:
+            with pytest.raises(ConfigError, match=r"keeps a weight of \[32, 64\] in the format"):
+                backend.prepare_weight(torch.zeros(32, 64, dtype=torch.float16, device="npu"), use)
+        finally:
+            torch.npu.config.allow_internal_format = True
+
+    def test_a_part_of_larger_memory_is_cast(self, npu: Opened) -> None:
+        """The loader puts weights together in memory that serves one after the other."""
+        import torch_npu
+
+        backend, memory = npu(options={"nz_weights": True}), Draw(torch.float16, "npu").normal(4096)
+        weight = memory[:2048].view(32, 64)
+        prepared = backend.prepare_weight(weight, WeightUse("linear", "weight", torch.float16))
+        assert torch_npu.get_npu_format(prepared) == FRACTAL_NZ
+        before, x = weight.cpu(), Draw(torch.float16, "npu", 1).normal(3, 64)
+        memory.zero_()
+        expected = ops.operation("linear").reference(x.cpu(), before)
+        assert_agree(ops.operation("linear"), torch.float16, backend.ops.linear(x, prepared), expected)
+
+    def test_a_model_gives_the_same_logits(self, npu: Opened, trained: Path) -> None:
+        """The table stays as it is for looking up, and is in FRACTAL_NZ beside for projecting."""
+        import torch_npu
+
+        logits = []
+        for nz_weights in (False, True):
+            backend = npu(dtype="float16", options={"nz_weights": nz_weights}, cache={"num_tokens": 1024})
+            model = hal.load_model(trained, backend)
+            runner = hal.Runner(model, backend)
+            prefill = runner.step(runner.batch([[5, 6, 7, 8], [9] * 130], [[1], [2, 3]])).logits.cpu()
+            decode = runner.step(runner.batch([[10], [11]], [[1], [2, 3]], cached=[4, 130])).logits.cpu()
+            logits.append((prefill, decode))
+            table = next(module for module in model.modules() if isinstance(module, Embedding))
+            assert torch_npu.get_npu_format(table.weight) != FRACTAL_NZ
+            projections = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
+            formats = {torch_npu.get_npu_format(weight) for weight in projections}
+            if nz_weights:
+                assert torch_npu.get_npu_format(table.projection) == FRACTAL_NZ
+                assert formats == {FRACTAL_NZ}
+            else:
+                assert table.projection is None
+                assert FRACTAL_NZ not in formats
+        torch.testing.assert_close(logits[1], logits[0], rtol=2e-3, atol=2e-2)

@@ -1,0 +1,116 @@
+"""Every mode, in bfloat16 and in int8: against the CPU, and against eager on held-out text.
+
+The latter is what schemes.py prints at greater length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.npu import compare, processes, schemes
+
+import hal
+
+SEQUENCES, WINDOW = 3, 40
+MODES = ("graph", "piecewise", "piecewise_eager", "npugraph_ex")
+BUCKETS = (1, 2, 4, 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    hal.open("cpu")
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[dict[str, tuple[Path, str]]]:
+    with schemes.checkpoints() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stream(trained: Path) -> list[int]:
+    return schemes.held_out.tokens(hal.Checkpoint.open(trained), SEQUENCES * WINDOW + 1)
+
+
+def measured(made: Any, scheme: str, backend: str, mode: str, stream: list[int]) -> schemes.Found:
+    path, dtype = made[scheme]
+    on = schemes.runner(path, dtype, backend, mode, SEQUENCES, WINDOW)
+    return schemes.measure(on, stream, SEQUENCES, WINDOW)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "w8a8", "w8a8_dynamic"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def case(made: Any, scheme: str) -> compare.Case:
+    """Texts to continue, in mixed batches of 1 to 9, and what the CPU makes of them."""
+    path, dtype = made[scheme]
+    return compare.trained_case(path, dtype, BUCKETS, 16)
+
+
+@pytest.mark.parametrize("mode", ["eager", *MODES])
+def test_the_cpus_tokens(case: compare.Case, mode: str) -> None:
+    """Prefill and decode: logits as near to float32's as the CPU's, and its greedy tokens, but where two are equal."""
+    model, backend = compare.on_npu(case, mode)
+    report = compare.compare(compare.run(compare.new_runner(model, backend), case.plan, case.rounded.texts), case)
+    assert report.tokens > 1000
+    assert report.ties < 0.03 * report.tokens  # also within prompts, whose next tokens are less sure than new ones
+
+
+@pytest.fixture(scope="module")
+def eager(made: Any, scheme: str, stream: list[int]) -> schemes.Found:
+    return measured(made, scheme, "npu", "eager", stream)
+
+
+@pytest.mark.parametrize("mode", ["graph", "piecewise"])
+def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: str, stream: list[int]) -> None:
+    """A batch is padded, and rounds otherwise; in int8 that moves a value by a whole step. Few tokens show it more."""
+    found = measured(made, scheme, "npu", mode, stream)
+    close = 1e-3 if scheme == "bfloat16" else 2e-2
+    assert found.decoded == pytest.approx(eager.decoded, rel=close)
+    assert found.prefilled == pytest.approx(eager.prefilled, rel=close)
+    sure = eager.margins > (0.1 if scheme == "bfloat16" else 0.5)
+    assert sure.sum() > WINDOW // 3
+    assert torch.equal(found.choices[sure], eager.choices[sure])
+
+
+@pytest.mark.parametrize("int8", ["w8a8", "w8a8_dynamic"])
+def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, stream: list[int]) -> None:
+    """Their kernels do not round to bfloat16 between the norm or the activation and the integers; all else is eager."""
+    path, dtype = made[int8]
+    passes = {name: False for name in hal.open("npu").pass_names if name.endswith("quantize")}
+    assert len(passes) == 4
+    on = schemes.runner(path, dtype, "npu", "graph", SEQUENCES, WINDOW, passes=passes)
+    found = schemes.held_out.decoded_perplexity(on, stream, SEQUENCES, WINDOW)
+    eager = schemes.runner(path, dtype, "npu", "eager", SEQUENCES, WINDOW)
+    assert found == pytest.approx(schemes.held_out.decoded_perplexity(eager, stream, SEQUENCES, WINDOW), rel=1e-9)
+
+
+def test_eager_is_the_cpu(made: Any, scheme: str, eager: schemes.Found, stream: list[int]) -> None:
+    cpu = measured(made, scheme, "cpu", "eager", stream)
+    assert eager.decoded == pytest.approx(cpu.decoded, rel=2e-3 if scheme == "bfloat16" else 2e-2)
+    sure = cpu.margins > (0.1 if scheme == "bfloat16" else 0.5)
+    assert torch.equal(eager.choices[sure], cpu.choices[sure])
+
+
+def test_int8_costs_little(made: Any, stream: list[int]) -> None:
+    plain = measured(made, "bfloat16", "npu", "graph", stream)
+    for each in ("w8a8", "w8a8_dynamic"):
+        assert measured(made, each, "npu", "graph", stream).decoded == pytest.approx(plain.decoded, rel=0.04)
+
+
+def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
+    text = (processes.ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \w+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+ \|$", text, re.MULTILINE)
+    assert rows == schemes.launch_table(made)

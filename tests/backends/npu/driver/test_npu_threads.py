@@ -1,0 +1,162 @@
+"""Threads with a runner each, on one NPU: none waits for another for ever, and none gets another's lengths."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+from helpers.attending import LENGTHS
+from helpers.npu.attending import Attend
+
+import hal
+from hal.errors import HalError
+
+Opened = Callable[..., hal.Backend]
+THREADS, TOKENS, TRIES = 4, 20, 20
+
+
+@pytest.fixture(autouse=True)
+def _switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Threads:
+    """Runners of one model, and what each generates by itself.
+
+    Args:
+        trained: the checkpoint.
+        compiler: of decode steps.
+    """
+
+    def __init__(self, trained: Path, compiler: str) -> None:
+        compilation = {"compiler": compiler, "capture_sizes": [2]}
+        cache = {"num_tokens": 2048}
+        self.backend = hal.open({"backend": "npu", "cache": cache, "compilation": compilation, "dtype": "float16"})
+        model = hal.load_model(trained, self.backend)
+        self.runners = [hal.Runner(model, self.backend) for _ in range(THREADS)]
+        self.expected = [self.generated(number) for number in range(THREADS)]
+
+    def generated(self, number: int) -> list[int]:
+        prompts = [[5 + number, 6, 7], [8 + number] * (100 + 9 * number)]
+        params = hal.SamplingParams(max_new_tokens=TOKENS)
+        return [token.token_id for token in hal.generate(self.runners[number], prompts, params)]
+
+    def run(self, *, streams: bool = False, tries: int = 1) -> tuple[list[list[int]], list[HalError]]:
+        """What each generates beside the others, begun anew after an error; and the errors."""
+        found: list[list[int]] = [[] for _ in self.runners]
+        errors: list[HalError] = []
+        gate = threading.Barrier(len(self.runners))
+
+        def work(number: int) -> None:
+            torch.npu.set_device(0)
+            if streams:
+                torch.npu.set_stream(torch.npu.Stream())
+            gate.wait()
+            for _ in range(tries):
+                try:
+                    found[number] = self.generated(number)
+                    return
+                except HalError as error:
+                    errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(self.runners))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found, errors
+
+
+@pytest.fixture(scope="module", params=["graph", "npugraph_ex"])
+def made(request: pytest.FixtureRequest, trained: Path) -> Threads:
+    return Threads(trained, request.param)
+
+
+@pytest.fixture
+def threads(made: Threads) -> Iterator[Threads]:
+    made.backend.activate()
+    yield made
+    hal.open("cpu")
+
+
+def test_each_gets_its_own_tokens(threads: Threads) -> None:
+    for streams in (False, True):
+        assert threads.run(streams=streams) == (threads.expected, [])
+    for seed in (1, 2):
+        with emulator.schedule(seed):
+            assert threads.run() == (threads.expected, [])
+
+
+def test_after_faults_too(threads: Threads) -> None:
+    """Kernels that fail, launches that are refused, kernels that hang: whoever got no error has the right tokens."""
+    faults = [
+        emulator.faults.execution("FusedInferAttentionScoreV3", first=30),
+        emulator.faults.launch("FusedInferAttentionScoreV3", first=50),
+        emulator.faults.hang("SwiGlu", 0.05, first=40),
+    ]
+    for fault in faults:
+        with fault as armed:
+            found, errors = threads.run(tries=TRIES)
+        assert armed.struck == 1
+        assert errors
+        assert found == threads.expected
+    assert threads.run() == (threads.expected, [])
+
+
+def test_a_runner_is_made_meanwhile(threads: Threads) -> None:
+    """It captures; npugraph_ex replays what it captured, and updates it, too."""
+    made = threading.Event()
+    found: list[list[int]] = []
+    errors: list[HalError] = []
+
+    def work() -> None:
+        torch.npu.set_device(0)
+        try:
+            while not made.is_set():
+                found.append(threads.generated(0))
+        except HalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        runner = hal.Runner(threads.runners[0].model, threads.backend)
+    finally:
+        made.set()
+        thread.join()
+    assert not errors
+    assert found
+    assert all(each == threads.expected[0] for each in found)
+    threads.runners[0] = runner
+    assert threads.generated(0) == threads.expected[0]
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_replay_on_every_stream_of_the_pool(npu: Opened, priority: int) -> None:
+    """Among them may be the one that updates are made on: an update there would stand behind the replay it is for."""
+    attend = Attend(npu())
+    graph = attend.backend.graph()
+    output = graph.capture(attend.twice)
+    attend.device_lens.copy_(torch.tensor(LENGTHS[2]))
+    wanted = attend.twice(torch.tensor(LENGTHS[2], dtype=torch.int32)).cpu()
+    torch.npu.synchronize()
+    for _ in range(33):
+        with emulator.limits(stall=2), torch.npu.stream(torch.npu.Stream(priority=priority)):
+            graph.replay(**attend.host_values(LENGTHS[2]))
+            assert torch.equal(output.cpu(), wanted)
+
+
+def test_no_thread_computes_on_a_stream_of_the_drivers(npu: Opened) -> None:
+    """What it launched there would become part of another thread's update, or of its capture."""
+    backends = [npu() for _ in range(20)]
+    ours = {each.stream_id for backend in backends for each in (backend.npu.capture_stream, *backend.npu.side_streams)}
+    assert len(ours) == 4
+    assert not ours & {torch.npu.Stream().stream_id for _ in range(32)}

@@ -1,0 +1,513 @@
+"""The compiler npugraph_ex, torch_npu's own, on the emulated CANN: its logits are those of eager steps."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import signal
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hal.backends.npu import emulator
+from hal.backends.npu.npugraph_ex.compiled_code import CodeCache
+from helpers import reference
+from helpers.checkpoints import random_checkpoint
+from helpers.npu import compare
+from helpers.pieces import eagerly
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+
+import hal
+from hal.cli import main
+from hal.errors import CaptureError, CompileError, ConfigError, DeviceError, GraphError, HostValueError
+from hal.execution.capture.full_graph import FullGraphForm
+from hal.nn import Batch
+from hal.step import StaticBatch, StepShape
+
+Opened = Callable[..., hal.Backend]
+ATTENTION = "FusedInferAttentionScoreV3"
+CACHE_READERS = {ATTENTION, "PagedAttentionOperation", "ScatterPaKvCache", "QkvRmsNormRopeCache"}
+SIZES = [2, 4]
+GRAPHS = ("graph", "group", "captured")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compile cache of most tests."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers, with random weights."""
+    return random_checkpoint(tmp_path_factory.mktemp("small") / "qwen3", head_dim=128, max_position_embeddings=512)
+
+
+@pytest.fixture
+def opened(npu: Opened, folder: Path) -> Opened:
+    def compiled(
+        options: dict[str, Any] | None = None, *, dtype: str = "float16", num_tokens: int = 2048, **compilation: Any
+    ) -> hal.Backend:
+        chosen = {"compiler": "npugraph_ex", "capture_sizes": SIZES, "cache_dir": str(folder), **compilation}
+        return npu(dtype=dtype, cache={"num_tokens": num_tokens}, compilation=chosen, options=options or {})
+
+    return compiled
+
+
+def prefilled(runner: hal.Runner, lengths: Sequence[int]) -> list[list[int]]:
+    """Fill the cache with a sequence of each length; their blocks."""
+    blocks = [[1 + 3 * row + block for block in range(3)] for row in range(len(lengths))]
+    runner.step(runner.batch([[7 + row] * length for row, length in enumerate(lengths)], blocks))
+    return blocks
+
+
+def check(runner: hal.Runner, seed: int = 0, steps: int = 2) -> None:
+    """Steps on some of four sequences, in any order, each with a length of its own: as an eager step gives them.
+
+    A padded batch rounds otherwise, and so do fused kernels.
+    """
+    draw = random.Random(seed)
+    longest = [draw.randint(2, 300) for _ in range(4)]
+    blocks = prefilled(runner, longest)
+    for number in range(steps):
+        rows = draw.sample(range(4), 1 + number % 4)
+        batch = runner.batch(
+            [[5 + row] for row in rows], [blocks[row] for row in rows],
+            cached=[draw.randint(1, longest[row]) for row in rows],
+        )  # fmt: skip
+        with runner.backend.explaining():
+            found = runner.step(batch).logits.cpu()
+            same(found, eagerly(runner, batch).cpu(), f"seed {seed}, step {number}")
+
+
+def same(found: Tensor, expected: Tensor, where: str = "") -> None:
+    near = 3e-2 if found.dtype == torch.float16 else 1e-1
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=near, msg=lambda message: f"{where}: {message}")
+
+
+def loaded(trained: Path, backend: hal.Backend) -> hal.Runner:
+    return hal.Runner(hal.load_model(trained, backend), backend)
+
+
+class TestTokens:
+    @pytest.mark.parametrize("dtype", compare.DTYPES)
+    def test_64_tokens_of_mixed_batches(self, npu: Opened, trained: Path, dtype: str) -> None:
+        """Batches around every bucket, of sequences that join, leave and sit out."""
+        sizes = [2, 4]
+        prompts = [each[:40] for each in reference.prompts(trained)[:6]]
+        plan = compare.draw_plan(random.Random(5), prompts, compare.around(sizes), None)
+        runs = {}
+        for compiler in ("eager", "graph", "npugraph_ex"):
+            backend = compare.open_backend("npu", dtype, compiler, plan, sizes)
+            runs[compiler] = compare.run(compare.new_runner(hal.load_model(trained, backend), backend), plan)
+        assert runs["npugraph_ex"].texts == runs["eager"].texts
+        compare.same_bits(runs["npugraph_ex"], runs["graph"])  # which pads alike
+
+    @pytest.mark.parametrize(
+        ("dtype", "options"),
+        [
+            ("float16", {"attention": "atb"}),
+            ("bfloat16", {"nz_cache": True}),
+            ("float16", {"nz_weights": True}),
+            ("float16", {"npugraph_ex": {"pattern_fusion_pass": False, "capture_error_mode": "global"}}),
+        ],
+        ids=str,
+    )
+    def test_options(self, opened: Opened, small: Path, dtype: str, options: dict[str, Any]) -> None:
+        runner = loaded(small, opened(options, dtype=dtype, capture_sizes=[2, 4]))
+        check(runner, seed=1, steps=4)
+
+    def test_a_sliding_window(self, opened: Opened, small: Path, tmp_path: Path) -> None:
+        """What hides older keys is a tensor that the kernel holds; here an input of the graph."""
+        config = json.loads((small / "config.json").read_text())
+        layers = ["full_attention", *["sliding_attention"] * (config["num_hidden_layers"] - 1)]
+        config |= {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "layer_types": layers}
+        for file in small.iterdir():
+            (tmp_path / file.name).symlink_to(file)
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        check(loaded(tmp_path, opened(capture_sizes=[2])), seed=3)
+
+    @pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
+    def test_a_window_that_is_packed(
+        self, opened: Opened, tmp_path: Path, compiler: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """In bfloat16, with heads of 128: captured for more sequences than the cache has blocks, which lengths obey.
+
+        Lengths that do not are refused before anything is launched, and the runner runs such a step eagerly.
+        """
+        window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
+        path = random_checkpoint(tmp_path / "qwen3", head_dim=128, num_hidden_layers=1, **window)
+        own = {} if compiler == "npugraph_ex" else {"cache_dir": None}
+        runner = loaded(path, opened(dtype="bfloat16", num_tokens=384, compiler=compiler, capture_sizes=[8], **own))
+        blocks = [[1, 2], [1, 3]]
+        runner.step(runner.batch([[5] * 130, [5] * 128 + [9]], blocks))
+        alone = runner.batch([[7]], blocks[:1], cached=[130])
+        same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
+        both = runner.batch([[7], [7]], [blocks[0], [1, 2]], cached=[130, 200])
+        assert runner.spec.num_blocks == 4
+        same(runner.step(both).logits.cpu(), eagerly(runner, both).cpu())
+        three = runner.batch([[7], [7], [7]], [*blocks, [1, 2]], cached=[130, 129, 200])
+        form = runner.forms["decode"]
+        assert isinstance(form, FullGraphForm)
+        bucket = form.bucket_for(three.shape)
+        assert bucket is not None
+        bucket.static.fill(three)
+        graph, host_values = bucket.graphs[0], bucket.static.host_values(three)
+        with emulator.trace() as trace, pytest.raises(HostValueError, match=r"captured over 4 blocks, .* which share"):
+            graph.replay(**{name: each for name, each in host_values.items() if name in graph.host_values})
+        assert not trace.ran(kind="graph")
+        with emulator.trace() as trace:
+            for _ in range(2):
+                same(runner.step(three).logits.cpu(), eagerly(runner, three).cpu())
+        assert not trace.ran(kind="graph")
+        told = [each.getMessage() for each in caplog.records if "runs eagerly" in each.getMessage()]
+        assert len(told) == 1
+        assert told[0].startswith("a step of 3 sequences runs eagerly: its attention was captured over 4 blocks")
+        same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
+
+    def test_as_it_is_written(self, npu: Opened, small: Path) -> None:
+        backend = npu(dtype="float16", cache={"num_tokens": 256}, compilation={"compiler": "npugraph_ex"})
+        runner = loaded(small, backend)
+        params = hal.SamplingParams(max_new_tokens=8)
+        found = [token.token_id for token in hal.generate(runner, [[5, 6, 7], [8] * 100], params)]
+        eager = loaded(small, npu(dtype="float16", cache={"num_tokens": 256}))
+        assert found == [token.token_id for token in hal.generate(eager, [[5, 6, 7], [8] * 100], params)]
+
+
+class TestTrace:
+    def test_one_capture_for_twenty_sets_of_lengths(self, opened: Opened, small: Path) -> None:
+        """Growing, shrinking and permuted; each as an eager step gives it."""
+        backend = opened()
+        model = hal.load_model(small, backend)
+        with emulator.trace() as trace:
+            runner = hal.Runner(model, backend)
+        assert trace.counts(phase="capture")[ATTENTION] == len(SIZES) * len(model.states)
+        blocks = prefilled(runner, [300] * 4)
+        draw = random.Random(11)
+        sets = [[1 + 14 * step + row for row in range(4)] for step in range(8)]
+        sets += [[280 - 30 * step - row for row in range(4)] for step in range(6)]
+        sets += [draw.sample([1, 127, 128, 257], 4) for _ in range(6)]
+        batches = [runner.batch([[9], [8], [7], [6]], blocks, cached=lengths) for lengths in sets]
+        with emulator.trace() as trace:
+            for lengths, batch in zip(sets, batches, strict=True):
+                found = runner.step(batch).logits.cpu()
+                assert torch.equal(found, eagerly(runner, batch).cpu()), lengths
+        assert not trace.ran(phase="capture")
+        assert len(trace.ran(kind="graph")) == len(sets) == 20
+        assert trace.counts(phase="replay")[ATTENTION] == 20 * len(model.states)
+
+    @pytest.mark.parametrize("options", [{}, {"nz_cache": True}], ids=str)
+    def test_it_launches_what_the_compiler_graph_does(
+        self, opened: Opened, small: Path, options: dict[str, Any]
+    ) -> None:
+        counts = []
+        for compiler in ("graph", "npugraph_ex"):
+            own = {} if compiler == "npugraph_ex" else {"cache_dir": None}
+            runner = loaded(small, opened(options, compiler=compiler, capture_sizes=[4], **own))
+            batch = runner.batch([[1]] * 4, prefilled(runner, [8] * 4), cached=[8] * 4)
+            runner.step(batch)
+            torch.npu.synchronize()
+            with emulator.trace() as trace:
+                runner.step(batch)
+            counts.append(trace.counts(phase="replay"))
+        graph, ex = counts
+        for each in counts:  # torch_npu's compiler takes what is in place where it can
+            each["Sin"] += each.pop("InplaceSin", 0)
+        assert ex == graph
+        assert ex["Matmul"] == 4 * len(runner.model.states) + 1
+
+    @pytest.mark.parametrize("options", [{}, {"attention": "atb"}, {"nz_cache": True}], ids=str)
+    def test_a_cache_of_1_gib_is_not_copied(self, opened: Opened, small: Path, options: dict[str, Any]) -> None:
+        runner = loaded(small, opened(options, num_tokens=1 << 19, capture_sizes=[2]))
+        caches = [cache for _, cache in runner.states.tensors()]
+        assert sum(cache.nbytes for cache in caches) >= 1 << 30
+        places = [cache.data_ptr() for cache in caches]
+        blocks = [[4095, 3], [1, 4000]]
+        runner.step(runner.batch([[5] * 150, [6] * 20], blocks))
+        batch = runner.batch([[1], [2]], blocks, cached=[150, 20])
+        before = emulator.memory_in_use()
+        with emulator.trace() as trace:
+            found = runner.step(batch).logits.cpu()
+        moved = {each.name or each.kind for each in trace.records if each.bytes > 4 << 20}
+        assert moved <= CACHE_READERS, moved
+        assert emulator.memory_in_use() - before < 8 << 20
+        assert places == [cache.data_ptr() for cache in caches]
+        same(found, runner.step(batch).logits.cpu())
+
+
+class TestCache:
+    def test_a_second_start_compiles_nothing(
+        self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "hal.npu")
+        for taken in (0, 2):
+            backend = opened(capture_sizes=[2, 4], cache_dir=str(tmp_path))
+            check(loaded(small, backend))
+            said = [each for each in caplog.messages if each.startswith("npugraph_ex compiled them")]
+            assert said[-1].endswith(f"{taken} were in the cache")
+        assert len(list(tmp_path.glob("npugraph_ex/*/step.py"))) == 2
+
+    @pytest.mark.parametrize("damage", ["cut off", "other code"])
+    def test_a_broken_one_is_made_anew(
+        self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+    ) -> None:
+        def compiled() -> hal.Runner:
+            return loaded(small, opened(capture_sizes=[2], cache_dir=str(tmp_path)))
+
+        compiled()
+        (file,) = tmp_path.glob("npugraph_ex/*/step.py")
+        whole = file.read_text()
+        file.write_text(whole[: len(whole) // 2] if damage == "cut off" else whole.replace("npu_swiglu", "abs"))
+        check(compiled())
+        assert f"{file} is damaged, and is made anew" in caplog.text
+        caplog.clear()
+        check(compiled())
+        assert "damaged" not in caplog.text
+
+    @pytest.mark.parametrize("opened_to", ["file", "folder"])
+    def test_one_that_others_may_write_is_made_anew(
+        self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, opened_to: str
+    ) -> None:
+        """It is code, which would run here."""
+        loaded(small, opened(capture_sizes=[2], cache_dir=str(tmp_path)))
+        (file,) = tmp_path.glob("npugraph_ex/*/step.py")
+        planted = "raise SystemExit('planted')"
+        contents = json.loads((file.parent / "contents.json").read_text())
+        contents["files"][file.name] = hashlib.sha256(planted.encode()).hexdigest()
+        (file.parent / "contents.json").write_text(json.dumps(contents))
+        file.write_text(planted)
+        at_fault = file if opened_to == "file" else file.parent
+        at_fault.chmod(0o777)
+        check(loaded(small, opened(capture_sizes=[2], cache_dir=str(tmp_path))))
+        assert f"another user could have written {at_fault}, and is made anew" in caplog.text
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (file.parent, file)] == [0o700, 0o600]
+        assert planted not in file.read_text()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    def test_nothing_is_kept_in_anothers_folder(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        folder = tmp_path / "npugraph_ex"
+        folder.mkdir()
+        os.chown(folder, 12345, 12345)
+        assert CodeCache(str(tmp_path), {"capture_error_mode": "thread_local"}).compile(tiny_step())
+        assert f"others may write in {folder}" in caplog.text
+        assert "set compilation.cache_dir to a folder of your own" in caplog.text
+        assert not list(folder.iterdir())
+
+    def test_code_that_cannot_be_kept_runs(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "npugraph_ex").touch()
+        assert CodeCache(str(tmp_path), {"capture_error_mode": "thread_local"}).compile(tiny_step())
+        assert f"the compile cache {tmp_path / 'npugraph_ex'} cannot be written" in caplog.text
+        assert [each.name for each in tmp_path.iterdir()] == ["npugraph_ex"]
+
+    def test_static_kernels_want_a_folder_of_their_own(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        cache = CodeCache(str(tmp_path / "file"), {"static_kernel_compile": True})
+        with pytest.raises(CompileError, match="static kernels cannot be kept in") as caught:
+            cache.compile(tiny_step())
+        assert "compilation.cache_dir" in caught.value.remedy
+
+    def test_options_that_are_functions_are_not_kept(self, opened: Opened, small: Path, tmp_path: Path) -> None:
+        seen: list[int] = []
+
+        def look(graph: fx.GraphModule, inputs: object, config: object) -> None:
+            seen.append(len(graph.graph.nodes))
+
+        options = {"npugraph_ex": {"post_grad_custom_pre_pass": look}}
+        for _ in range(2):
+            loaded(small, opened(options, capture_sizes=[2], cache_dir=str(tmp_path)))
+        assert len(seen) == 2
+        assert not list(tmp_path.glob("npugraph_ex/*"))
+
+    def test_static_kernels_are_kept_with_the_code(self, tmp_path: Path) -> None:
+        """On hardware torch_npu compiles them when the code first runs; here only what it is told can be seen."""
+        from hal.backends.npu.npugraph_ex.native_nodes import LENGTHS  # noqa: F401  (imports torch_npu's part)
+
+        cache = CodeCache(str(tmp_path), {"static_kernel_compile": True, "capture_error_mode": "thread_local"})
+        names = cache.compile(tiny_step())
+        told = names["compile_configs"]
+        assert told["static_kernel_compile"] is True
+        assert Path(told["static_kernel_compile.compile_cache_dir"]).parent == tmp_path / "npugraph_ex"
+        assert told["static_kernel_compile.use_cache_compile"] is True
+
+
+def tiny_step() -> Any:
+    """The native step of a model that adds up the rows of its embedding."""
+    from hal.backends.npu.npugraph_ex.native_nodes import native_step
+
+    weight = torch.ones(8, 16, dtype=torch.float16, device="npu")
+
+    def step(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
+        return (rest[-1][token_ids].cumsum(-1),)
+
+    return native_step(step, [weight], two_sequences())
+
+
+def two_sequences() -> StaticBatch:
+    return StaticBatch(Batch, StepShape.uniform(2), max_blocks=1, block_size=128, device=torch.device("npu", 0))
+
+
+class TestErrors:
+    @pytest.mark.parametrize("policy", ["raise", "eager"])
+    def test_a_failing_compile(
+        self, opened: Opened, small: Path, caplog: pytest.LogCaptureFixture, policy: str
+    ) -> None:
+        def broken(graph: fx.GraphModule, inputs: object, config: object) -> None:
+            raise ValueError("this pass is broken")
+
+        backend = opened({"npugraph_ex": {"post_grad_custom_pre_pass": broken}}, on_capture_error=policy)
+        model = hal.load_model(small, backend)
+        if policy == "raise":
+            with pytest.raises(CompileError, match=r'npugraph_ex failed: this pass is broken\n.*"graph"'):
+                hal.Runner(model, backend)
+            return
+        runner = hal.Runner(model, backend)
+        for size in SIZES:
+            told = (
+                f"decode batches of {size} sequences run in a larger bucket or eagerly: npugraph_ex failed: this pass"
+            )
+            assert f"{told} is broken" in caplog.text
+        check(runner, steps=4)
+        assert caplog.text.count("runs eagerly: no size was captured") == 1
+
+    @pytest.mark.parametrize("policy", ["raise", "eager"])
+    def test_a_failing_capture(
+        self, opened: Opened, small: Path, caplog: pytest.LogCaptureFixture, policy: str
+    ) -> None:
+        backend = opened(on_capture_error=policy)
+        model = hal.load_model(small, backend)
+        # torch_npu begins two captures for each graph, the first of nothing.
+        with emulator.faults.streams(first=2):
+            if policy == "raise":
+                with pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
+                    hal.Runner(model, backend)
+            else:
+                check(hal.Runner(model, backend), steps=4)
+                assert "decode batches of 4 sequences run in a larger bucket or eagerly" in caplog.text
+        check(hal.Runner(model, opened()), steps=4)
+
+    def test_lengths_that_a_kernel_reads_as_numbers(self) -> None:
+        """Such a graph would be right for the lengths of its capture only."""
+        from hal.backends.npu.npugraph_ex.native_nodes import native_step
+
+        def reads(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
+            return (token_ids + rest[7].tolist()[0],)
+
+        with pytest.raises(CompileError, match=r"new lengths to 0 of the \d operations that read them \(aten\.add"):
+            CodeCache(None, {}).compile(native_step(reads, [], two_sequences()))
+
+    @pytest.mark.parametrize("kernel", [ATTENTION, "Matmul", "SwiGlu"])
+    def test_a_kernel_timeout(self, opened: Opened, small: Path, kernel: str) -> None:
+        runner = loaded(small, opened())
+        for _ in range(2):
+            blocks = prefilled(runner, [20, 30])
+            batch = runner.batch([[1], [2]], blocks, cached=[20, 30])
+            with (
+                emulator.faults.hang(kernel, 0.05),
+                pytest.raises(DeviceError, match="507014"),
+                runner.backend.explaining(),
+            ):
+                runner.step(batch).logits.cpu()
+            check(runner, steps=4)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"static_kernels": True}, "static_kernels takes CANN's op_compiler, and the emulated CANN has none"),
+            ({"npugraph_ex": {"patern_fusion_pass": False}}, r"no such; did you mean .*pattern_fusion_pass"),
+            ({"npugraph_ex": {"capture_limit": "many"}}, "set capture_limit: Please set integer type"),
+            ({"npugraph_ex": {"clone_input": True}}, "set clone_input\n.*hal sets it"),
+            ({"npugraph_ex": {"force_eager": True}}, 'the compiler "eager"'),
+            ({"npugraph_ex": {"super_kernel_optimize": True}}, "which the emulated CANN has not"),
+            ({"device": 1}, "ran it on NPU 0: .*one device of a process"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_had(self, opened: Opened, small: Path, options: dict[str, Any], message: str) -> None:
+        model = hal.load_model(small, opened())
+        hal.Runner(model, opened(capture_sizes=[2]))
+        backend = opened(options, capture_sizes=[2])
+        model = hal.load_model(small, backend)
+        with pytest.raises(ConfigError, match=message):
+            hal.Runner(model, backend)
+
+    def test_debug_names_a_tensor_that_was_replaced(self, opened: Opened, small: Path) -> None:
+        runner = loaded(small, opened(debug=True, capture_sizes=[2]))
+        check(runner)
+        blocks = prefilled(runner, [20, 30])
+        norm = runner.model.get_parameter("model.norm.weight")
+        norm.data = norm.data.clone()
+        with pytest.raises(GraphError, match=r"model\.norm\.weight no longer lies"):
+            runner.step(runner.batch([[1], [2]], blocks, cached=[20, 30]))
+
+
+def test_a_runner_gives_everything_back(opened: Opened, small: Path) -> None:
+    backend = opened()
+    model = hal.load_model(small, backend)
+
+    def left() -> tuple[dict[str, int], int]:
+        gc.collect()
+        torch.npu.synchronize()
+        return emulator.live_handles(), torch.npu.memory_allocated()
+
+    check(hal.Runner(model, backend))
+    handles, memory = left()
+    check(hal.Runner(model, backend))
+    now, taken = left()
+    assert [now[name] for name in GRAPHS] == [handles[name] for name in GRAPHS]
+    # torch_npu never frees the word of an external event: one for each captured attention.
+    assert taken - memory <= len(SIZES) * len(model.states) * 512
+    assert backend.streams_in_graphs == 0
+
+
+def test_the_process_is_left_as_it_was(opened: Opened, small: Path) -> None:
+    """torch_npu's package takes signals when it is imported, and needs a setting of torch's otherwise under CI=1."""
+    aliasing = functorch_config.error_on_custom_op_aliasing
+    stream = torch.npu.current_stream()
+    check(loaded(small, opened(capture_sizes=[2])))
+    assert torch.npu.current_stream() == stream
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert functorch_config.error_on_custom_op_aliasing == aliasing
+
+
+def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path) -> None:
+    config = json.dumps({"compiler": "npugraph_ex", "cache_dir": str(folder), "max_capture_size": 4})
+    arguments = ["--backend", "npu", "--dtype", "float16", "--compilation-config", config, "--batch-size", "3"]
+    result = CliRunner().invoke(main, ["explain", str(small), *arguments, "--dump", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    calls = {
+        row[0]: int(row[1])
+        for line in result.stdout.splitlines()
+        if len(row := line.split()) == 3 and row[1].isdecimal()
+    }
+    native, compiled = calls["native"], calls["npugraph_ex"]
+    assert 0 < compiled < native, "results that nobody reads are gone, at least"
+    assert [each.name for each in sorted(tmp_path.iterdir())] == [
+        "0-trace.py", "1-rewrite.py", "2-native.py", "3-npugraph_ex.py"
+    ]  # fmt: skip
+    code = (tmp_path / "3-npugraph_ex.py").read_text(encoding="utf-8")
+    before = (tmp_path / "2-native.py").read_text(encoding="utf-8")
+    for text in (before, code):
+        assert text.count("npu_fused_infer_attention_score") >= 2
+    compile(code, "dump", "exec")
+    assert len(re.findall(r"\n    \w+ = torch\.ops\.", code)) < compiled
+    hal.open("cpu")

@@ -1,0 +1,320 @@
+"""ATB's paged attention and cache write on the emulated CANN, through the real torch_npu, against the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from hal.backends.npu import emulator
+from helpers import TESTS
+from helpers.emulator.fused_draw import HALVES, ROUNDING, Draw, soil_memory
+from helpers.emulator.fused_references import attention, in_fractals, written
+from torch import Tensor
+
+SEEDS = (0, 1)
+BLOCKS = 12
+FRACTAL_NZ = 29
+
+
+@pytest.fixture(autouse=True)
+def internal_formats() -> Iterator[None]:
+    """FRACTAL_NZ casts are silently left undone unless this is set."""
+    torch.npu.config.allow_internal_format = True
+    yield
+    torch.npu.config.allow_internal_format = False
+
+
+def cache_on_npu(cache: Tensor, heads: int, fractal: bool) -> Tensor:
+    """[blocks, block_size, H] as ATB takes it: heads apart, or in tiles and marked as FRACTAL_NZ."""
+    if not fractal:
+        return cache.unflatten(-1, (heads, -1)).npu()
+    cast = torch_npu.npu_format_cast(in_fractals(cache).npu(), FRACTAL_NZ)
+    assert torch_npu.get_npu_format(cast) == FRACTAL_NZ
+    return cast
+
+
+class Paged:
+    """A batch of one query to a sequence, and its cache."""
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        seed: int,
+        fractal: bool = False,
+        dims: tuple[int, int] | None = None,
+        block: int | None = None,
+    ) -> None:
+        draw = self.draw = Draw(name, dtype, seed)
+        self.batch, self.kv_heads, self.dim = draw.between(1, 4), draw.between(1, 2), draw.choice([64, 128])
+        self.dim, value_dim = dims or (self.dim, self.dim)
+        self.heads, self.block = self.kv_heads * draw.choice([1, 4]), block or 16 * draw.between(1, 4)
+        self.query = draw.normal(self.batch, self.heads, self.dim)
+        self.caches = [draw.normal(BLOCKS, self.block, self.kv_heads * dim) for dim in (self.dim, value_dim)]
+        self.table = draw.permutation(BLOCKS)[: 3 * self.batch].view(self.batch, 3).to(torch.int32)
+        self.scale = self.dim**-0.5
+        self.lengths = self.some_lengths()
+        self.out = torch.full((self.batch, self.heads, value_dim), torch.nan, dtype=dtype, device="npu")
+        self.tensors = [self.query.npu(), *(cache_on_npu(cache, self.kv_heads, fractal) for cache in self.caches)]
+
+    def some_lengths(self) -> list[int]:
+        return [self.draw.between(0, 3 * self.block) for _ in range(self.batch)]
+
+    def arguments(self, lengths: Sequence[int] | Tensor | None = None) -> tuple[Any, ...]:
+        given = torch.as_tensor(self.lengths if lengths is None else lengths, dtype=torch.int32)
+        return (*self.tensors, self.kv_heads, self.heads, self.scale, self.table.npu(), given, self.out)
+
+    def check(self, lengths: Sequence[int]) -> None:
+        bound = 2 * ROUNDING[self.query.dtype]
+        found = self.out.cpu().double()
+        for one, query, row, length in zip(found, self.query, self.table.long(), lengths, strict=True):
+            key, value = (
+                cache[row].flatten(0, 1)[:length].unflatten(-1, (self.kv_heads, -1)).transpose(0, 1)
+                for cache in self.caches
+            )
+            expected, _ = attention(query[:, None], key, value, self.scale, torch.zeros(1, length, dtype=torch.bool))
+            torch.testing.assert_close(one, expected[:, 0], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("fractal", [False, True], ids=["nd", "nz"])
+@pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
+def test_paged_attention(dtype: torch.dtype, fractal: bool, seed: int) -> None:
+    paged = Paged("paged", dtype, seed, fractal)
+    soil_memory()
+    torch_npu._npu_paged_attention(*paged.arguments())
+    paged.check(paged.lengths)
+
+
+WIDTHS = [((288, 96), 128), ((576, 512), 64), ((96, 288), 16), ((256, 256), 256), ((128, 96), 256), ((40, 40), 32)]
+
+
+@pytest.mark.parametrize(("dims", "block"), WIDTHS, ids=str)
+def test_the_widths_of_keys_and_values(dims: tuple[int, int], block: int) -> None:
+    """What A2 and A3 take: see the sources in atb/paged_attention.cpp."""
+    paged = Paged("widths", torch.float16, 0, dims=dims, block=block)
+    torch_npu._npu_paged_attention(*paged.arguments())
+    paged.check(paged.lengths)
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
+def test_with_a_workspace(seed: int) -> None:
+    paged = Paged("workspace", torch.float16, seed)
+    workspace = torch_npu._npu_paged_attention_get_workspace(*paged.arguments())
+    assert workspace.numel() > 0
+    torch_npu._npu_paged_attention(*paged.arguments(), workspace=workspace)
+    paged.check(paged.lengths)
+
+
+def test_lengths_are_read_when_the_call_is_made() -> None:
+    paged = Paged("copied", torch.float16, 0)
+    lengths = torch.tensor(paged.lengths, dtype=torch.int32)
+    with emulator.faults.delay("PagedAttentionOperation", 0.1):
+        torch_npu._npu_paged_attention(*paged.arguments(lengths))
+        lengths.zero_()
+        paged.check(paged.lengths)
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
+@pytest.mark.parametrize("first", ["update", "replay"])
+def test_lengths_change_between_replays(first: str, seed: int) -> None:
+    paged = Paged(f"graph {first}", torch.float16, seed)
+    graph, arguments = torch.npu.NPUGraph(), paged.arguments()
+    with emulator.trace() as trace:
+        with torch.npu.graph(graph, auto_dispatch_capture=True):
+            torch_npu._npu_paged_attention(*arguments)
+        for _ in range(4):
+            lengths = paged.some_lengths()
+            given = torch.tensor(lengths, dtype=torch.int32)
+            steps = [lambda: graph.update(cpu_update_input=[{"context_lens": given}]), graph.replay]  # noqa: B023
+            for step in steps if first == "update" else reversed(steps):
+                step()
+            torch.npu.synchronize()
+            paged.check(lengths)
+    assert trace.counts(phase="replay")["PagedAttentionOperation"] == 4
+
+
+def test_reshape_and_cache_of_int8_keys_in_fractals() -> None:
+    """Beside values of another type and width, as latent attention has them."""
+    draw = Draw("reshape int8", torch.bfloat16, 0)
+    key, value = draw.integers(-128, 127, 5, 1, 512, dtype=torch.int8), draw.normal(5, 1, 64)
+    slots = draw.permutation(BLOCKS * 128)[:5].to(torch.int32)
+    caches = [draw.integers(-128, 127, BLOCKS, 128, 512, dtype=torch.int8), draw.normal(BLOCKS, 128, 64)]
+    on_npu = [cache_on_npu(cache, 1, True) for cache in caches]
+    torch_npu._npu_reshape_and_cache(key.npu(), value.npu(), *on_npu, slots.npu())
+    for actual, cache, row in zip(on_npu, caches, (key, value), strict=True):
+        plain = torch_npu.npu_format_cast(actual, 2).cpu()
+        assert torch.equal(plain, in_fractals(written(cache, row, slots)))
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
+@pytest.mark.parametrize("skipped", [False, True], ids=["all", "skipped"])
+@pytest.mark.parametrize("fractal", [False, True], ids=["nd", "nz"])
+@pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
+def test_reshape_and_cache(dtype: torch.dtype, fractal: bool, skipped: bool, seed: int) -> None:
+    draw = Draw("reshape", dtype, seed)
+    tokens, heads, dim = draw.between(1, 9), draw.between(1, 3), draw.choice([32, 64])
+    rows = [draw.normal(tokens, heads, dim) for _ in range(2)]
+    caches = [draw.normal(BLOCKS, 16, heads * dim) for _ in range(2)]
+    slots = draw.permutation(BLOCKS * 16)[:tokens].to(torch.int32)
+    if skipped:
+        slots[draw.below(tokens)] = -1
+    on_npu = [cache_on_npu(cache, heads, fractal) for cache in caches]
+    torch_npu._npu_reshape_and_cache(draw.strided(rows[0]), draw.strided(rows[1]), *on_npu, slots.npu())
+    for actual, cache, row in zip(on_npu, caches, rows, strict=True):
+        expected = written(cache, row, slots)
+        plain = torch_npu.npu_format_cast(actual, 2).cpu()
+        torch.testing.assert_close(
+            plain, in_fractals(expected) if fractal else expected.unflatten(-1, (heads, -1)), rtol=0, atol=0
+        )
+
+
+def test_a_captured_cache_write_takes_the_slots_of_each_replay() -> None:
+    draw = Draw("captured", torch.float16, 0)
+    key, cache = draw.normal(3, 2, 32), draw.normal(BLOCKS, 16, 64)
+    on_npu = [cache_on_npu(cache, 2, False) for _ in range(2)]
+    rows, slots, graph = key.npu(), torch.tensor([0, 1, 2], dtype=torch.int32).npu(), torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        torch_npu._npu_reshape_and_cache(rows, rows, *on_npu, slots)
+    expected = cache
+    for _ in range(3):
+        chosen = draw.permutation(BLOCKS * 16)[:3].to(torch.int32)
+        slots.copy_(chosen.npu())
+        graph.replay()
+        expected = written(expected, key, chosen)
+    for actual in on_npu:
+        torch.testing.assert_close(actual.cpu(), expected.unflatten(-1, (2, -1)), rtol=0, atol=0)
+
+
+def paged_call(**changes: Any) -> None:
+    arguments = {
+        "query": torch.ones(2, 4, 64, dtype=torch.float16).npu(), "key_cache": torch.ones(4, 16, 2, 64,
+        dtype=torch.float16).npu(),
+        "value_cache": torch.ones(4, 16, 2, 64, dtype=torch.float16).npu(), "num_kv_heads": 2, "num_heads": 4,
+        "scale_value": 1.0,
+        "block_table": torch.ones(2, 2, dtype=torch.int32).npu(), "context_lens": torch.tensor([3, 32],
+        dtype=torch.int32),
+        "out": torch.ones(2, 4, 64, dtype=torch.float16).npu(),
+    }  # fmt: skip
+    torch_npu._npu_paged_attention(**{**arguments, **changes})
+
+
+def cache_call(**changes: Any) -> None:
+    rows, cache = torch.ones(2, 2, 64, dtype=torch.float16), torch.ones(4, 16, 2, 64, dtype=torch.float16)
+    arguments = {
+        "key": rows.npu(), "value": rows.npu(), "key_cache": cache.npu(), "value_cache": cache.npu(),
+        "slot_indices": torch.tensor([0, 1], dtype=torch.int32).npu(),
+    }  # fmt: skip
+    torch_npu._npu_reshape_and_cache(**{**arguments, **changes})
+
+
+def halves(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float16, device="npu")
+
+
+def wide(dim: int, value_dim: int, block: int) -> dict[str, Any]:
+    """Of ``paged_call``."""
+    return {
+        "query": halves(2, 4, dim), "out": halves(2, 4, value_dim),
+        "key_cache": halves(4, block, 2, dim), "value_cache": halves(4, block, 2, value_dim),
+    }  # fmt: skip
+
+
+REFUSALS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]], str]] = [
+    (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int32).npu()},
+     "context_lens must be a tensor on the host"),
+    (paged_call, lambda: {"context_lens": torch.ones(3, dtype=torch.int32)}, "one length for each of the 2 sequences"),
+    (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int64)}, "context_lens must be int32"),
+    (paged_call, lambda: {"context_lens": torch.tensor([3, 33], dtype=torch.int32)}, "is 33, but block_table holds 32"),
+    (paged_call, lambda: {"block_table": torch.ones(2, 2, dtype=torch.int64).npu()}, "block_table must be int32"),
+    (paged_call, lambda: {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
+    (paged_call, lambda: {"query": halves(2, 4, 64).float()}, "query must be float16 or bfloat16"),
+    (
+        paged_call,
+        lambda: {"key_cache": halves(4, 272, 2, 64), "value_cache": halves(4, 272, 2, 64)},
+        "D * block_size must be at most 16384: D is 64, of the values 64, block_size 272",
+    ),
+    (paged_call, lambda: wide(592, 592, 16), "the head dimensions must be at most 576: D is 592"),
+    (paged_call, lambda: wide(288, 96, 144), "block_size must be at most 128 with a head dimension above 256"),
+    (paged_call, lambda: wide(96, 288, 256), "block_size must be at most 128 with a head dimension above 256"),
+    (paged_call, lambda: wide(256, 256, 144), "block_size must be a multiple of 128 with head dimensions of 256"),
+    (paged_call, lambda: wide(64, 64, 24), "block_size must be a multiple of 16, but is 24"),
+    (paged_call, lambda: {"value_cache": halves(3, 16, 2, 64)}, "both caches must have the same blocks"),
+    (paged_call, lambda: {"value_cache": halves(4, 16, 1, 128)}, "the value cache must be"),
+    (
+        paged_call,
+        lambda: {name: cache_on_npu(torch.ones(4, 272, 128).half(), 2, True) for name in ("key_cache", "value_cache")},
+        "in FRACTAL_NZ, D must be that of the values too",
+    ),
+    (cache_call, lambda: {"slot_indices": torch.ones(2, dtype=torch.int64).npu()}, "slots must be int32"),
+    (cache_call, lambda: {"slot_indices": torch.ones(3, dtype=torch.int32).npu()}, "one slot for each of the 2 tokens"),
+    (cache_call, lambda: {"key_cache": halves(4, 16, 2, 32)}, "the cache of key must be"),
+    (cache_call, lambda: {"key_cache": halves(4, 16, 128)}, "its cache have 4 dimensions"),
+    (cache_call, lambda: {"key": halves(2, 2, 64).float(), "key_cache": halves(4, 16, 2, 64).float()},
+     "key must be float16, bfloat16 or int8, not Float"),
+    (cache_call, lambda: {"value": halves(2, 1, 64), "value_cache": halves(4, 16, 1, 64)}, "as many tokens and heads"),
+    (cache_call, lambda: {"value_cache": halves(5, 16, 2, 64)}, "both caches must have the same blocks"),
+    (cache_call, lambda: {"key": halves(2, 2, 64).bfloat16()}, "key and its cache must have one dtype"),
+]  # fmt: skip
+
+
+def rotary_call() -> None:
+    query = halves(2, 128)
+    torch_npu._npu_rotary_embedding(torch.arange(2).npu(), query, query.clone(), 64, torch.ones(9, 64).npu(), True)
+
+
+CHILD = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+import test_atb  # torch_npu, and CANN with it, comes by the environment
+print(json.dumps(test_atb.what_is_refused()))
+"""
+
+
+def what_is_refused() -> list[str]:
+    """What each call of the table says, and last an operation that is not emulated."""
+    torch.npu.config.allow_internal_format = True
+    said = []
+    for call, changes, _ in [*REFUSALS, (rotary_call, dict, "")]:
+        try:
+            call(**changes())
+            torch.npu.synchronize()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    paged_call()  # works on
+    cache_call()
+    torch.npu.synchronize()
+    return said
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[str]:
+    """From a process of its own without torch_npu's queue, which ends up unusable when an operation in it fails."""
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(TESTS)],
+        env=os.environ | {"TASK_QUEUE_ENABLE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    result: list[str] = json.loads(child.stdout.splitlines()[-1])
+    return result
+
+
+REASONS = [*(reason for _, _, reason in REFUSALS), "RopeOperation is not emulated"]
+
+
+@pytest.mark.parametrize("number", range(len(REASONS)), ids=[reason[:40] for reason in REASONS])
+def test_refusal(refused: list[str], number: int) -> None:
+    assert REASONS[number] in refused[number]

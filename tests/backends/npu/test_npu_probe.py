@@ -1,0 +1,188 @@
+"""The NPU driver's probe: whatever is missing is named, with its remedy, and nothing of torch_npu is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hal.backends.npu.autoload import autoload
+from hal.backends.npu.driver import NpuDriver
+from hal.backends.npu.emulator import activation, build
+from hal.backends.npu.probe import probe, probe_emulated
+from helpers import ROOT
+
+from hal.config import environment_options, load
+from hal.errors import ConfigError
+
+DOCS = ROOT / "docs"
+
+pytestmark = pytest.mark.skipif(
+    activation.is_active() or next(activation.real_cann({}), None) is not None,
+    reason="a CANN is here, real or emulated, which the probe finds whatever it is told",
+)
+
+
+def installed(name: str) -> object:
+    return name
+
+
+def missing(name: str) -> None:
+    return None
+
+
+@pytest.fixture
+def cann(tmp_path: Path) -> dict[str, str]:
+    """The environment of an installed CANN."""
+    (tmp_path / "cann" / "lib64").mkdir(parents=True)
+    (tmp_path / "cann" / "lib64" / "libascendcl.so").touch()
+    return {"ASCEND_HOME_PATH": str(tmp_path / "cann")}
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> Path:
+    """A folder of device files, of two NPUs."""
+    folder = tmp_path / "dev"
+    folder.mkdir()
+    for name in ("davinci0", "davinci1", "davinci_manager", "davincitty"):
+        (folder / name).touch()
+    return folder
+
+
+def test_torch_npu_is_missing(cann: dict[str, str], devices: Path) -> None:
+    found = probe(cann, devices, missing)
+    assert not found.available
+    assert found.reason == "torch_npu is not installed"
+    assert "pip install torch-npu" in found.hint
+    assert "HAL_NPU_EMULATOR=1" in found.hint
+
+
+def test_cann_is_missing(tmp_path: Path, devices: Path) -> None:
+    for environ in ({}, {"ASCEND_HOME_PATH": str(tmp_path / "nowhere"), "LD_LIBRARY_PATH": f":{tmp_path}"}):
+        found = probe(environ, devices, installed)
+        assert not found.available
+        assert "no CANN" in found.reason
+        assert "source its set_env.sh" in found.hint
+
+
+@pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "LD_LIBRARY_PATH"])
+def test_cann_is_found_by(variable: str, cann: dict[str, str], devices: Path) -> None:
+    (home,) = cann.values()
+    place = f"/usr/lib:{home}/lib64" if variable == "LD_LIBRARY_PATH" else home
+    found = probe({variable: place}, devices, installed)
+    assert found.available
+    assert found.reason == "CANN and 2 NPUs"
+
+
+def test_the_emulated_cann_is_not_taken_for_an_installed_one(tmp_path: Path, cann: dict[str, str]) -> None:
+    (tmp_path / "cann" / "lib64" / activation.MARK).touch()
+    assert "no CANN" in probe(cann, tmp_path, installed).reason
+
+
+@pytest.mark.parametrize("there", [(), ("davinci_manager", "davincitty")])
+def test_an_npu_is_missing(there: tuple[str, ...], cann: dict[str, str], tmp_path: Path) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    found = probe(cann, tmp_path, installed)
+    assert not found.available
+    assert found.reason == f"CANN is installed, but there is no NPU: no {tmp_path}/davinci0"
+    assert "install the Ascend driver, and in a container pass the devices in" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("closed", "named"),
+    [
+        ({"davinci0", "davinci1"}, "davinci0"),
+        ({"davinci0", "davinci1", "davinci_manager"}, "davinci0"),
+        ({"davinci_manager"}, "davinci_manager"),
+    ],
+)
+def test_the_permission_is_missing(closed: set[str], named: str, cann: dict[str, str], devices: Path) -> None:
+    found = probe(cann, devices, installed, lambda path, mode: path.name not in closed)
+    assert not found.available
+    assert found.reason == f"no permission to use {devices / named}"
+    assert "HwHiAiUser" in found.hint
+
+
+def test_one_npu_that_may_be_used_is_enough(cann: dict[str, str], devices: Path) -> None:
+    found = probe(cann, devices, installed, lambda path, mode: path.name != "davinci0")
+    assert found.available
+    assert found.reason == "CANN and 1 NPU"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every file")
+def test_the_permission_is_that_of_the_files(cann: dict[str, str], devices: Path) -> None:
+    (devices / "davinci_manager").chmod(0)
+    assert probe(cann, devices, installed).reason == f"no permission to use {devices}/davinci_manager"
+
+
+@pytest.mark.parametrize("text", ["", "0", "off", "false"])
+def test_a_switch_that_is_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the driver, to whoever activates by the environment, and when torch is imported."""
+    monkeypatch.setenv("HAL_NPU_EMULATOR", text)
+    assert not activation.activate_from_environment()
+    autoload()
+    assert not activation.is_active()
+    assert NpuDriver()._read(environment_options("npu")).emulator == "off"
+
+
+@pytest.mark.parametrize(("text", "emulator"), [("1", "on"), ("on", "on"), ("true", "on"), ("force", "force")])
+def test_a_switch_that_is_on(text: str, emulator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(activation, "activate", lambda *, force, **options: asked.append(force))
+    monkeypatch.setenv("HAL_NPU_EMULATOR", text)
+    activation.activate_from_environment()
+    autoload()
+    assert asked == [emulator == "force"] * 2
+    assert NpuDriver()._read(environment_options("npu")).emulator == emulator
+
+
+@pytest.mark.parametrize("text", ["yes", "2", "ON", "[]"])
+def test_a_switch_that_is_neither(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_NPU_EMULATOR", text)
+    for read in (autoload, lambda: NpuDriver()._read(environment_options("npu"))):
+        with pytest.raises(ConfigError, match="unknown value"):
+            read()
+
+
+def test_flags_of_the_emulators_compiler_are_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = re.search(r"`(\w*CXXFLAGS)` adds flags", (DOCS / "emulator.md").read_text(encoding="utf-8"))
+    assert name is not None
+    monkeypatch.setenv(name[1], "-DADDED -g")
+    assert build._flags()[-2:] == ("-DADDED", "-g")
+    NpuDriver()._read(environment_options("npu"))
+    assert load(None, driver_names=["npu"]).backend == "auto"
+
+
+def test_what_an_emulated_npu_needs() -> None:
+    assert probe_emulated(installed, lambda name: f"/usr/bin/{name}").available
+    assert "torch_npu is not installed" in probe_emulated(missing).reason
+    no_compiler = probe_emulated(installed, lambda name: None)
+    assert "no g++" in no_compiler.reason
+    assert "install g++" in no_compiler.hint
+
+
+def test_the_option_decides_what_is_probed() -> None:
+    driver = NpuDriver()
+    for off in ({}, {"emulator": False}, {"emulator": "off"}, {"emulator": 0}, {"emulator": ""}):
+        assert driver.probe_for(off) == driver.probe(), off
+    for on in ({"emulator": True}, {"emulator": 1}, {"emulator": "on"}, {"emulator": "force"}):
+        assert driver.probe_for(on) == probe_emulated(), on
+    with pytest.raises(ConfigError, match="unknown value 'onn'"):
+        driver.probe_for({"emulator": "onn"})
+
+
+def test_nothing_of_torch_npu_is_imported() -> None:
+    program = """
+import sys
+from hal.drivers.registry import candidates
+found = {each.name: each.probe for each in candidates()}
+assert not found["npu"].available, found
+print([name for name in sys.modules if name.partition(".")[0] in ("torch_npu", "torchair")])
+"""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HAL_")}
+    result = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

@@ -1,0 +1,672 @@
+"""``hal bench``: fair turns, true arithmetic, and no figure of a wrong result. No test looks at how long steps took."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from helpers.checkpoints import random_checkpoint
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.bench import bench_report, measurement, plan
+from hal.bench.bench_errors import BenchmarkError
+from hal.bench.contenders import random_weights, theirs
+from hal.bench.contenders.extensions import only_imported_extensions
+from hal.bench.contenders.ours import Ours
+from hal.bench.contenders.shapes import SHAPES
+from hal.bench.contenders.workload import Contender, Inputs
+from hal.bench.figures import floor, launches, peak_memory, timing, token_agreement
+from hal.cli import main
+from hal.errors import CheckpointError, ConfigError, HalError
+from hal.nn import CausalLM
+
+TINY = SHAPES["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def _small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(floor, "MATMUL_SIZES", (32,))
+
+
+def tiny(**keys: Any) -> plan.Plan:
+    return plan.Plan(**{"workload": "decode", "shapes": "tiny", "length": 20, "repeats": 3} | keys)
+
+
+def bench(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def succeeds(*arguments: str | Path) -> Result:
+    result = bench(*arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return result
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any]]:
+    """A whole run of decode against transformers, and its JSON."""
+    pytest.importorskip("transformers", reason="transformers is what is measured against")
+    file = tmp_path_factory.mktemp("bench") / "decode.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floor, "READ_BYTES", 1 << 20)
+        patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
+        options = ("--context", 20, "--batch-size", 3, "--against", "transformers")
+        modes = ("--compiler", "eager", "--compiler", "graph")
+        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--json", file)
+    return result, json.loads(file.read_text())
+
+
+class TestDecode:
+    @pytest.fixture
+    def contenders(self) -> list[str]:
+        return ["hal eager", "hal graph", "transformers eager", "transformers compiled"]
+
+    def test_every_compiler_has_its_turn(self, tmp_path: Path) -> None:
+        file = tmp_path / "decode.json"
+        options = ("--context", 20, "--batch-size", 3, "--repeats", 3)
+        result = succeeds("decode", "--shapes", "tiny", *options, "--json", file)
+        ours = [f"hal {compiler}" for compiler in hal.open("cpu").compilers]
+        figures = json.loads(file.read_text())
+        assert [each["contender"] for each in figures["measurements"]] == ours
+        assert [each["contender"] for each in figures["agreements"]] == ours[1:]
+        assert all(each["difference"] < 1e-4 for each in figures["agreements"])
+        assert "- batch 3: all compute the same: logits differ by at most " in result.stdout
+
+    def test_every_batch_size_has_its_rows(self, tmp_path: Path) -> None:
+        file = tmp_path / "decode.json"
+        options = ("--context", 20, "--batch-size", 1, "--batch-size", 3, "--repeats", 3)
+        modes = ("--compiler", "eager", "--compiler", "graph")
+        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--json", file)
+        rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+        labels = [f"{size} {name}" for size in (1, 3) for name in ("hal eager", "hal graph", "floor")]
+        assert [label for row in rows for label in labels if row.startswith(label)] == labels
+        figures = json.loads(file.read_text())
+        assert [(each["batch_size"], each["contender"]) for each in figures["agreements"]] == [
+            (1, "hal graph"), (3, "hal graph"),
+        ]  # fmt: skip
+        for size in (1, 3):
+            assert f"- batch {size}: all compute the same: logits differ by at most " in result.stdout
+
+    def test_the_table(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
+        lines = ran[0].stdout.splitlines()
+        assert lines[0].startswith("decode: tiny, float32, 0.1 MB of weights, 20 tokens in the cache, 15 repeats")
+        header = "batch contender median ms spread ms tokens/s vs transformers eager vs transformers compiled x floor"
+        assert " ".join(lines[3].split()).startswith(header)
+        rows = lines[4 : lines.index("", 4)]
+        starts = [f"3 {name}" for name in [*contenders, "floor"]]
+        assert [" ".join(row.split())[: len(start)] for row, start in zip(rows, starts, strict=True)] == starts
+
+    def test_the_notes_say_that_results_were_compared(self, ran: tuple[Result, dict[str, Any]]) -> None:
+        assert "- batch 3: all compute the same: logits differ by at most " in ran[0].stdout
+        assert "- batch 3: floor: weights " in ran[0].stdout
+
+    def test_the_figures(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
+        figures = ran[1]
+        assert figures["format"] == bench_report.FORMAT
+        assert set(figures) == {
+            "format", "plan", "dtype", "weight_bytes", "environment", "agreements", "measurements", "floors",
+            "launches", "launches_per_layer_of_peers", "notes",
+        }  # fmt: skip
+        assert figures["launches"] == []
+        assert figures["launches_per_layer_of_peers"] == {}
+        assert figures["environment"]["emulated"] is False
+        assert figures["plan"] | {"workload": "decode", "shapes": "tiny", "length": 20} == figures["plan"]
+        assert {"cpu", "cores", "threads", "device", "versions"} <= set(figures["environment"])
+        assert set(figures["environment"]["versions"]) == {"python", "torch-hal", "torch", "transformers"}
+        assert [(each["batch_size"], each["contender"]) for each in figures["measurements"]] == [
+            (3, name) for name in contenders
+        ]
+        assert [(each["batch_size"], each["contender"]) for each in figures["agreements"]] == [
+            (3, name) for name in contenders[1:]
+        ]
+        assert all(each["difference"] < 1e-4 for each in figures["agreements"])
+        assert all(len(each["seconds"]) == 15 for each in figures["measurements"])
+
+    def test_ratios_follow_from_the_raw_figures(self, ran: tuple[Result, dict[str, Any]]) -> None:
+        medians = {
+            (each["batch_size"], each["contender"]): statistics.median(each["seconds"])
+            for each in ran[1]["measurements"]
+        }
+        floors = {each["batch_size"]: each for each in ran[1]["floors"]}
+        for each in ran[1]["measurements"]:
+            median = statistics.median(each["seconds"])
+            assert each["median_seconds"] == median
+            assert set(each["speedup"]) == {"transformers eager", "transformers compiled"}
+            for name, ratio in each["speedup"].items():
+                assert ratio == pytest.approx(medians[each["batch_size"], name] / median)
+            assert each["tokens_per_second"] == pytest.approx(each["batch_size"] / median)
+            floor_ = floors[each["batch_size"]]
+            rate = floor_["probe_amount"] / statistics.median(floor_["probe_seconds"])
+            assert each["times_floor"] == pytest.approx(median * rate / sum(floor_["work"]["parts"].values()))
+
+
+class TestPrefill:
+    def test_against_transformers(self, tmp_path: Path) -> None:
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        options = ("--tokens", 20, "--batch-size", 2, "--against", "transformers", "--repeats", 3)
+        result = succeeds("prefill", "--shapes", "tiny", *options, "--json", tmp_path / "prefill.json")
+        figures = json.loads((tmp_path / "prefill.json").read_text())
+        assert [each["contender"] for each in figures["measurements"]] == ["hal eager", "transformers eager"]
+        assert figures["agreements"][0]["difference"] < 1e-4
+        (each, _), (floor_,) = figures["measurements"], figures["floors"]
+        assert each["tokens_per_second"] == pytest.approx(40 / each["median_seconds"])
+        assert floor_["work"]["unit"] == "operations"
+        assert "- transformers compiles decode steps only, so its prefill is eager" in result.stdout
+        assert "- 3 repeats are a try-out: take at least 15 before quoting a figure" in result.stdout
+
+    def test_of_another_family_against_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        small = {key: TINY[key] for key in ("dtype", "vocab_size", "hidden_size", "intermediate_size", "head_dim",
+                 "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
+        llama = {**SHAPES["llama-3.2-1b"], **small, "tie_word_embeddings": False}
+        monkeypatch.setattr(plan, "SHAPES", {"llama": llama})
+        result = measurement.run(tiny(workload="prefill", shapes="llama", length=200, against=("transformers",)))
+        (found,) = result.agreements[1]
+        assert found.difference < 1e-4
+
+    def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Else the default sizes, up to 1,024 tokens, would leave a longer one to run eagerly under another name."""
+        measurement.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
+        assert not [each for each in caplog.messages if "runs eagerly" in each]
+        assert any(each.endswith("pieces: 1200 tokens") for each in caplog.messages), "the only size"
+
+    def test_of_a_checkpoint_by_hal_alone(self, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path / "qwen3")
+        result = succeeds(
+            "prefill", folder, "--tokens", 7, "--repeats", 3, "--compiler", "eager", "--compiler", "piecewise_eager"
+        )
+        assert "vs hal eager" in result.stdout
+        assert "hal piecewise_eager" in result.stdout
+
+
+class TestTurns:
+    @staticmethod
+    def recorded(warm: bool, rounds: int = 3) -> tuple[list[str], dict[str, list[float]]]:
+        events: list[str] = []
+        ticks = iter(range(1000))
+
+        def contender(name: str) -> Contender:
+            def step() -> Tensor:
+                assert not gc.isenabled()
+                events.append(f"step {name}")
+                return torch.empty(0)
+
+            return Contender(name, step, lambda: events.append(f"reset {name}"))
+
+        def clock() -> float:
+            events.append("clock")
+            return float(next(ticks))
+
+        seconds = timing.interleave(
+            [contender("a"), contender("b")],
+            rounds,
+            warm=warm,
+            synchronize=lambda: events.append("wait"),
+            clock=clock,
+        )
+        return events, seconds
+
+    def test_each_round_has_everyone_and_every_other_goes_backwards(self) -> None:
+        events, seconds = self.recorded(warm=False)
+        order = [event[-1] for event in events if event.startswith("step")]
+        assert order == ["a", "b", "b", "a", "a", "b"]
+        assert seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
+        assert gc.isenabled()
+
+    def test_only_the_step_is_timed(self) -> None:
+        turn = ["reset {0}", "wait", "clock", "step {0}", "wait", "clock"]
+        assert self.recorded(warm=False, rounds=1)[0] == [each.format(name) for name in "ab" for each in turn]
+        turn = ["reset {0}", "step {0}", *turn]
+        assert self.recorded(warm=True, rounds=1)[0] == [each.format(name) for name in "ab" for each in turn]
+
+    def test_a_difference_within_the_spread_is_noise(self) -> None:
+        steady, wide = timing.Summary.of([1.0, 1.1, 1.2]), timing.Summary.of([0.5, 1.3, 2.0])
+        assert steady.median == 1.1
+        assert steady.spread == pytest.approx(0.1)
+        assert timing.noisy(steady, wide)
+        assert timing.noisy(wide, steady)
+        assert not timing.noisy(steady, timing.Summary.of([1.25, 1.3, 1.35]))
+
+
+class TestFloor:
+    """By hand, for the tiny shapes: 2 layers, 4 heads of 16 on 2 of keys, 32 wide, 48 inside, 96 tokens."""
+
+    LAYER = 32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48
+    NORMS = 2 * (2 * 32 + 2 * 16) + 32
+
+    @staticmethod
+    def model(**keys: Any) -> CausalLM:
+        return random_weights.meta_model({**TINY, **keys})
+
+    def test_decode_reads_weights_and_cache(self) -> None:
+        found = floor.decode_bytes(self.model(), torch.bfloat16, 3, 20)
+        assert found.parts == {
+            "weights": 2 * (2 * self.LAYER + self.NORMS + 96 * 32),
+            "cache": 2 * (3 * 20 * 2 * 2 * 2 * 16),
+        }
+        assert found.total == sum(found.parts.values())
+
+    def test_an_embedding_of_its_own_is_not_read(self) -> None:
+        tied, untied = self.model(), self.model(tie_word_embeddings=False)
+        assert sum(each.numel() for each in untied.parameters()) == 96 * 32 + sum(
+            each.numel() for each in tied.parameters()
+        )
+        assert floor.decode_bytes(untied, torch.float32, 1, 5) == floor.decode_bytes(tied, torch.float32, 1, 5)
+        assert floor.prefill_operations(untied, 4, 1, 5) == floor.prefill_operations(tied, 4, 1, 5)
+
+    def test_a_sliding_window_is_all_that_is_read(self) -> None:
+        model = self.model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+        found = floor.decode_bytes(model, torch.float32, 1, 20)
+        assert found.parts["cache"] == 4 * 2 * 2 * 16 * (20 + 7)
+        pairs = 20 * 21 // 2 + sum(min(token + 1, 8) for token in range(20))
+        assert floor.prefill_operations(model, 4, 1, 20).parts["attention"] == 4 * 4 * 16 * pairs
+
+    def test_prefill_multiplies(self) -> None:
+        assert floor.prefill_operations(self.model(), 4, 3, 20).parts == {
+            "projections": 2 * (2 * self.LAYER) * 20 * 3,
+            "output projection": 2 * (96 * 32) * 3,
+            "attention": 2 * 4 * (4 * 16) * (20 * 21 // 2) * 3,
+        }
+
+    def test_seconds(self) -> None:
+        each = measurement.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])
+        assert each.rate == 500
+        assert each.seconds == 1.6
+
+    def test_probes_do_what_they_say(self, cpu: hal.Backend) -> None:
+        read, matmul = floor.read_probe(cpu.device), floor.matmul_probe(cpu.device, torch.bfloat16)
+        assert read.amount == 1 << 20
+        assert "of 1 MiB" in read.description
+        assert matmul.amount == 2 * 32**3
+        assert matmul.description == "matmul 32 x 32 x 32 in bfloat16"
+        assert matmul.contender.step().dtype == torch.bfloat16
+
+
+class TestAgreement:
+    @staticmethod
+    def gives(name: str, logits: Tensor) -> Contender:
+        return Contender(name, lambda: logits, lambda: None)
+
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            (torch.tensor([[3.0, 5.0]]), "do not compute the same: their logits differ by 0.2 of their norm"),
+            (torch.tensor([[1.0, math.nan]]), "do not compute the same"),
+            (torch.ones(1, 3), r"gave logits \[1, 3\], and a \[1, 2\]"),
+        ],
+    )
+    def test_another_result_is_refused(self, other: Tensor, message: str) -> None:
+        contenders = [self.gives("a", torch.tensor([[3.0, 4.0]])), self.gives("b", other)]
+        with pytest.raises(BenchmarkError, match=message):
+            token_agreement.check(contenders, torch.bfloat16)
+
+    def test_rounding_is_not(self) -> None:
+        contenders = [
+            self.gives("a", torch.tensor([[1.0, 2.0], [2.0, 1.999]])),
+            self.gives("b", torch.tensor([[1.0, 2.0], [1.999, 2.0]])),
+        ]
+        (found,) = token_agreement.check(contenders, torch.float32)
+        assert found.difference == pytest.approx(0.0005, rel=1e-2)
+        assert (found.same_tokens, found.sequences) == (1, 2)
+
+    @pytest.mark.parametrize("wrong", ["positions", "kv_lens"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_mode_that_goes_wrong_is_never_timed(
+        self, monkeypatch: pytest.MonkeyPatch, wrong: str, dtype: str
+    ) -> None:
+        """The second mode takes the position, or the length, of the token before."""
+        contender = Ours.contender
+        build = hal.Runner.batch
+
+        def faulty(self: Ours, mode: str, inputs: Inputs) -> Contender:
+            def one_less(*args: Any, **keys: Any) -> hal.Batch:
+                batch = build(*args, **keys)
+                changes = {wrong: getattr(batch, wrong) - 1}
+                if wrong == "kv_lens":
+                    changes["kv_lens_host"] = batch.kv_lens_host - 1
+                return attrs.evolve(batch, **changes)
+
+            with pytest.MonkeyPatch.context() as patch:
+                if mode != "eager":
+                    patch.setattr(hal.Runner, "batch", one_less)
+                return contender(self, mode, inputs)
+
+        monkeypatch.setattr(Ours, "contender", faulty)
+        monkeypatch.setattr(measurement, "interleave", lambda *args, **keys: pytest.fail("a wrong result was timed"))
+        with pytest.raises(BenchmarkError, match="hal graph and hal eager do not compute the same"):
+            measurement.run(tiny(compilers=("eager", "graph"), dtype=dtype))
+
+    @pytest.mark.parametrize("workload", ["decode", "prefill"])
+    def test_steps_leave_no_trace(self, workload: plan.Workload) -> None:
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        setting = plan.settle(tiny(workload=workload, batch_sizes=(2,)))
+        for side in (Ours(setting), theirs.Transformers(setting)):
+            contender = side.contender("eager", Inputs(setting, 2))
+            contender.reset()
+            first = contender.step().clone()
+            for _ in range(3):
+                contender.reset()
+                assert torch.equal(contender.step(), first)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--shapes", "qwen3-0.6"], "there are no shapes 'qwen3-0.6'\nremedy: did you mean 'qwen3-0.6b'?"),
+            ([], "neither a checkpoint nor shapes were given"),
+            (["somewhere", "--shapes", "tiny"], "both a checkpoint and shapes were given"),
+            (["nowhere"], "no checkpoint at nowhere"),
+            (["--shapes", "tiny", "--compiler", "grahp"], "has no compiler 'grahp'\nremedy: did you mean 'graph'?"),
+            (["--shapes", "tiny", "--against", "vllm"], "hal cannot be measured against 'vllm'"),
+            (["--shapes", "tiny", "--batch-size", "0"], "the batch size is 0"),
+            (["--shapes", "tiny", "--threads", "0"], "the number of threads is 0"),
+            (
+                ["--shapes", "tiny", "--repeats", "2"],
+                "2 repeats have no spread\nremedy: give at least 3; 15 to quote it",
+            ),
+            (["--shapes", "tiny", "--dtype", "int8"], "unknown value 'int8'"),
+            (["--shapes", "tiny", "--backend", "abacus"], "no driver 'abacus' is installed"),
+            (["--shapes", "tiny", "--context", "256"], "sequences of 257 tokens; the model takes 256"),
+            (["--shapes", "tiny", "--backend", "cpu", "--trace"], "the backend cpu does not count launches"),
+            (["--shapes", "tiny", "--json", "no/such/folder/x"], "no/such/folder/x cannot be written: No such file or"),
+            (["--shapes", "tiny", "--json", "/"], "/ cannot be written: Is a directory"),
+        ],
+    )
+    def test_before_anything_is_loaded(
+        self, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(hal, "load_model", lambda *args, **keys: pytest.fail("a model was loaded"))
+        result = bench("decode", *arguments)
+        assert result.exit_code == 2, result.exception
+        assert message in result.stderr
+        assert "remedy: " in result.stderr
+        assert result.stdout == ""
+
+    @pytest.mark.parametrize("compiler", ["graph", "inductor"])
+    def test_modes_that_prefill_does_not_have(self, compiler: str) -> None:
+        result = bench("prefill", "--shapes", "tiny", "--backend", "cpu", "--compiler", compiler)
+        assert result.exit_code == 2
+        assert f"the backend cpu has no compiler '{compiler}' for prefill\nremedy: " in result.stderr
+        assert result.stderr.rstrip().endswith("known: eager, piecewise, piecewise_eager")
+
+    def test_a_file_that_is_there_is_kept_if_nothing_is_measured(self, tmp_path: Path) -> None:
+        old, new = tmp_path / "old.json", tmp_path / "new.json"
+        old.write_text("figures")
+        for file in (old, new):
+            assert bench("decode", "nowhere", "--json", file).exit_code == 2
+        assert old.read_text() == "figures"
+        assert not new.exists()
+
+    def test_what_the_environment_says_of_compiling_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HAL_COMPILATION__DEBUG", "true")
+        result = succeeds("decode", "--shapes", "tiny", "--context", 8, "--compiler", "eager", "--repeats", 3)
+        assert (
+            "warning: compilation.debug of the environment is not read: it is modes that are measured; give it with "
+            "--compilation-config"
+        ) in result.stderr
+
+    def test_weights_or_caches_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        one = {"length": 1, "compilers": ("eager",)}
+        free = 2 * plan.settle(tiny(**one)).weight_bytes
+        stats = hal.MemoryStats(allocated=0, peak=0, reserved=0, free=free, total=1 << 30)
+        monkeypatch.setattr(hal.HostDevice, "memory_stats", lambda self: stats)
+        plan.settle(tiny(**one))
+        with pytest.raises(BenchmarkError, match="the weights of all contenders take"):
+            plan.settle(tiny(**one, against=("transformers",)))
+        with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batches"):
+            plan.settle(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
+
+    @pytest.mark.parametrize(
+        ("library", "options"), [("transformers", ["--against", "transformers"]), ("matplotlib", ["--plot", "x.png"])]
+    )
+    def test_a_library_that_is_missing(self, library: str, options: list[str]) -> None:
+        program = f"import sys; sys.modules[{library!r}] = None; from hal.cli import main; main()"
+        command = [sys.executable, "-c", program, "bench", "decode", "--shapes", "tiny", *options]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {' '.join(options[:1])}")
+        assert f" needs {library}, which cannot be imported" in result.stderr
+        assert f"remedy: pip install {library} (or 'torch-hal[bench]'), or leave " in result.stderr
+        assert result.stdout == ""
+
+    def test_a_rival_that_does_not_know_the_model(self) -> None:
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        setting = plan.settle(tiny())
+        unknown = attrs.evolve(setting.checkpoint, config={**TINY, "model_type": "no_such_model"})
+        with pytest.raises(BenchmarkError, match="transformers does not know the model"):
+            theirs.Transformers(attrs.evolve(setting, checkpoint=unknown))
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        ("name", "parameters"),
+        [("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360), ("llama-3.2-1b", 1_235_814_400)],
+    )
+    def test_have_as_many_parameters_as_the_released_models(self, name: str, parameters: int) -> None:
+        assert sum(each.numel() for each in random_weights.meta_model(SHAPES[name]).parameters()) == parameters
+
+    def test_random_values_are_the_same_each_time(self, cpu: hal.Backend) -> None:
+        checkpoint = random_weights.RandomCheckpoint.of("tiny", TINY)
+        names = list(checkpoint.tensors)
+        once, again = (dict(checkpoint.read(each)) for each in (names, names[::-1]))
+        for name in names:
+            assert once[name].shape == checkpoint.tensors[name].shape
+            assert once[name].dtype == torch.float32
+            assert torch.equal(once[name], again[name])
+        model = hal.load_model(checkpoint, cpu)
+        loaded = dict(model.named_parameters())
+        assert torch.equal(loaded["model.embed_tokens.weight"], once["model.embed_tokens.weight"])
+
+    def test_an_unknown_architecture(self) -> None:
+        with pytest.raises(CheckpointError, match="no model 'Nonesuch' is installed"):
+            random_weights.meta_model({**TINY, "architectures": ["Nonesuch"]})
+
+
+class TestMemory:
+    def test_a_process_of_its_own(self, tmp_path: Path) -> None:
+        options = ("--context", 20, "--compiler", "eager", "--repeats", 3, "--memory", "--json", tmp_path / "m.json")
+        result = succeeds("decode", "--shapes", "tiny", *options)
+        (each,) = json.loads((tmp_path / "m.json").read_text())["measurements"]
+        assert each["peak_bytes"] > 0
+        assert "peak / weights" in result.stdout
+
+    def test_a_process_that_fails(self) -> None:
+        with pytest.raises(BenchmarkError, match="the memory of hal nonsense failed: the backend cpu has no compiler"):
+            peak_memory.peak(tiny(), 1, "hal nonsense")
+
+
+class TestReport:
+    @staticmethod
+    def result(**seconds: list[float]) -> measurement.Result:
+        measurements = [measurement.Measurement(f"hal {name}", 1, times, 0.5, None) for name, times in seconds.items()]
+        floors = [measurement.Floor(1, floor.Work({"weights": 100}, "bytes"), "sum", 100, [1.0, 1.0, 1.0])]
+        where = {
+            "backend": "cpu",
+            "device": "d",
+            "cpu": "c",
+            "cores": 1,
+            "threads": 1,
+            "versions": {},
+            "emulated": False,
+        }
+        return measurement.Result(tiny(), "float32", 100, where, {}, measurements, floors)
+
+    def test_noise_is_marked(self) -> None:
+        result = self.result(eager=[2.0, 2.1, 2.2], graph=[1.0, 2.0, 3.0], other=[4.0, 4.1, 4.2])
+        _, rows = bench_report.table(result)
+        assert [row[5] for row in rows] == ["1", "1.05 ~", "0.51", ""]
+        (noise,) = [note for note in bench_report.notes(result) if "claim no difference" in note]
+        assert noise.startswith("batch 1: hal graph and hal eager differ by 100.0 ms, less than their times spread")
+
+    def test_faster_than_the_floor(self) -> None:
+        assert any("faster than the floor" in note for note in bench_report.notes(self.result(eager=[0.5, 0.5, 0.5])))
+        assert not any(
+            "faster than the floor" in note for note in bench_report.notes(self.result(eager=[1.5, 1.5, 1.5]))
+        )
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    options = ("--context", 20, "--batch-size", 1, "--batch-size", 2, "--compiler", "eager", "--repeats", 3)
+    succeeds("decode", "--shapes", "tiny", *options, "--plot", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_stays_light() -> None:
+    program = "import sys, hal.cli; print([name for name in ('hal.bench', 'hal.generation') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("build", [lambda: tiny(shapes=None), lambda: tiny(against=("nobody",))])
+def test_errors_are_of_the_family(build: Callable[[], plan.Plan]) -> None:
+    with pytest.raises(ConfigError):
+        build()
+    assert issubclass(BenchmarkError, HalError)
+
+
+class TestLaunches:
+    """On the CPU, with a backend that counts the calls of its kernels."""
+
+    class Counting(hal.Backend):
+        def __init__(self) -> None:
+            self.calls: Counter[str] = Counter()
+            super().__init__(
+                "counting",
+                hal.HostDevice(),
+                kernels={name: self.counted(name) for name in ("linear", "rms_norm", "paged_attention", "embedding")},
+            )
+
+        def counted(self, name: str) -> Callable[..., Any]:
+            def kernel(*args: Any) -> Any:
+                self.calls[name] += 1
+                return ops.operation(name).body(*args)
+
+            return kernel
+
+        @contextmanager
+        def counting_launches(self) -> Iterator[Counter[str]]:
+            found: Counter[str] = Counter()
+            before = self.calls.copy()
+            yield found
+            found.update(self.calls - before)
+
+    @pytest.fixture
+    def setting(self) -> Iterator[plan.Setting]:
+        settled = plan.settle(tiny(backend="cpu", batch_sizes=(1, 3)))
+        counting = self.Counting()
+        counting.configure(settled.backend.config)
+        counting.activate()
+        yield attrs.evolve(settled, backend=counting, modes=("eager",))
+        hal.open("cpu")
+
+    def test_a_layers_are_what_a_second_layer_adds(self, setting: plan.Setting) -> None:
+        found = launches.count(setting, lambda text: None)
+        assert [(each.contender, each.batch_size) for each in found] == [("hal eager", 1), ("hal eager", 3)]
+        for each in found:
+            assert each.layer == {"linear": 4, "rms_norm": 4, "paged_attention": 1}
+            assert each.outside == {"embedding": 1, "linear": 1, "rms_norm": 1}
+            assert each.per_layer == 9
+
+    def test_kinds_of_layers_are_cut_too(self, setting: plan.Setting) -> None:
+        kinds = ["full_attention", "full_attention"]
+        config = {**TINY, "layer_types": kinds, "num_hidden_layers": 2}
+        checkpoint = random_weights.RandomCheckpoint.of("kinds", config)
+        found = launches.count(attrs.evolve(setting, checkpoint=checkpoint), lambda text: None)
+        assert found[0].per_layer == 9
+
+    def test_a_config_that_says_its_layers_elsewhere_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        setting = plan.settle(tiny(backend="cpu"))
+        meta = random_weights.meta_model(TINY)
+        monkeypatch.setattr(launches, "meta_model", lambda config: meta)
+        with pytest.raises(BenchmarkError, match="asked for a model of 1 layers, and num_hidden_layers gives one of 2"):
+            launches.count(setting, lambda text: None)
+
+    def test_the_table_and_what_stands_beneath(self) -> None:
+        counted = [
+            launches.Launches(name, size, Counter({"linear": 4, "copy": size - 1}), Counter({"copy": copies}))
+            for size in (1, 2) for name, copies in (("hal eager", 0), ("hal graph", 6))
+        ]  # fmt: skip
+        result = attrs.evolve(TestReport.result(eager=[1.0, 1.0, 1.0]), launches=counted)
+        columns, rows = bench_report.launches_table(result)
+        assert columns == ["batch", "kernel"] + [
+            f"hal {mode}, {where}" for mode in ("eager", "graph") for where in ("a layer", "outside")
+        ]
+        assert rows == [
+            ["1", "linear", "4", "0", "4", "0"], ["1", "copy", "0", "0", "0", "6"], ["1", "all", "4", "0", "4", "6"],
+            ["2", "linear", "4", "0", "4", "0"], ["2", "copy", "1", "0", "1", "6"], ["2", "all", "5", "0", "5", "6"],
+        ]  # fmt: skip
+        assert list(bench_report.launches_notes(result))[1:] == [
+            "others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"
+        ]
+        figures = bench_report.as_json(result)
+        assert figures["launches"][2] == {
+            "contender": "hal eager", "batch_size": 2, "layer": {"linear": 4, "copy": 1}, "outside": {"copy": 0},
+            "per_layer": 5,
+        }  # fmt: skip
+        assert figures["launches_per_layer_of_peers"] == {"SGLang 0.5.23, Qwen3, graph mode": 10}
+
+    def test_a_kernel_of_the_first_layer_alone_is_outside(self) -> None:
+        one, two = Counter(rms_norm=1, add_rms_norm=1), Counter(rms_norm=1, add_rms_norm=3, cast=0)
+        layer = launches._difference(two, one)
+        assert layer == {"add_rms_norm": 2}
+        assert launches._difference(one, layer) == {"rms_norm": 1, "add_rms_norm": -1}
+
+
+class TestExtensions:
+    """transformers imports vendors' extensions of torch that are installed, and some cannot be imported."""
+
+    def test_only_those_that_are_imported_are_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        info = tmp_path / "acme-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[torch.backends]\nold = acme_old:load\nnew = acme_new.inner:load\n")
+        for name in ("acme_old", "acme_new"):
+            (tmp_path / f"{name}.py").write_text("")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.import_module("acme_old")
+        with only_imported_extensions():
+            assert importlib.util.find_spec("acme_old") is not None
+            assert importlib.util.find_spec("acme_new") is None
+            with pytest.raises(ModuleNotFoundError):
+                importlib.import_module("acme_new")
+        importlib.import_module("acme_new")
+        for name in ("acme_old", "acme_new"):
+            del sys.modules[name]
+
+    @pytest.mark.parametrize("command", ["bench", "train"])
+    def test_a_process_that_finds_all_that_are_installed(self, repository: Path, command: str) -> None:
+        """Where torch_npu is installed without CANN, importing it fails."""
+        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "TORCH_DEVICE"))}
+        options = ["--shapes", "tiny", "--tokens", "8", "--repeats", "3", "--against", "transformers", "--memory"]
+        arguments = {
+            "bench": ["-c", "from hal.cli import main; main()", "bench", "prefill", "--backend", "cpu", *options],
+            "train": ["checkpoints/train.py", "--help"],
+        }
+        result = subprocess.run(
+            [sys.executable, *arguments[command]], cwd=repository, env={**kept, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False, timeout=400,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr

@@ -1,0 +1,426 @@
+"""What a user can get wrong: a typed error from the API; from the command exit code 2, the error and its remedy.
+
+Each case breaks one thing and runs both ways. A traceback, or anything on stdout, fails it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers.checkpoints import CONFIG, INDEX, random_checkpoint, random_weights, write_json, write_weights
+from torch import Tensor
+
+import hal
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.cli import main
+from hal.errors import BatchError, CheckpointError, ConfigError, DriverNotFound, HalError, NumericsError
+
+Damage = Callable[[Path], object]
+LAYER = "model.layers.1.mlp.down_proj.weight"
+
+
+@attrs.frozen
+class Case:
+    """One broken thing.
+
+    Attributes:
+        damage: breaks a checkpoint.
+        error: what the API raises.
+        message: a part of what it says, the remedy included.
+        prompt: what to continue.
+        settings: of the configuration; the command takes them from the environment.
+    """
+
+    damage: Damage
+    error: type[HalError]
+    message: str
+    prompt: str = "the cat"
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("HAL_")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return random_checkpoint(tmp_path / "qwen3")
+
+
+def nothing(folder: Path) -> None:
+    """The checkpoint is sound."""
+
+
+def config(**values: Any) -> Damage:
+    """Keys of config.json, set after the weights were written."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        write_json(file, {**json.loads(file.read_text()), **values})
+
+    return damage
+
+
+def text(name: str, content: str | bytes) -> Damage:
+    """A file's whole content."""
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    """The tensors of the only safetensors file, changed by ``change``."""
+
+    def damage(folder: Path) -> None:
+        tensors = random_weights(json.loads((folder / "config.json").read_text()), seed=0)
+        change(tensors)
+        write_weights(folder, tensors)
+
+    return damage
+
+
+def sharded(change: Callable[[Path, dict[str, str]], object]) -> Damage:
+    """A checkpoint of two files, whose folder and weight map are changed by ``change``."""
+
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        random_checkpoint(folder, shards=2)
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        change(folder, weight_map)
+        write_json(folder / INDEX, {"weight_map": weight_map})
+
+    return damage
+
+
+def truncated(folder: Path, keep: float) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * keep)])
+
+
+def replaced_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": torch.ones(1)}, folder / "pytorch_model.bin")
+
+
+def outside(folder: Path, weight_map: dict[str, str]) -> None:
+    """The index names a file outside the folder, which exists."""
+    shutil.copy(folder / weight_map[LAYER], folder.parent / "outside.safetensors")
+    weight_map[LAYER] = "../outside.safetensors"
+
+
+def remade(**overrides: Any) -> Damage:
+    """Another checkpoint, sound in itself."""
+
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        random_checkpoint(folder, **overrides)
+
+    return damage
+
+
+FOLDERS = {
+    "no such path": Case(shutil.rmtree, CheckpointError, "found nothing"),
+    "a file": Case(replaced_by_a_file, CheckpointError, "found a file"),
+    "no checkpoint": Case(lambda folder: (folder / "config.json").unlink(), CheckpointError, "has no config.json"),
+    "no weights": Case(lambda folder: (folder / "model.safetensors").unlink(), CheckpointError, "no safetensors file"),
+    "a pickle": Case(pickled, CheckpointError, "holds its weights as a pickle (pytorch_model.bin)"),
+    "two files and no index": Case(
+        lambda folder: shutil.copy(folder / "model.safetensors", folder / "again.safetensors"),
+        CheckpointError, "holds 2 safetensors files and no model.safetensors.index.json",
+    ),
+    "no tokenizer": Case(lambda folder: (folder / "tokenizer.json").unlink(), CheckpointError, "has no tokenizer.json"),
+    "a broken tokenizer": Case(text("tokenizer.json", "{}"), CheckpointError, "is not a tokenizer"),
+}  # fmt: skip
+CONFIGS = {
+    "broken": Case(text("config.json", '{"architectures": ["Qwen3'), CheckpointError, "config.json cannot be read"),
+    "not UTF-8": Case(text("config.json", b"\xff\xfe"), CheckpointError, "config.json cannot be read"),
+    "a list": Case(text("config.json", "[1]"), CheckpointError, "holds a list, not an object"),
+    "nested deeply": Case(text("config.json", '{"a":' * 100_000), CheckpointError, "config.json cannot be read"),
+    "no architecture": Case(config(architectures=[]), CheckpointError, "names no architecture"),
+    "an unknown architecture": Case(
+        config(architectures=["Qwen4ForCausalLM"]), CheckpointError, "did you mean 'Qwen3ForCausalLM'?"
+    ),
+    "a missing key": Case(config(hidden_size=None), ConfigError, "required key 'hidden_size' is missing"),
+    "a wrong type": Case(config(hidden_size="32"), ConfigError, "expected int, found str '32'"),
+    "an unknown activation": Case(config(hidden_act="relu"), ConfigError, "unknown value 'relu'"),
+    "scaled positions": Case(
+        config(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 2}), ConfigError, "yarn"
+    ),
+    "quantised": Case(config(quantization_config={"bits": 4}), ConfigError, "quantised"),
+    "a stop token that is none": Case(text("generation_config.json", '{"eos_token_id": "0"}'), CheckpointError, "'0'"),
+    "broken generation config": Case(text("generation_config.json", "{"), CheckpointError, "cannot be read"),
+}
+TENSORS = {
+    "one is missing": Case(weights(lambda tensors: tensors.pop(LAYER)), CheckpointError, f"{LAYER} is missing"),
+    "one too many": Case(
+        weights(lambda tensors: tensors.update(extra=torch.ones(1))), CheckpointError, "extra is not the model's"
+    ),
+    "one of another shape": Case(
+        weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 47)})),
+        CheckpointError, f"{LAYER} is [32, 47], not [32, 48]",
+    ),
+    "one of another rank": Case(
+        weights(lambda tensors: tensors.update({LAYER: torch.ones(32 * 48)})),
+        CheckpointError, f"{LAYER} is [1536], not [32, 48]",
+    ),
+    "one of integers": Case(
+        weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 48, dtype=torch.int64)})),
+        CheckpointError, "is I64",
+    ),
+    "all of another size than the config says": Case(config(hidden_size=64), CheckpointError, "and 15 more"),
+    "fewer layers than the config says": Case(
+        config(num_hidden_layers=3), CheckpointError, "model.layers.2.input_layernorm.weight is missing"
+    ),
+    "layers without end": Case(  # which took hours and all memory, before the tensors were looked at
+        config(num_hidden_layers=10**7), CheckpointError, "says num_hidden_layers 10000000, and there are"
+    ),
+    "NaN": Case(
+        weights(lambda tensors: tensors[LAYER].fill_(float("nan"))), NumericsError, "gave NaN logits for prompt 0"
+    ),
+}  # fmt: skip
+FILES = {
+    "cut in the values": Case(lambda folder: truncated(folder, 0.9), CheckpointError, "it may be truncated"),
+    "cut in the header": Case(lambda folder: truncated(folder, 0.002), CheckpointError, "it may be truncated"),
+    "empty": Case(lambda folder: truncated(folder, 0), CheckpointError, "it may be truncated"),
+    "no safetensors": Case(text("model.safetensors", "a" * 1000), CheckpointError, "model.safetensors cannot be read"),
+    "a file that is not there": Case(
+        sharded(lambda folder, weight_map: weight_map.update({LAYER: "model-9.safetensors"})),
+        CheckpointError, "lacks 'model-9.safetensors'",
+    ),
+    "a path out of the folder": Case(sharded(outside), CheckpointError, "names '../outside.safetensors'"),
+    "an absolute path": Case(
+        sharded(lambda folder, weight_map: weight_map.update({LAYER: str(folder / weight_map[LAYER])})),
+        CheckpointError, "which is no safetensors file of the folder",
+    ),
+    "a pickle in the index": Case(
+        sharded(lambda folder, weight_map: weight_map.update({LAYER: "pytorch_model.bin"})),
+        CheckpointError, "names 'pytorch_model.bin'",
+    ),
+    "a number in the index": Case(
+        sharded(lambda folder, weight_map: weight_map.update({LAYER: 1})), CheckpointError, "has no weight_map"
+    ),
+    "a tensor in both files": Case(
+        sharded(lambda folder, weight_map: [shutil.copy(folder / weight_map[LAYER], folder / name)
+                                            for name in set(weight_map.values()) - {weight_map[LAYER]}]),
+        CheckpointError, "both hold model.",
+    ),
+    "a broken index": Case(text(INDEX, "{"), CheckpointError, f"{INDEX} cannot be read"),
+}  # fmt: skip
+SETTINGS = {
+    "unknown key": Case(nothing, ConfigError, "did you mean 'backend'?", settings={"backand": "cpu"}),
+    "unknown key in a table": Case(
+        nothing, ConfigError, "did you mean 'num_tokens'?", settings={"cache": {"num_token": 5}}
+    ),
+    "wrong type": Case(nothing, ConfigError, "expected int, found float 4.5", settings={"cache": {"num_tokens": 4.5}}),
+    "true for a number": Case(
+        nothing, ConfigError, "expected int, found bool True", settings={"cache": {"num_tokens": True}}
+    ),
+    "out of range": Case(nothing, ConfigError, "at least 1", settings={"compilation": {"capture_sizes": [4, 0]}}),
+    "unknown dtype": Case(nothing, ConfigError, "did you mean 'float32'?", settings={"dtype": "float23"}),
+    "a table that is none": Case(nothing, ConfigError, "expected a table, found list", settings={"cache": [1]}),
+    "unknown backend": Case(nothing, DriverNotFound, "no driver 'gpu' is installed", settings={"backend": "gpu"}),
+    "unknown compiler": Case(
+        nothing, ConfigError, "did you mean 'graph'?", settings={"compilation": {"compiler": "graphs"}}
+    ),
+    "unknown option": Case(nothing, ConfigError, "unknown key 'threads'", settings={"options": {"threads": 3}}),
+}
+PROMPTS = {
+    "empty": Case(nothing, BatchError, "prompt 0 is empty", prompt=""),
+    "longer than the model": Case(nothing, BatchError, "the model takes 256", prompt="b" * 300),
+    "as long as the model": Case(nothing, BatchError, "the model takes 256", prompt="b" * 256),
+    "longer than the cache": Case(
+        nothing, BatchError, "and the cache holds 64", prompt="b" * 62, settings={"cache": {"num_tokens": 64}}
+    ),
+    "not of the model's tokens": Case(remade(vocab_size=20), BatchError, "token id out of the range 0 to 19"),
+}
+GROUPS = {
+    "folder": FOLDERS, "config": CONFIGS, "tensors": TENSORS, "files": FILES, "settings": SETTINGS, "prompt": PROMPTS
+}  # fmt: skip
+CASES = [pytest.param(case, id=f"{group}: {name}") for group, cases in GROUPS.items() for name, case in cases.items()]
+
+
+def continue_by_api(path: Path, prompt: str, config: Mapping[str, Any] | None) -> None:
+    """What the command does, in a few lines of the API; None takes the environment's configuration."""
+    backend = hal.open(config)
+    checkpoint = Checkpoint.open(path)
+    runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
+    tokens = checkpoint.tokenizer().encode(prompt).ids
+    list(hal.generate(runner, [tokens], hal.SamplingParams(max_new_tokens=3, stop_token_ids=checkpoint.stop_token_ids)))
+
+
+def check_command(arguments: list[str], *messages: str) -> None:
+    result = CliRunner().invoke(main, ["generate", *arguments])
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "\nremedy: " in result.stderr
+    assert "Traceback" not in result.stderr
+    for message in messages:
+        assert message in result.stderr
+
+
+def test_nothing_is_wrong_with_the_checkpoint_itself(checkpoint: Path) -> None:
+    continue_by_api(checkpoint, "the cat", {})
+    sharded(lambda folder, weight_map: None)(checkpoint)
+    continue_by_api(checkpoint, "the cat", {})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(case: Case, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.damage(checkpoint)
+    with pytest.raises(HalError) as caught:
+        continue_by_api(checkpoint, case.prompt, case.settings)
+    assert type(caught.value) is case.error
+    assert case.message in str(caught.value)
+    assert caught.value.problem
+    assert caught.value.remedy
+    for key, value in case.settings.items():
+        monkeypatch.setenv(f"HAL_{key.upper()}", value if isinstance(value, str) else json.dumps(value))
+    if case.settings:
+        with pytest.raises(case.error) as caught:
+            continue_by_api(checkpoint, case.prompt, None)
+        assert case.message in str(caught.value)
+    check_command([str(checkpoint), "--prompt", case.prompt, "--max-new-tokens", "3"], case.message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "gpu"], "no driver 'gpu' is installed"),
+        (["--dtype", "float23"], "did you mean 'float32'?"),
+        (["--compiler", "graphs"], "did you mean 'graph'?"),
+        (["--compilation-config", '{"capture_size": [1]}'], "did you mean 'capture_sizes'?"),
+        (["--compilation-config", '{"capture_sizes": "1"}'], "expected a list, found str '1'"),
+        (["--compilation-config", '{"on_capture_error": "raise", "on_capture_error": "eager"}'], "given twice"),
+        (["--compilation-config", "{"], "--compilation-config is not valid JSON"),
+        (["--compilation-config", "graph"], "neither JSON nor a file"),
+        (["--compilation-config", "no_such_file.toml"], "cannot read the config file no_such_file.toml"),
+        (["--temperature", "-1"], "temperature is -1.0, out of its range"),
+        (["--temperature", "nan"], "temperature is nan, out of its range"),
+        (["--top-p", "0"], "top_p is 0.0, out of its range"),
+        (["--top-k", "-1"], "top_k is -1, out of its range"),
+        (["--min-p", "2"], "min_p is 2.0, out of its range"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0, out of its range"),
+        (["--temperature", "1", "--seed", "-1"], "seed is -1, out of its range"),
+        (["--temperature", "1", "--prompt", "b", "--seed", str(2**63 - 1)], "seed is 9223372036854775808, out of"),
+        (["--prompt", "\udcff"], "prompt 1 is not valid Unicode"),
+        (["--prompt", ""], "prompt 1 is empty"),
+    ],
+)  # fmt: skip
+def test_bad_options(arguments: list[str], message: str, checkpoint: Path) -> None:
+    check_command([str(checkpoint), "--prompt", "a", *arguments], message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xff\n", "is not UTF-8"), (b"a\n\nb\n", "prompt 1 is empty"), (b"\n", "prompt 0 is empty")],
+)
+def test_bad_prompts_files(content: bytes, message: str, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    check_command([str(checkpoint), "--prompts-file", str(file)], message)
+
+
+@pytest.mark.parametrize("content", [b"", None])
+def test_no_prompt_at_all(content: bytes | None, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    result = CliRunner().invoke(main, ["generate", str(checkpoint), "--prompts-file", str(file)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Usage: " in result.stderr
+
+
+@pytest.mark.parametrize("tokens", [[280], [-1], [0, 1 << 40]])
+def test_token_ids_out_of_range(tokens: list[int], checkpoint: Path, cpu: hal.Backend) -> None:
+    runner = hal.Runner(hal.load_model(checkpoint, cpu), cpu)
+    with pytest.raises(BatchError, match="out of the range 0 to 279"):
+        hal.generate(runner, [tokens], hal.SamplingParams())
+    with pytest.raises(BatchError, match="out of the range 0 to 279"):
+        runner.batch([tokens], [[1]])
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "nul\0byte", "checkpoint\udcff"])
+def test_paths_that_cannot_be(path: str) -> None:
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+            "num_hidden_layers", "num_key_value_heads", "vocab_size"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_are_positive(key: str, value: int, checkpoint: Path, cpu: hal.Backend) -> None:
+    assert key in {*CONFIG, "vocab_size"}
+    config(**{key: value})(checkpoint)
+    with pytest.raises(ConfigError, match=f"{key}' must be >= 1"):
+        hal.load_model(checkpoint, cpu)
+
+
+@pytest.mark.parametrize("value", [1, "linear", [1]])
+def test_position_scaling_that_is_no_table(value: object, checkpoint: Path, cpu: hal.Backend) -> None:
+    config(rope_parameters=None, rope_scaling=value)(checkpoint)
+    with pytest.raises(ConfigError, match="rope"):
+        hal.load_model(checkpoint, cpu)
+
+
+def test_key_value_heads_serve_whole_groups(checkpoint: Path, cpu: hal.Backend) -> None:
+    config(num_attention_heads=3)(checkpoint)
+    with pytest.raises(ConfigError, match="num_attention_heads, 3, is no multiple of num_key_value_heads, 2"):
+        hal.load_model(checkpoint, cpu)
+
+
+def test_settings_of_training_in_the_tokenizer_are_left_out(checkpoint: Path) -> None:
+    tokenizer = Checkpoint.open(checkpoint).tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    before = len(tokenizer.encode("the cat sat on the mat").ids)
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    assert before == 50
+    assert 3 < len(Checkpoint.open(checkpoint).tokenizer().encode("the cat sat on the mat").ids) < 50
+
+
+def test_layer_types_for_too_few_layers(checkpoint: Path, cpu: hal.Backend) -> None:
+    config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"])(checkpoint)
+    with pytest.raises(ConfigError, match="layer_types"):
+        hal.load_model(checkpoint, cpu)
+
+
+def explained(*arguments: str | Path) -> str:
+    """What the command says of its error."""
+    result = CliRunner().invoke(main, ["explain", *map(str, arguments), "--backend", "cpu"])
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, False), repr(result.exception)
+    assert "\nremedy: " in result.stderr
+    return result.stderr
+
+
+def test_graphs_that_cannot_be_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is loaded."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(hal, "load_model", lambda *args: pytest.fail("a model was loaded"))
+    folder = tmp_path / "file" / "below"
+    assert f"{folder} cannot be written: Not a directory" in explained(checkpoint, "--dump", folder)
+
+
+def test_a_step_that_no_memory_holds_is_explained_all_the_same(checkpoint: Path) -> None:
+    """A trace takes no memory: the block table of this one takes more addresses than processors have."""
+    arguments = ["explain", str(checkpoint), "--backend", "cpu", "--compiler", "graph", "--batch-size", str(1 << 23)]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output

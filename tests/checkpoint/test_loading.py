@@ -1,0 +1,198 @@
+"""Loading: the memory it takes, weights that a driver prepares, and models and checkpoints that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.models.qwen3 import Qwen3ForCausalLM
+from helpers import large_checkpoint
+from helpers.checkpoints import random_checkpoint, write_json
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hal
+from hal.checkpoint import model_registry, safetensors_files
+from hal.errors import CheckpointError, HalError, ModelError
+from hal.nn import WeightUse
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+PROGRAM = """
+import sys, hal, hal.models.qwen3, hal.checkpoint.loading
+options = {"pack_weights": sys.argv[3] == "packed"}
+backend = hal.open({"backend": "cpu", "dtype": sys.argv[2], "options": options})
+before = backend.device.memory_stats().allocated
+model = hal.load_model(sys.argv[1], backend)
+projection = model.model.embed_tokens.projection
+copy = 0 if projection is None else projection.numel() * projection.element_size()
+print(backend.device.memory_stats().peak - before, sum(parameter.nbytes for parameter in model.parameters()), copy)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    large_checkpoint.write(folder, torch.float32, num_hidden_layers=16)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["packed", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory(dtype: str, form: str, large: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(large), dtype, form]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights, copy = map(int, result.stdout.split())
+    assert weights > 500e6, "much more than a file is mapped for at a time"
+    assert copy in (0, 32000 * 1024 * (4 if dtype == "float32" else 2)), "the tied table, if packing it pays here"
+    assert form == "packed" or not copy
+    assert peak < 1.2 * weights + copy
+
+
+@pytest.mark.parametrize("view", [Tensor.detach, lambda weight: weight.view_as(weight), lambda weight: weight])
+def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: hal.Backend, tmp_path: Path) -> None:
+    """As it is, or as a view: the memory that it was put together in serves the next weight."""
+
+    class Views(hal.Backend):
+        def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+            return view(weight)
+
+    folder = random_checkpoint(tmp_path)
+    found = hal.load_model(folder, Views("views", cpu.device, kernels={}))
+    expected = hal.load_model(folder, hal.Backend("plain", cpu.device, kernels={}))
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("no_such_package.models:Model", "the model ToyForCausalLM cannot be imported: ModuleNotFoundError: No module "
+                                         "named 'no_such_package'\n.*toys 1.2; .* = no_such_package.models:Model in "),
+        ("test_loading:NoSuchModel", "cannot be imported: AttributeError: .* has no attribute 'NoSuchModel'"),
+        ("test_loading:Path", "is <class 'pathlib.*Path'>, not a class derived from hal.nn.CausalLM"),
+        ("test_loading:hal", "is <module 'hal' .*, not a class derived from hal.nn.CausalLM"),
+    ],
+)  # fmt: skip
+def test_entry_points_that_give_no_model(
+    place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "toys-1.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.2\n")
+    (metadata / "entry_points.txt").write_text(f"[hal.models]\nToyForCausalLM = {place}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match=message):
+        model_registry.find_model("ToyForCausalLM")
+
+
+def test_a_model_class_that_is_none(cpu: hal.Backend, tmp_path: Path) -> None:
+    wrong: Any = Path
+    with pytest.raises(ModelError, match=r"is <class 'pathlib.*Path'>, not a class derived from"):
+        hal.load_model(random_checkpoint(tmp_path), cpu, model_class=wrong)
+
+
+@pytest.mark.parametrize("named", ["bflaot16", "int8", 16, ["float32"]])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_is_none_is_named(key: str, named: object, cpu: hal.Backend, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    write_json(folder / "config.json", {**config, key: named})
+    with pytest.raises(CheckpointError, match=re.escape(f"says {key} {named!r}, which is no floating-point dtype")):
+        hal.load_model(folder, cpu)
+    assert next(hal.load_model(folder, hal.open({"backend": "cpu", "dtype": "float32"})).parameters()).dtype == (
+        torch.float32
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_tensor_with_values_of_its_own_is_refused(dtype: str, cpu: hal.Backend, tmp_path: Path) -> None:
+    """It would be ignored; one that repeats the table is a part of many releases, and is not looked at again."""
+    folder = random_checkpoint(tmp_path / "source", dtype=dtype)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    table = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": table.to(torch.float32, copy=True)}, file)
+    hal.load_model(folder, cpu)
+    other = table.clone()
+    other[-1, -1] += 1
+    save_file({**weights, "lm_head.weight": other}, file)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight in .* does not repeat model.embed_tokens.weight"):
+        hal.load_model(folder, cpu)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight in .* does not repeat model.embed_tokens.weight"):
+        quantize_checkpoint(folder, tmp_path / "target", "w8a8_dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "tie_word_embeddings": False})
+    hal.load_model(folder, cpu)
+
+
+def test_tensors_are_compared_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_files, "REMAP_BYTES", 100)
+    folder = random_checkpoint(tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    other = weights["model.embed_tokens.weight"].clone()
+    other[-1, 0] += 1
+    extra = {"one": torch.tensor(1.0), "another": torch.tensor(1.0), "third": torch.tensor(2.0)}
+    save_file({**weights, "same": weights["model.embed_tokens.weight"].clone(), "other": other, **extra}, file)
+    checkpoint = hal.Checkpoint.open(folder)
+    assert checkpoint.equal("same", "model.embed_tokens.weight")
+    assert not checkpoint.equal("other", "model.embed_tokens.weight")
+    assert checkpoint.equal("one", "another")
+    assert not checkpoint.equal("one", "third")
+
+
+class TestModelsThatAreNotWhole:
+    """Mistakes of a model's author, each named instead of met somewhere inside."""
+
+    @staticmethod
+    def refused(made: Callable[[Any], Any], message: str, cpu: hal.Backend, folder: Path) -> None:
+        class Wrong(Qwen3ForCausalLM):
+            @classmethod
+            def from_config(cls, config: Any) -> Any:
+                return made(super().from_config(config))
+
+        with pytest.raises(HalError, match=message):
+            hal.load_model(random_checkpoint(folder), cpu, model_class=Wrong)
+
+    def test_what_is_tied_to_nothing(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        def made(model: Any) -> Any:
+            model.tied = {"lm_head.weight": "model.embed_token.weight"}
+            return model
+
+        self.refused(made, r"(?s)'model.embed_token.weight' .* did you mean 'model.embed_tokens.weight'", cpu, tmp_path)
+
+    def test_nothing(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        self.refused(lambda model: None, r"Wrong.from_config returned None", cpu, tmp_path)
+
+    def test_an_exception(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        self.refused(lambda model: {}["rope"], r"Wrong cannot be made: KeyError: 'rope'", cpu, tmp_path)
+
+    @pytest.mark.parametrize("name", ["vocab_size", "max_length", "states"])
+    def test_a_number_that_is_not_set(self, name: str, cpu: hal.Backend, tmp_path: Path) -> None:
+        def made(model: Any) -> Any:
+            delattr(model, name)
+            return model
+
+        self.refused(made, rf"Wrong.{name} is None", cpu, tmp_path)
+
+    def test_a_tensor_that_is_no_parameter(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        def made(model: Any) -> Any:
+            model.model.scale = torch.empty(3, device="meta")
+            return model
+
+        self.refused(made, r"keeps model.scale, which no checkpoint fills", cpu, tmp_path)
+
+    def test_sizes_that_no_tensor_has(self, cpu: hal.Backend, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        write_json(folder / "config.json", {**config, "vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1})
+        with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot be made: RuntimeError: "):
+            hal.load_model(folder, cpu)

@@ -1,0 +1,465 @@
+"""The command: texts on stdout and nothing else, settings from environment and options, every driver listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from helpers.checkpoints import random_checkpoint, write_json
+
+import hal
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.cli import main
+from hal.version import __version__
+
+PROMPTS = ("the cat", "é 日本\n", "the hat and the mat sat")
+NEW = 12
+PROGRAM = "from hal.cli import main; main()"
+
+DRIVERS = """
+import hal, torch
+
+class Good(hal.Driver):
+    name, api_version, priority = "good", (2, 0), 5
+    def probe(self):
+        return hal.Probe(True)
+    def open(self, options):
+        hal.config.read(hal.CacheConfig, options)
+        return hal.Backend("good", hal.HostDevice(), kernels={"rms_norm": torch.rms_norm})
+
+class Absent(Good):
+    priority = 20
+    def probe(self):
+        return hal.Probe(False, "there is no [card]", "buy one of those at the shop around the corner " * 3)
+
+class RaisesInProbe(Good):
+    def probe(self):
+        raise OSError("bus error")
+
+class ExitsInProbe(Good):
+    def probe(self):
+        raise SystemExit(3)
+
+class NoProbe(Good):
+    def probe(self):
+        return None
+
+class NoPriority(Good):
+    priority = None
+
+class NoBackend(Good):
+    priority = -3
+    def open(self, options):
+        return None
+
+class RaisesInOpen(Good):
+    priority = -1
+    def open(self, options):
+        raise RuntimeError("the firmware is on fire")
+"""
+EMULATING = """
+import hal
+
+class Emulating(hal.Driver):
+    name, api_version = "emulating", (2, 0)
+    def probe(self):
+        return hal.Probe(True)
+    def open(self, options):
+        raise hal.errors.ConfigError(f"options: {dict(sorted(options.items()))}", "none")
+"""
+UNLOADABLE = ("misspelt = acme_cli_drivers:Misspelt", "unimportable = no_such_module:Driver")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("HAL_")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("cli") / "qwen3", shards=2)
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that writes for long enough to be disturbed."""
+    folder = tmp_path_factory.mktemp("cli") / "qwen3"
+    random_checkpoint(folder, max_position_embeddings=1 << 20, eos_token_id=None)
+    options = ["--max-new-tokens", "1000000", "--temperature", "1", "--seed", "0"]
+    return [sys.executable, "-c", PROGRAM, "generate", str(folder), "--prompt", "the cat", *options]
+
+
+@pytest.fixture
+def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers of every kind beside the CPU's."""
+    info = tmp_path / "site" / "acme-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    names = re.findall(r"class (\w+)", DRIVERS)
+    lines = [f"{name.lower()} = acme_cli_drivers:{name}" for name in names]
+    (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines, *UNLOADABLE]))
+    named = [f"{name}.name = {name.lower()!r}" for name in names]
+    (tmp_path / "site" / "acme_cli_drivers.py").write_text("\n".join([textwrap.dedent(DRIVERS), *named]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, "acme_cli_drivers", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.fixture
+def emulating_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that says which options it was opened with."""
+    info = tmp_path / "site" / "emulating-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: emulating\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hal.drivers]\nemulating = emulating_driver:Emulating\n")
+    (tmp_path / "site" / "emulating_driver.py").write_text(EMULATING)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, "emulating_driver", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+def run(*arguments: str | Path, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)), input=stdin)
+
+
+def generate(checkpoint: Path, *arguments: str | Path, prompts: Sequence[str] = PROMPTS, new: int = NEW) -> Result:
+    """A run that succeeds."""
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    result = run("generate", checkpoint, *given, "--max-new-tokens", str(new), *arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return result
+
+
+def texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS, new: int = NEW) -> list[str]:
+    """What the command must write, by way of the API."""
+    backend = hal.open("cpu")
+    opened = Checkpoint.open(checkpoint)
+    tokenizer, runner = opened.tokenizer(), hal.Runner(hal.load_model(opened, backend), backend)
+    made = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt).ids
+        params = hal.SamplingParams(max_new_tokens=new, stop_token_ids=opened.stop_token_ids)
+        tokens = [token.token_id for token in hal.generate(runner, [ids], params)]
+        made.append(tokenizer.decode(ids + tokens)[len(prompt) :])
+    return made
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("compiler", ["eager", "graph"])
+    def test_stdout_holds_the_texts_alone(self, checkpoint: Path, compiler: str) -> None:
+        result = generate(checkpoint, "--compiler", compiler)
+        assert result.stdout == "".join(f"{text}\n" for text in texts(checkpoint))
+        headers = [f"--- prompt {index}: {prompt!r}" for index, prompt in enumerate(PROMPTS)]
+        *shown, closing = result.stderr.splitlines()
+        assert shown == headers
+        assert closing.startswith(f"{NEW * len(PROMPTS)} tokens in ")
+        assert closing.endswith(" tokens/s")
+
+    def test_one_prompt_needs_no_header(self, checkpoint: Path) -> None:
+        result = generate(checkpoint, prompts=["the cat"])
+        assert result.stdout == texts(checkpoint, ["the cat"])[0] + "\n"
+        assert "---" not in result.stderr
+
+    @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+    def test_prompts_from_a_file_follow_the_others(self, checkpoint: Path, tmp_path: Path, ending: str) -> None:
+        lines = ["the mat", r'"a\n" is not unescaped', "日本\x0c\u2028 is one line"]
+        content = (ending or "\n").join(lines) + ending
+        file = tmp_path / "prompts.txt"
+        file.write_bytes(content.encode())
+        expected = "".join(f"{text}\n" for text in texts(checkpoint, ["the cat", *lines]))
+        assert generate(checkpoint, "--prompts-file", file, prompts=["the cat"]).stdout == expected
+        arguments = ("--prompt", "the cat", "--max-new-tokens", str(NEW), "--prompts-file", "-")
+        assert run("generate", checkpoint, *arguments, stdin=content.encode()).stdout == expected
+
+    def test_a_stop_token_ends_the_text_and_is_not_in_it(self, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path / "qwen3")
+        backend, tokenizer = hal.open("cpu"), Checkpoint.open(folder).tokenizer()
+        runner = hal.Runner(hal.load_model(folder, backend), backend)
+        prompt = tokenizer.encode("the cat").ids
+        tokens = [token.token_id for token in hal.generate(runner, [prompt], hal.SamplingParams(max_new_tokens=NEW))]
+        stop = tokens.index(tokens[NEW // 2])
+        write_json(folder / "generation_config.json", {"eos_token_id": [0, tokens[stop]]})
+        result = generate(folder, prompts=["the cat"])
+        assert result.stdout == tokenizer.decode(prompt + tokens[:stop])[len("the cat") :] + "\n"
+        assert result.stderr.startswith(f"{stop + 1} tokens in ")
+
+    def test_the_seed_is_shown_and_repeats_the_texts(self, checkpoint: Path) -> None:
+        first = generate(checkpoint, "--temperature", "1.5")
+        seed = first.stderr.splitlines()[0].removeprefix("seed ")
+        assert generate(checkpoint, "--temperature", "1.5", "--seed", seed).stdout == first.stdout
+        # A text may itself hold newlines, so prompts are run alone to tell them apart.
+        alone = [
+            generate(checkpoint, "--temperature", "1.5", "--seed", str(int(seed) + index), prompts=[prompt]).stdout
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        assert "".join(alone) == first.stdout, f"seed {seed}"
+
+    def test_what_has_no_effect_is_said(self, checkpoint: Path) -> None:
+        result = generate(checkpoint, "--top-k", "5", "--seed", "3")
+        assert "warning: --top-k, --seed: without effect, because temperature 0" in result.stderr
+        assert "warning" not in generate(checkpoint, "--top-k", "5", "--seed", "3", "--temperature", "1").stderr
+
+    def test_a_short_end_is_a_warning_on_stderr(self, checkpoint: Path) -> None:
+        result = generate(checkpoint, prompts=["the cat"], new=1000)
+        assert "warning: prompt 0: the model has room for" in result.stderr
+        assert "room for" not in result.stdout
+
+    def test_the_cache_fits_what_is_asked(self, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path / "qwen3", max_position_embeddings=6000, num_hidden_layers=1)
+        longer_than_the_default = "the cat sat on the mat " * 600
+        count = len(Checkpoint.open(folder).tokenizer().encode(longer_than_the_default).ids)
+        assert hal.Config().cache.num_tokens < count < 6000
+        generate(folder, prompts=[longer_than_the_default], new=2)
+
+    @pytest.mark.parametrize("several", [1, 3, 5])
+    def test_only_sizes_that_the_prompts_can_fill_are_captured(self, checkpoint: Path, several: int) -> None:
+        result = run(
+            "-v", "generate", checkpoint, *(["--prompt", "a"] * several), "--max-new-tokens", "2", "--compiler", "graph"
+        )
+        captured = ["1 sequence", "2 sequences", "4 sequences", "8 sequences"][: {1: 1, 3: 3, 5: 4}[several]]
+        assert f"info: captured decode for whole steps: {', '.join(captured)}\n" in result.stderr
+
+    @pytest.mark.parametrize("decode", [{"capture_sizes": [4]}, {"max_capture_size": 4, "capture_sizes": [4, 8]}])
+    def test_sizes_that_decode_names_are_captured(self, checkpoint: Path, decode: dict[str, object]) -> None:
+        compilation = json.dumps({"compiler": "graph", "decode": decode})
+        options = ("--prompt", "a", "--max-new-tokens", "2", "--compilation-config", compilation)
+        result = run("-v", "generate", checkpoint, *options)
+        assert "info: captured decode for whole steps: 4 sequences\n" in result.stderr
+
+
+class TestSettings:
+    """``-v`` says which sizes were captured, and so whether and how the compiler was set."""
+
+    @staticmethod
+    def captured(checkpoint: Path, *arguments: str | Path) -> list[int] | None:
+        result = run("-v", "generate", checkpoint, "--prompt", "a", "--max-new-tokens", "2", *arguments)
+        assert result.exit_code == 0, (result.stderr, result.exception)
+        _, said, rest = result.stderr.partition("captured decode for whole steps: ")
+        return [int(size) for size in re.findall(r"(\d+) sequences?", rest.splitlines()[0])] if said else None
+
+    def test_options_override_the_environment_key_by_key(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HAL_COMPILATION__COMPILER", "graph")
+        monkeypatch.setenv("HAL_COMPILATION__CAPTURE_SIZES", "[1, 3]")
+        assert self.captured(checkpoint) == [1, 3]
+        assert self.captured(checkpoint, "--compiler", "eager") is None
+        assert self.captured(checkpoint, "--compilation-config", '{"max_capture_size": 2}') == [1]
+        assert self.captured(checkpoint, "--compilation-config", '{"compiler": "eager"}', "--backend", "cpu") is None
+        monkeypatch.setenv("HAL_BACKEND", "no_such_driver")
+        assert self.captured(checkpoint, "--backend", "auto") == [1, 3]
+
+    def test_a_table_in_one_variable(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HAL_COMPILATION", '{"compiler": "graph", "capture_sizes": [2]}')
+        assert self.captured(checkpoint) == [2]
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            (None, '{"compiler": "graph", "capture_sizes": [5]}'),
+            ("compilation.json", '{"compiler": "graph", "capture_sizes": [5]}'),
+            ("compilation.toml", 'compiler = "graph"\ncapture_sizes = [5]\n'),
+        ],
+    )
+    def test_a_compilation_config(self, checkpoint: Path, tmp_path: Path, name: str | None, content: str) -> None:
+        if name is not None:
+            (tmp_path / name).write_text(content)
+        source = content if name is None else tmp_path / name
+        assert self.captured(checkpoint, "--compilation-config", source) == [5]
+        assert self.captured(checkpoint, "--compilation-config", source, "--compiler", "graph") == [5]
+
+    def test_two_compilers_are_one_too_many(self, checkpoint: Path) -> None:
+        arguments = ("--compiler", "eager", "--compilation-config", '{"compiler": "graph"}')
+        result = run("generate", checkpoint, "--prompt", "a", *arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: --compiler says eager, and --compilation-config graph\nremedy: ")
+
+    def test_a_dtype(self, checkpoint: Path) -> None:
+        assert generate(checkpoint, "--dtype", "bfloat16", new=60).stdout != generate(checkpoint, new=60).stdout
+
+
+class TestLists:
+    @pytest.mark.usefixtures("drivers")
+    def test_backends_shows_every_driver(self) -> None:
+        result = run("backends")
+        assert result.exit_code == 0, result.exception
+        lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
+        assert lines["good"].split() == ["good", "*", "yes", "5", "2.0"]
+        assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "2.0"]
+        assert lines["absent"].split()[:4] == ["absent", "no", "20", "2.0"]
+        assert "there is no [card]" in lines["absent"]
+        assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is cut off or folded"
+        assert "bus error" in lines["raisesinprobe"]
+        assert "SystemExit(3)" in lines["exitsinprobe"]
+        assert "returned None, not a hal.Probe" in lines["noprobe"]
+        assert "has the priority None, which is no integer" in lines["nopriority"]
+        assert "Misspelt" in lines["misspelt"]
+        assert "no_such_module" in lines["unimportable"]
+        assert "* what auto takes: good" in result.stdout
+        assert result.stderr == ""
+
+    @pytest.mark.usefixtures("drivers")
+    def test_ops_shows_every_operation_and_driver(self) -> None:
+        result = run("ops")
+        assert result.exit_code == 0, result.exception
+        header, *rows = result.stdout.partition("\n\n")[0].splitlines()
+        assert "absent (unavailable)" in header
+        assert "raisesinopen (broken)" in header
+        assert "raisesinprobe (broken)" in header
+        names = re.sub(r" \((unavailable|broken)\)", "", header).split()[1:]
+        table = {row.split()[0]: dict(zip(names, row.split()[1:], strict=True)) for row in rows}
+        assert set(table) == set(hal.ops.catalogue())
+        assert (
+            table["rms_norm"] | {"good": "kernel", "cpu": "kernel", "absent": "-", "raisesinopen": "-"}
+            == table["rms_norm"]
+        )
+        assert table["sample"]["good"] == "reference"
+        assert table["add_rms_norm"]["good"] == "composed"
+        assert "absent is unavailable: there is no [card]\n  remedy: buy one" in result.stdout
+        told = (
+            "raisesinopen is broken: opening it failed: opening the driver raisesinopen raised RuntimeError: the firm"
+        )
+        assert told in result.stdout
+        assert "opening the driver nobackend gave None, not a hal.Backend" in result.stdout
+
+    @pytest.mark.usefixtures("drivers")
+    def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HAL_GOOD_BLOCK_SIZES", "16")
+        result = run("ops")
+        assert "good is broken: opening it failed: unknown key 'block_sizes' (did you mean" in result.stdout
+        assert result.exit_code == 0
+
+    @pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="an NPU is here")
+    def test_the_drivers_that_come_with_hal(self) -> None:
+        """In a process that torch_npu is hidden from, the NPU says that it is missing, and auto takes the CPU."""
+        _, npu, cuda, cpu, *_ = (re.sub(" {2,}", "  ", line) for line in run("backends").stdout.splitlines())
+        assert npu.startswith("npu  no  20  2.0  torch_npu is not installed  pip install torch-npu")
+        assert cuda.startswith(("cuda  no  10  2.0  ", "cuda *  yes  10  2.0  "))
+        assert cpu.startswith("cpu" + ("  " if "yes" in cuda else " *  ") + "yes  0  2.0  ")
+
+
+class TestEmulate:
+    def test_it_wants_a_driver(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for variables in ({}, {"HAL_BACKEND": "auto"}):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            for command in (("generate", checkpoint, "--prompt", "a"), ("bench", "decode", "--shapes", "tiny")):
+                result = run(*command, "--emulate")
+                assert result.exit_code == 2
+                assert result.stderr.startswith("error: --emulate was given, and no driver to emulate a device for\n")
+                assert "remedy: name one, by --backend NAME or HAL_BACKEND" in result.stderr
+
+    @pytest.mark.parametrize("variable", [False, True])
+    def test_a_driver_without_an_emulator_is_named(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, variable: bool
+    ) -> None:
+        backend = () if variable else ("--backend", "cpu")
+        if variable:
+            monkeypatch.setenv("HAL_BACKEND", "cpu")
+        for command in (("generate", checkpoint, "--prompt", "a"), ("bench", "decode", "--shapes", "tiny")):
+            result = run(*command, "--emulate", *backend)
+            assert result.exit_code == 2
+            assert result.stderr.startswith("error: --emulate was given, and the driver cpu has no emulated device: ")
+            assert "remedy: leave --emulate out, or choose another backend" in result.stderr
+            assert result.stdout == ""
+
+    @pytest.mark.usefixtures("emulating_driver")
+    @pytest.mark.parametrize(("variable", "expected"), [(None, True), ("force", "force"), ("false", True)])
+    def test_it_is_the_drivers_option(
+        self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: object
+    ) -> None:
+        monkeypatch.setenv("HAL_EMULATING_LANES", "3")
+        if variable is not None:
+            monkeypatch.setenv("HAL_EMULATING_EMULATOR", variable)
+        result = run("generate", checkpoint, "--prompt", "a", "--emulate", "--backend", "emulating")
+        assert f"error: options: {{'emulator': {expected!r}, 'lanes': 3}}" in result.stderr, result.exception
+
+    @pytest.mark.usefixtures("emulating_driver")
+    def test_other_errors_of_the_configuration_stay_as_they_are(self, checkpoint: Path) -> None:
+        arguments = ("--emulate", "--backend", "emulating", "--compiler", "grahp")
+        result = run("generate", checkpoint, "--prompt", "a", *arguments)
+        assert result.stderr.startswith("error: options: ")
+        result = run("generate", checkpoint, "--prompt", "a", "--dtype", "float12", *arguments)
+        assert "unknown value 'float12'" in result.stderr
+        assert "--emulate" not in result.stderr
+
+
+class TestProcess:
+    def test_help_and_version(self) -> None:
+        assert run("--version").stdout == f"hal {__version__}\n"
+        for command in ("generate", "backends", "ops"):
+            assert command in run("--help").stdout
+            assert run(command, "--help").exit_code == 0
+
+    @pytest.mark.parametrize(
+        "arguments", [["generate"], ["generate", "x", "--no-such-option"], ["generate", "x"], ["nothing"]]
+    )
+    def test_wrong_usage_exits_with_2(self, arguments: list[str]) -> None:
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert "Usage: " in result.stderr
+
+    @pytest.mark.usefixtures("drivers")
+    def test_a_broken_driver_is_told_without_a_traceback(self, checkpoint: Path) -> None:
+        result = run("generate", checkpoint, "--prompt", "a", "--backend", "raisesinopen")
+        assert result.exit_code == 2
+        assert "opening the driver raisesinopen raised RuntimeError: the firmware is on fire" in result.stderr
+
+    def test_a_bug_keeps_its_traceback(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def faulty(*args: object) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr("hal.drivers.registry.open_driver", faulty)
+        result = run("generate", checkpoint, "--prompt", "a", "--backend", "cpu")
+        assert isinstance(result.exception, RuntimeError)
+
+    @staticmethod
+    def started(command: list[str]) -> subprocess.Popen[bytes]:
+        """The command, once its text has begun to come."""
+        environ = {**os.environ, "HAL_CACHE__NUM_TOKENS": str(1 << 20)}
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        if not process.stdout.read(1):
+            pytest.fail(process.communicate()[1].decode())
+        return process
+
+    def test_an_interrupt_ends_a_process_that_streams(self, endless: list[str]) -> None:
+        process = self.started(endless)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert stderr.decode().splitlines()[-1] == "interrupted"
+
+    def test_a_reader_that_leaves_ends_it_quietly(self, endless: list[str]) -> None:
+        process = self.started(endless)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.wait(timeout=60)
+        assert process.stderr.read() == b""
+        process.stderr.close()
+
+    def test_a_process_keeps_its_streams_apart(self, checkpoint: Path, tmp_path: Path) -> None:
+        """From another folder, in a locale that knows ASCII alone, with the settings in the environment."""
+        locale = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+        environ = {**os.environ, **locale, "HAL_COMPILATION": json.dumps({"compiler": "graph"})}
+        (tmp_path / "prompts").write_text("".join(f"{prompt.strip()}\n" for prompt in PROMPTS), encoding="utf-8")
+        command = [sys.executable, "-c", PROGRAM, "-v", "generate", str(checkpoint), "--prompts-file", "prompts"]
+        result = subprocess.run(
+            [*command, "--max-new-tokens", str(NEW)], cwd=tmp_path, env=environ, capture_output=True, check=False
+        )
+        expected = texts(checkpoint, [prompt.strip() for prompt in PROMPTS])
+        assert result.stdout.decode() == "".join(f"{text}\n" for text in expected), result.stderr.decode()
+        assert "captured decode for whole steps" in result.stderr.decode()
+        assert result.returncode == 0

@@ -1,0 +1,693 @@
+"""Compiled steps: what configurations may ask for, traces that serve several sizes, torch.compile, and hal explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers.checkpoints import random_checkpoint, random_weights, write_json, write_weights
+from helpers.stepping import padding_of, states_of
+from torch import Tensor, nn
+
+import hal
+from hal import ops
+from hal.cli import main
+from hal.cli.commands import explanation
+from hal.compile.optimise import OptimisedStep, all_passes, optimise_model
+from hal.compile.rewrite.rewrite import Rewrite, of_operation
+from hal.compile.trace import StepSizes
+from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncompatible
+from hal.execution.capture.full_graph import FullGraphForm, OptimisedGraphs
+from hal.nn import CausalLM, Embedding, Linear, RMSNorm
+from hal.nn.model import LayerState
+from hal.ops.kernels.prepared_arguments import PreparingKernel
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+from hal.step import StepShape
+from hal.step.batch import Batch
+from hal.step.state import key_value_states
+
+SIZES = (1, 2, 3, 5, 17)
+ANY_ROWS: dict[str, Any] = {"axes": {"x": "rows width"}, "dtypes": {"x": ops.FLOATING}}
+"""Of a rewrite of one tensor."""
+
+
+class Toy(CausalLM):
+    """Sums and norms, and a Python condition on the number of tokens."""
+
+    vocab_size, max_length, states = 32, 64, (key_value_states(1, 16),)
+    tied: Mapping[str, str] = {}
+
+    def __init__(self, doubles_above: int | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.embedding, self.out = Embedding(32, 16), Linear(16, 32)
+        self.norms = nn.ModuleList(RMSNorm(16, 1e-6) for _ in range(3))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        self.doubles_above = doubles_above
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Toy:
+        return cls()
+
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+        hidden = self.embedding(batch.token_ids)
+        for norm in self.norms:
+            hidden = hidden + norm(hidden).relu()
+        if self.doubles_above is not None and batch.num_tokens > self.doubles_above:
+            hidden = hidden * 2
+        logits: Tensor = self.out(hidden[batch.logits_indices])
+        return logits
+
+
+def opened(**compilation: Any) -> hal.Backend:
+    return hal.open({"backend": "cpu", "compilation": compilation})
+
+
+def optimised(runner: hal.Runner) -> dict[int, OptimisedStep]:
+    """By number of sequences, the step that serves it."""
+    form = runner.forms["decode"]
+    assert isinstance(form, FullGraphForm)
+    assert isinstance(form.maker, OptimisedGraphs)
+    return {shape.sequences: step for shape, step in form.maker.optimised.optimised.items()}
+
+
+def decoded(runner: hal.Runner, size: int) -> tuple[Tensor, Tensor]:
+    """What a decode step gives, and the same by the model's own Python."""
+    batch = runner.batch([[row % 32] for row in range(size)], [[row + 1] for row in range(size)])
+    with torch.inference_mode():
+        return runner.step(batch).logits.clone(), runner.model(batch, runner.states.layers)
+
+
+class TestConfigurations:
+    @pytest.mark.parametrize(
+        ("compilation", "message"),
+        [
+            ({"compiler": "graf"}, "no compiler 'graf'"),
+            ({"prefill": {"compiler": "graph"}}, "no compiler 'graph' for prefill"),
+            ({"compiler": "piecewise", "splitting_ops": ["paged_atention"]}, "'paged_atention', which is no operation"),
+            ({"compiler": "piecewise", "splitting_ops": []}, "must name an operation"),
+            ({"compiler": "graph", "splitting_ops": ["linear"]}, "splitting_ops is given, and the compiler 'graph'"),
+            ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, "no pass 'ad_rms_norm'"),
+            ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is given, and the compiler 'eager'"),
+            ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is given"),
+            ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is given"),
+            ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is given"),
+            ({"decode": {"compilr": "graph"}}, "compilr"),
+            (
+                {"compiler": "graph", "prefill": {"compiler": "piecewise"}, "decode": {"splitting_ops": ["linear"]}},
+                "decode.splitting_ops is given, and the compiler 'graph'",
+            ),
+            (
+                {"prefill": {"compiler": "piecewise"}, "decode": {"passes": {"add_rms_norm": False}}},
+                "decode.passes is given, and the compiler 'eager'",
+            ),
+            (
+                {"compiler": "graph", "prefill": {"passes": {"add_rms_norm": False}}},
+                "prefill.passes is given, and the compiler 'eager'",
+            ),
+            (
+                {
+                    "compiler": "graph",
+                    "splitting_ops": ["linear"],
+                    "prefill": {"compiler": "piecewise", "splitting_ops": ["linear"]},
+                },
+                "splitting_ops is given, and the compiler 'graph'",
+            ),
+            (
+                {
+                    "compiler": "piecewise",
+                    "splitting_ops": ["linear"],
+                    "decode": {"splitting_ops": ["linear"]},
+                    "prefill": {"splitting_ops": ["linear"]},
+                },
+                "splitting_ops is given, and decode and prefill each have their own",
+            ),
+            ({"compiler": "graph", "prefill": {"capture_sizes": [64]}}, "prefill.capture_sizes is given, and prefill"),
+            ({"compiler": "graph", "prefill": {"max_capture_size": 64}}, "prefill.max_capture_size is given"),
+            (
+                {"prefill": {"compiler": "piecewise"}, "decode": {"capture_sizes": [4]}},
+                "decode.capture_sizes is given, and decode is eager, which captures nothing",
+            ),
+        ],
+    )
+    def test_what_cannot_work_is_refused_when_the_backend_is_opened(
+        self, compilation: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            opened(**compilation)
+
+    @pytest.mark.parametrize(
+        "compilation",
+        [
+            {"decode": {"compiler": "graph", "capture_sizes": [4]}},
+            {"compiler": "graph", "splitting_ops": ["linear"], "prefill": {"compiler": "piecewise"}},
+            {"passes": {"add_rms_norm": False}, "prefill": {"compiler": "piecewise"}},
+            {"compiler": "piecewise", "splitting_ops": ["linear"], "decode": {"splitting_ops": ["rms_norm"]}},
+            {"compiler": "inductor", "decode": {"capture_sizes": [1]}},
+            {"decode": {"capture_sizes": [4]}, "prefill": {"capture_sizes": [64]}},  # eager, to compare others with
+        ],
+    )
+    def test_what_some_phase_reads_is_taken(self, compilation: dict[str, Any]) -> None:
+        assert opened(**compilation).config.compilation == hal.config.read(hal.CompilationConfig, compilation)
+
+    def test_an_unknown_name_is_answered_with_the_known_ones(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            opened(compiler="graph", passes={"ad_rms_norm": False})
+        assert "did you mean 'add_rms_norm'?" in str(caught.value)
+        with pytest.raises(ConfigError) as caught:
+            opened(compiler="piecewise", splitting_ops=["paged_atention"])
+        assert "did you mean 'paged_attention'?" in str(caught.value)
+
+    def test_phases(self) -> None:
+        config = hal.CompilationConfig(
+            compiler="graph", capture_sizes=(1, 2), passes={"a": False},
+            prefill=hal.PhaseConfig(compiler="piecewise", passes={"b": True}),
+        )  # fmt: skip
+        decode, prefill = config.of("decode"), config.of("prefill")
+        assert (decode.compiler, decode.capture_sizes, decode.passes) == ("graph", (1, 2), {"a": False})
+        assert (prefill.compiler, prefill.capture_sizes) == ("piecewise", None)
+        assert prefill.passes == {"a": False, "b": True}
+        assert hal.CompilationConfig(compiler="piecewise").of("prefill").compiler == "piecewise"
+        assert hal.CompilationConfig(compiler="graph").of("prefill").compiler == "eager"
+
+    def test_a_pass_that_is_off_does_not_run(self) -> None:
+        names = []
+        for passes in ({}, {"add_rms_norm": True}, {"add_rms_norm": False}):
+            runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=[2], passes=passes))
+            step = optimised(runner)[2]
+            names.append([each.name for each in step.report.passes])
+        assert "add_rms_norm" in names[0]
+        assert names[0] == names[1]
+        assert "add_rms_norm" not in names[2]
+
+    def test_above_torch_compile_max_bs_the_models_python_is_captured(self) -> None:
+        runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=[1, 2, 4], torch_compile_max_bs=2))
+        assert sorted(optimised(runner)) == [1, 2]
+        for size in (1, 2, 3, 4):
+            torch.testing.assert_close(*decoded(runner, size))
+
+
+class TestTraces:
+    @pytest.mark.parametrize("doubles_above", [None, 0, 1, 2, 4, 16, 100])
+    def test_python_that_depends_on_sizes_is_followed(self, doubles_above: int | None) -> None:
+        runner = hal.Runner(Toy(doubles_above), opened(compiler="graph", capture_sizes=list(SIZES)))
+        for size in SIZES:
+            torch.testing.assert_close(*decoded(runner, size))
+
+    def test_one_trace_serves_all_sizes_but_one(self) -> None:
+        """A single row is a case of its own to torch, whose shapes it can tell apart."""
+        runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        steps = optimised(runner)
+        assert len({id(step) for size, step in steps.items() if size > 1}) == 1
+        runner = hal.Runner(Toy(doubles_above=4), opened(compiler="graph", capture_sizes=list(SIZES)))
+        steps = optimised(runner)
+        assert steps[5] is steps[17]
+        assert steps[2] is steps[3]
+        assert steps[3] is not steps[5]
+        assert steps[2].traced.conditions != []
+
+    def test_a_size_of_its_own(self) -> None:
+        """A trace that asked whether the size is one, and was answered yes, knows it as a number."""
+
+        class Doubles(Toy):
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                logits = super().forward(batch, states)
+                return logits * 2 if batch.num_tokens == 5 else logits
+
+        runner = hal.Runner(Doubles(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        for size in SIZES:
+            torch.testing.assert_close(*decoded(runner, size))
+        steps = optimised(runner)
+        assert steps[3] is steps[17]
+        assert steps[3] is not steps[5]
+
+    def test_slices_of_what_is_as_long_as_the_batch(self) -> None:
+        class Lengths(Toy):
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+                return super().forward(batch, states) * new[:, None] + batch.kv_lens[-1:]
+
+        runner = hal.Runner(Lengths(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        for size in SIZES:
+            torch.testing.assert_close(*decoded(runner, size))
+
+    def test_a_models_own_structure_holds_in_a_trace(self) -> None:
+        """Tied weights, modules that lists and dicts hold too, methods kept by name, hooks: nothing is a constant."""
+
+        class Bound(Toy):
+            def __init__(self) -> None:
+                super().__init__()
+                self.again, self.unset = self.out, None
+                self.out2 = Linear(16, 32)
+                self.out2.weight = self.out.weight
+                self.all_norms = [{"norm": (norm,)} for norm in self.norms]
+                self.project = self.projected
+                self.register_buffer("shift", torch.ones(32))
+                self.register_forward_hook(lambda module, given, logits: logits + self_of(module).shift)
+
+            def projected(self, hidden: Tensor) -> Tensor:
+                assert self.out is self.again
+                assert self.out.weight is self.out2.weight
+                return self.out(hidden) + self.out2(hidden)
+
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                hidden = self.embedding(batch.token_ids)
+                for each in self.all_norms:
+                    hidden = hidden + each["norm"][0](hidden)
+                return self.project(hidden[batch.logits_indices])
+
+        def self_of(module: nn.Module) -> Any:
+            return module
+
+        model = Bound()
+        tensors = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+        runner = hal.Runner(model, opened(compiler="graph", capture_sizes=[2]))
+        torch.testing.assert_close(*decoded(runner, 2))
+        graph = optimised(runner)[2].traced.graph
+        assert not [node for node in graph.graph.nodes if node.op == "get_attr" and "const" in str(node.target)]
+        assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+
+    def test_piecewise_refuses_a_model_that_asks_for_sizes(self) -> None:
+        with pytest.raises(CompileError, match=r"does not do the same for all sizes: it asks for s\d+ "):
+            hal.Runner(Attending(doubles_above=4), opened(compiler="piecewise"))
+
+    def test_inductor_refuses_it_for_more_than_one_sequence(self) -> None:
+        with pytest.raises(CompileError, match=r"does not do the same for all sizes: it asks for s\d+ .*4"):
+            hal.Runner(Toy(doubles_above=4), opened(compiler="inductor", capture_sizes=[2, 8]))
+
+
+class Attending(Toy):
+    """With an operation to split at."""
+
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+        hidden = self.embedding(batch.token_ids)
+        heads = hidden.view(-1, 1, 16)
+        caches = states[0]["key"], states[0]["value"]
+        ops.store_kv_cache(heads, heads, *caches, batch.slot_mapping)
+        lengths = batch.query_start_loc_host, batch.kv_lens_host
+        attended = ops.paged_attention(
+            heads, *caches, batch.block_table, batch.query_start_loc, batch.kv_lens, *lengths, 0.25, True, None
+        )
+        hidden = hidden + attended.flatten(1)
+        if self.doubles_above is not None and batch.num_tokens > self.doubles_above:
+            hidden = hidden * 2
+        logits: Tensor = self.out(hidden[batch.logits_indices])
+        return logits
+
+
+class TestDriversOwn:
+    """What a driver may bring: rewrites, passes, kernels that prepare arguments, compilers."""
+
+    def test_a_rewrite_a_pass_and_a_preparing_kernel(self, cpu: hal.Backend) -> None:
+        calls: list[str] = []
+
+        def relu_twice(x: Tensor) -> Tensor:
+            return x.relu().relu()
+
+        rewrite = Rewrite(
+            "relu_once", relu_twice, torch.ops.aten.relu.default, lambda draw: [(draw.normal(3, 4),)], **ANY_ROWS
+        )
+
+        def count_nodes(graph: torch.fx.GraphModule) -> int:
+            calls.append("pass")
+            return len(graph.graph.nodes)
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return x @ weight
+
+        prepared = PreparingKernel(linear, {"weight": lambda weight: weight.t()})
+        kernels = {"linear": prepared}
+        backend = hal.Backend("own", cpu.device, kernels=kernels, rewrites=(rewrite, count_nodes))
+        assert backend.pass_names == ("relu_once", "count_nodes")
+
+        class Twice(Toy):
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                hidden = self.embedding(batch.token_ids).relu().relu()
+                return self.out(hidden) + self.out(hidden * 2)
+
+        model = Twice()
+        backend.activate()
+        step = optimise_model(model, states_of(Toy()), StepSizes(3), backend, {})
+        assert len(step.report["relu_once"].matches) == 1
+        assert calls == ["pass"]
+        step.hoist(backend)
+        transposes = [node for node in step.traced.graph.graph.nodes if node.target is torch.ops.aten.t.default]
+        assert len(transposes) == 1, "prepared once for both calls"
+        run = step.lowered()
+        for size in (2, 3, 9):
+            batch = padding_of(model, StepShape.uniform(size))
+            (found,) = run(*batch.tensors())
+            torch.testing.assert_close(found, model(batch, []))
+        cpu.activate()
+
+    def test_a_preparation_with_a_constant_of_its_own(self, cpu: hal.Backend) -> None:
+        shift = torch.arange(16.0)
+
+        def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            return x * weight
+
+        class Shifted(Toy):
+            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+                hidden = super().forward(batch, states)[:, :16] * torch.full((16,), 3.0)
+                return ops.rms_norm(self.norms[0](hidden), self.norms[0].weight, 1e-6) + torch.tensor([5.0])
+
+        kernel = PreparingKernel(rms_norm, {"weight": lambda weight: weight + shift * torch.tensor([2.0])})
+        backend, model = hal.Backend("own", cpu.device, kernels={"rms_norm": kernel}), Shifted()
+        backend.activate()
+        step = optimise_model(model, states_of(Toy()), StepSizes(3), backend, {})
+        step.hoist(backend)
+        batch = padding_of(model, StepShape.uniform(3))
+        (found,) = step.lowered()(*batch.tensors())
+        torch.testing.assert_close(found, model(batch, []))
+        cpu.activate()
+
+    def test_a_rewrite_takes_the_place_of_the_operations_it_is_named_after(self, cpu: hal.Backend) -> None:
+        """So a driver says when the kernel of a fused operation does not serve."""
+        fused = ops.operation("add_rms_norm")
+        guarded = attrs.evolve(of_operation(fused), when=lambda x, residual, weight, eps: "not on Tuesdays")
+        kernels = {"add_rms_norm": fused.body, "silu_and_mul": ops.operation("silu_and_mul").body}
+        backend = hal.Backend("own", cpu.device, kernels=kernels, rewrites=(guarded,))
+        assert backend.pass_names == ("add_rms_norm",)
+        assert list(all_passes(backend)) == [guarded]
+        backend.activate()
+        report = optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {}).report["add_rms_norm"]
+        assert (len(report.matches), set(report.reasons)) == (0, {"not on Tuesdays"})
+        cpu.activate()
+
+    def test_two_passes_of_one_name_are_refused(self, cpu: hal.Backend) -> None:
+        def made() -> Any:
+            def fold(graph: torch.fx.GraphModule) -> None:
+                """Each would hide the other from a configuration."""
+
+            return fold
+
+        with pytest.raises(DriverIncompatible, match="the driver own has more than one rewrite named fold"):
+            hal.Backend("own", cpu.device, kernels={}, rewrites=(made(), made()))
+
+
+def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    def halved(x: Tensor) -> Tensor:
+        return x.relu() * 0.5
+
+    def even(x: Tensor) -> str | None:
+        return None if x.shape[-1] % 32 == 0 else f"the width {x.shape[-1]} is no multiple of 32"
+
+    def samples(width: int) -> Any:
+        return lambda draw: [(draw.normal(3, width),)]
+
+    def silent(graph: torch.fx.GraphModule) -> None:
+        """A function, which need not say what it did."""
+
+    rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, samples(32), even, samples(16), **ANY_ROWS)
+    backend = hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite, silent))
+
+    class Halved(Toy):
+        def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+            return self.out(self.embedding(batch.token_ids).relu() * 0.5)
+
+    backend.activate()
+    with caplog.at_level("WARNING", "hal.compile"):
+        step = optimise_model(Halved(), states_of(Toy()), StepSizes(3), backend, {})
+        assert caplog.messages == [
+            "Halved: the rewrite halved was applied nowhere: the width 16 is no multiple of 32 (1 times)"
+        ]
+        shown = {name: (applied, missed, why) for name, applied, missed, _, why in explanation._rewrites(step, backend)}
+        assert shown["halved"] == ("0", "1", "1 x the width 16 is no multiple of 32")
+        assert shown["silent"] == ("", "", "")
+        caplog.clear()
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": False})
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"silent": True})
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {})
+        assert not caplog.messages, "nothing there that it could be applied to"
+        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": True})
+        (warning,) = caplog.messages
+        assert warning.startswith("Toy: the rewrite halved was asked for and applied nowhere: its structure is not in")
+    cpu.activate()
+
+
+def test_a_rewrite_that_only_some_layers_have_is_a_warning(
+    cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "hal.compile"):
+        step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
+        assert len(step.report["add_rms_norm"].matches) == 2
+        assert not caplog.messages
+        norms: list[Tensor] = []
+
+        def forward(norm: RMSNorm, x: Tensor) -> Tensor:
+            norms.append(x)
+            if len(norms) == 2:  # one layer's sum is read at half its precision
+                x = x.half().float()
+            return ops.rms_norm(x, norm.weight, norm.eps)
+
+        monkeypatch.setattr(RMSNorm, "forward", forward)
+        step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
+    assert len(step.report["add_rms_norm"].matches) == 1
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "Toy: the rewrite add_rms_norm was applied 1 times and left out 1 times where its structure is: "
+    )
+    assert "changes the dtype" in warning
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("Qwen3ForCausalLM", None),
+        ("LlamaForCausalLM", None),
+        ("MistralForCausalLM", None),
+        ("Qwen3ForCausalLM", "w8a8"),
+        ("LlamaForCausalLM", "w8a8_dynamic"),
+    ],
+)
+def test_no_rewrite_misses_a_place_in_hals_models(
+    cpu: hal.Backend, family: str, scheme: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a driver that has every fused operation, so every rewrite that hal derives is looked for."""
+    folder = decoder_checkpoint(tmp_path / "plain", family)
+    if scheme is not None:
+        text = "def read(path): return path" if scheme == "w8a8" else None
+        folder = quantize_checkpoint(folder, tmp_path / "quantised", scheme, calibration=text).path
+    kernels = {each.name: each.reference for each in ops.catalogue().values()}
+    backend = hal.Backend("whole", cpu.device, kernels=kernels)
+    backend.configure(hal.Config(backend="whole", dtype="bfloat16"))
+    model = hal.load_model(folder, backend)
+    backend.activate()
+    states = states_of(model, 2, dtype=torch.bfloat16)
+    for sizes in (StepSizes(None), StepSizes(2), StepSizes(1), StepSizes(2, queries=3)):
+        with caplog.at_level("WARNING", "hal.compile"):
+            step = optimise_model(model, states, sizes, backend, {})
+        assert sum(len(each.matches) for each in step.report.passes) >= 2 * len(model.states)
+        assert not caplog.messages
+    cpu.activate()
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
+class TestTorchCompile:
+    def test_a_model(self, trained: Path) -> None:
+        backend = hal.open({"backend": "cpu", "dtype": "float32"})
+        model = hal.load_model(trained, backend)
+        runner = hal.Runner(model, backend)
+        compiled = torch.compile(model, backend="hal", fullgraph=True)
+        with torch.inference_mode():
+            for size in (1, 3, 4):
+                blocks = [[row + 1] for row in range(size)]
+                prompt = runner.batch([[5, 6, 7]] * size, blocks)
+                torch.testing.assert_close(
+                    compiled(prompt, runner.states.layers), model(prompt, runner.states.layers), rtol=1e-5, atol=1e-5
+                )
+                step = runner.batch([[8]] * size, blocks, cached=[3] * size)
+                torch.testing.assert_close(
+                    compiled(step, runner.states.layers), model(step, runner.states.layers), rtol=1e-5, atol=1e-5
+                )
+
+    def test_rewrites_are_applied(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+        def function(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            total = x + y
+            return ops.rms_norm(total, weight, 1e-6) + total
+
+        arguments = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+        with torch.inference_mode():
+            found = torch.compile(function, backend="hal", fullgraph=True)(*arguments)
+            torch.testing.assert_close(found, function(*arguments))
+        assert "add_rms_norm: 1 applied" in caplog.text
+        caplog.clear()
+        torch.compiler.reset()
+        with torch.inference_mode():
+            options = {"passes": {"add_rms_norm": False}}
+            torch.compile(function, backend="hal", fullgraph=True, options=options)(*arguments)
+        assert "add_rms_norm" not in caplog.text
+
+    def test_another_backends_kernels_do_not_run_on(self, cpu: hal.Backend) -> None:
+        def rms_norm(hidden: Tensor, by: Tensor, epsilon: float) -> Tensor:
+            return hidden * 0 + by
+
+        # By the kernel's own names, whatever the operation calls them.
+        six = torch.full((4,), 6.0)
+        kernel = PreparingKernel(rms_norm, {"by": lambda weight: weight + six})
+        backend = hal.Backend("first", cpu.device, kernels={"rms_norm": kernel})
+        backend.activate()
+        compiled = torch.compile(lambda x, weight: ops.rms_norm(x, weight, 1e-6) * 2, backend="hal", fullgraph=True)
+        arguments = torch.ones(2, 4), torch.ones(4)
+        with torch.inference_mode():
+            assert (ops.rms_norm(*arguments, 1e-6) == 7).all()
+            assert (compiled(*arguments) == 14).all()
+            cpu.activate()
+            with pytest.raises(BackendNotActive, match="compiled for the backend first, and another"):
+                compiled(*arguments)
+            backend.activate()
+            assert (compiled(*arguments) == 14).all()
+            cpu.activate()
+            torch.compiler.reset()
+            assert (compiled(*arguments) < 3).all()
+
+    def test_a_rewrite_that_only_nearly_matched_is_a_warning(
+        self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def halved(x: Tensor) -> Tensor:
+            return x.relu() * 0.5
+
+        def never(x: Tensor) -> str | None:
+            return None if x.shape[-1] == 32 else "only for a width of 32"
+
+        rewrite = Rewrite(
+            "halved", halved, lambda x: x.clamp(min=0) / 2, lambda draw: [(draw.normal(3, 32),)], never, **ANY_ROWS
+        )
+        hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite,)).activate()
+        with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
+            torch.compile(lambda x: x.relu() * 0.5, backend="hal", fullgraph=True)(torch.ones(3, 4))
+        (warning,) = caplog.messages
+        assert warning.startswith("a graph of Dynamo's: the rewrite halved")
+        assert "only for a width of 32" in warning
+        cpu.activate()
+
+    def test_a_pass_that_was_asked_for_is_no_missed_rewrite(
+        self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ran = []
+        hal.Backend("own", cpu.device, kernels={}, rewrites=(ran.append,)).activate()
+        with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
+            torch.compile(lambda x: x + 1, backend="hal", options={"passes": {"append": True}})(torch.ones(3))
+        assert ran
+        assert not caplog.messages
+        cpu.activate()
+
+    def test_a_backends_own_function(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+        arguments = torch.randn(2, 4), torch.randn(2, 4), torch.ones(4), 1e-6
+        own = cpu.ops.add_rms_norm
+        with torch.inference_mode():
+            found = torch.compile(lambda *given: own(*given), backend="hal")(*arguments)
+            torch.testing.assert_close(found, ops.add_rms_norm(*arguments))
+
+    def test_an_unknown_option(self, cpu: hal.Backend) -> None:
+        with pytest.raises(Exception, match="the compiler hal has no option 'pases'"):
+            torch.compile(lambda x: x + 1, backend="hal", options={"pases": {}})(torch.ones(3))
+
+    def test_a_model_that_breaks_the_graph_is_told_where(self, cpu: hal.Backend) -> None:
+        def function(x: Tensor) -> Tensor:
+            return x * x.max().item() if x.max().item() > 1 else x
+
+        with pytest.raises(Exception, match=r"test_compiling\.py"):
+            torch.compile(function, backend="hal", fullgraph=True)(torch.ones(3))
+
+
+def decoder_checkpoint(folder: Path, family: str, layers: int = 3) -> Path:
+    """A small random decoder of a family, without biases."""
+    random_checkpoint(folder, num_hidden_layers=layers, dtype="bfloat16")
+    if family == "Qwen3ForCausalLM":
+        return folder
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"architectures": [family]}
+    weights = random_weights(config, seed=3)
+    write_weights(folder, {name: each for name, each in weights.items() if "_norm." not in name})
+    write_json(folder / "config.json", config)
+    return folder
+
+
+class TestExplain:
+    def run(self, *arguments: str) -> list[str]:
+        result = CliRunner().invoke(main, ["explain", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
+
+    def test_a_graph(self, trained: Path, tmp_path: Path) -> None:
+        lines = self.run(str(trained), "--backend", "cpu", "--compiler", "graph", "--dump", str(tmp_path / "dump"))
+        assert lines[0] == "Qwen3ForCausalLM, 4 layers, on cpu: a decode step of 2, graph"
+        assert len(lines) < 40
+        rows = {line.split()[0]: line.split()[1:] for line in lines if line}
+        # The first norm has nothing added before it, and the norms of queries and keys neither: no structure is missed.
+        assert rows["add_rms_norm"][:2] == ["8", "0"]
+        assert {"trace", "rewrite", "lower"} <= set(rows)
+        dumped = sorted((tmp_path / "dump").iterdir())
+        assert [each.name for each in dumped] == ["0-trace.py", "1-rewrite.py"]
+        before, after = (each.read_text(encoding="utf-8") for each in dumped)
+        assert "add_rms_norm" not in before
+        assert after.count("hal.add_rms_norm.default") == 8
+        assert "state_0_key" in after
+        compile(after, "dump", "exec")
+
+    def test_pieces(self, trained: Path, tmp_path: Path) -> None:
+        config = json.dumps({"compiler": "piecewise", "splitting_ops": ["paged_attention"]})
+        lines = self.run(str(trained), "--backend", "cpu", "--compilation-config", config, "--dump", str(tmp_path))
+        assert any(line.startswith("5 pieces are captured") and "paged_attention" in line for line in lines)
+        text = (tmp_path / "2-split.txt").read_text(encoding="utf-8")
+        assert text.count("eager: paged_attention") == 4
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ({"compiler": "eager"}, "the model's own Python is run as it is; no rewrite is applied"),
+            (
+                {"compiler": "piecewise_eager"},
+                "the model's own Python is captured in pieces, 5 of them; the 4 calls between them run eagerly, of "
+                "paged_attention; no rewrite is applied",
+            ),
+            (
+                {"compiler": "graph", "torch_compile_max_bs": 1},
+                "the model's own Python is captured as it is, since torch_compile_max_bs is 1; no rewrite is applied",
+            ),
+        ],
+        ids=["eager", "piecewise_eager", "torch_compile_max_bs"],
+    )
+    def test_modes_without_a_trace(self, config: dict[str, Any], said: str, trained: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "dump"
+        options = "--compilation-config", json.dumps(config), "--dump", str(folder)
+        lines = self.run(str(trained), "--backend", "cpu", *options)
+        assert lines[1:] == ["", said, "", f"there is no graph to write to {folder}"]
+        assert not folder.exists()
+
+    def test_inductor(self, trained: Path, tmp_path: Path) -> None:
+        """Its trace is another one, of smaller operations, and no rewrite is looked for."""
+        lines = self.run(str(trained), "--backend", "cpu", "--compiler", "inductor", "--dump", str(tmp_path))
+        assert any(
+            "no rewrite is applied; the driver's kernels run for linear, paged_attention" in each for each in lines
+        )
+        assert not any("add_rms_norm" in each for each in lines)
+        (dumped,) = tmp_path.iterdir()
+        code = dumped.read_text(encoding="utf-8")
+        assert "hal.paged_attention.default" in code
+        assert "hal.rms_norm" not in code
+
+    def test_pieces_that_cannot_be_made(self, trained: Path) -> None:
+        config = json.dumps({"compiler": "piecewise", "splitting_ops": ["quantize"]})
+        result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compilation-config", config])
+        assert result.exit_code == 2
+        assert "splitting_ops has quantize, which the optimised step does not call" in result.stderr
+
+    def test_errors(self, trained: Path) -> None:
+        result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compiler", "graf"])
+        assert result.exit_code == 2
+        assert "error: the backend cpu has no compiler 'graf'" in result.stderr
+        assert result.stdout == ""

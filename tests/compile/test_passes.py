@@ -1,0 +1,301 @@
+"""The pass manager: a vendor's rewrites, functions with options, what is refused, and what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.rewriting import Traced, rewrite_of, trace
+from torch import Tensor, fx
+
+from hal import ops
+from hal.compile.pass_manager import PassManager, PassReport, Report
+from hal.compile.rewrite.proof import check_rewrite
+from hal.compile.rewrite.rewrite import Rewrite
+from hal.errors import CompileError
+from hal.ops import FLOATING, Draw, Sample
+
+aten = torch.ops.aten
+
+
+def scaled_samples(draw: Draw) -> Iterator[Sample]:
+    for rows, width in ((1, 64), (6, 128)):
+        yield draw.normal(rows, width), draw.normal(width), 1.5
+
+
+def narrow_samples(draw: Draw) -> Iterator[Sample]:
+    yield draw.normal(3, 48), draw.normal(48), 1.5
+
+
+def scaled(x: Tensor, weight: Tensor, factor: float) -> Tensor:
+    return x * factor * weight
+
+
+def scaled_otherwise(x: Tensor, weight: Tensor, factor: float) -> Tensor:
+    return (weight * x) * factor
+
+
+def only_wide(x: Tensor, weight: Tensor, factor: float) -> str | None:
+    return f"the width {x.shape[-1]} is no multiple of 64" if x.shape[-1] % 64 else None
+
+
+DECLARED: dict[str, Any] = {
+    "axes": {"x": "rows width", "weight": "width"}, "dtypes": {"x": FLOATING, "weight": "x"},
+}  # fmt: skip
+VENDORS = Rewrite("scaled", scaled, scaled_otherwise, scaled_samples, only_wide, narrow_samples, **DECLARED)
+
+
+def layers(width: int) -> Traced:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        for factor in (2.0, 3.0):
+            x = (factor * x).mul(weight).sin()
+        return x
+
+    draw = Draw(seed=1)
+    return trace(function, draw.normal(4, width), draw.normal(width), rows=(0,))
+
+
+def test_a_vendors_rewrite_is_proved() -> None:
+    check_rewrite(VENDORS)
+
+
+def test_a_vendors_rewrite_is_applied() -> None:
+    traced = layers(128)
+    report = traced.apply(VENDORS)
+    assert len(report["scaled"].matches) == 2
+    factors = [node.args[1] for node in traced.graph.graph.nodes if node.target is aten.mul.Tensor][1::2]
+    assert factors == [2.0, 3.0]
+    torch.testing.assert_close(traced.graph(*traced.inputs), traced.original(*traced.inputs))
+
+
+def test_when_has_the_last_word() -> None:
+    traced = layers(48)
+    report = traced.apply(VENDORS)
+    assert report["scaled"].matches == ()
+    assert set(report["scaled"].reasons) == {"the width 48 is no multiple of 64"}
+    assert "scaled: 0 applied" in str(report)
+    assert "not applied 2 times: the width 48 is no multiple of 64" in str(report)
+    traced.check()
+
+
+def test_when_may_not_decide_by_an_open_size() -> None:
+    def few(x: Tensor, weight: Tensor, factor: float) -> str | None:
+        return None if x.shape[0] == 4 else "not four rows"
+
+    traced = layers(64)
+    report = traced.apply(Rewrite("few", scaled, scaled_otherwise, scaled_samples, few, **DECLARED))
+    assert not report["few"].matches
+    assert all("`when` asks for a size that is open here" in miss for miss in report["few"].near_misses)
+    assert traced.mode.shape_env is not None
+    assert not traced.mode.shape_env.replacements
+
+
+def test_a_when_that_raises() -> None:
+    def raises(*arguments: Any) -> str | None:
+        raise KeyError("head_dim")
+
+    with pytest.raises(CompileError, match=r"the rewrite odd failed at .*%mul.*KeyError: 'head_dim'"):
+        layers(64).apply(Rewrite("odd", scaled, scaled_otherwise, scaled_samples, raises, **DECLARED))
+
+
+def refused(match: str, **changes: Any) -> None:
+    given = {"name": "odd", "pattern": scaled, "replacement": scaled_otherwise, "samples": scaled_samples}
+    given |= DECLARED | changes
+    manager = PassManager(layers(64).graph, layers(64).mode)
+    with pytest.raises(CompileError, match=match) as caught:
+        manager.add(Rewrite(**given))
+    assert "the rewrite odd cannot be used" in str(caught.value)
+
+
+def test_a_replacement_of_another_dtype() -> None:
+    refused(
+        r"its replacement gives float64 \[1, 64\], and its pattern float32 \[1, 64\]",
+        replacement=lambda x, weight, factor: scaled(x, weight, factor).double(),
+    )
+
+
+def test_a_replacement_of_another_shape() -> None:
+    refused(
+        r"its replacement gives float32 \[64\], and its pattern float32 \[1, 64\]",
+        replacement=lambda x, weight, factor: scaled(x, weight, factor).sum(0),
+    )
+
+
+def test_a_replacement_that_gives_more() -> None:
+    refused(
+        r"its replacement gives float32 \[1, 64\], float32 \[1, 64\], and its pattern float32 \[1, 64\]",
+        replacement=lambda x, weight, factor: (x, scaled(x, weight, factor)),
+    )
+
+
+def test_a_replacement_that_differs_in_one_dtype_alone() -> None:
+    refused(
+        r"its replacement gives float32 \[1, 64\], and its pattern bfloat16 \[1, 64\]",
+        replacement=lambda x, weight, factor: scaled(x, weight, factor).float(),
+    )
+
+
+def test_a_replacement_that_cannot_take_the_arguments() -> None:
+    refused("on its samples, TypeError", replacement=lambda x: x)
+
+
+def test_a_pattern_that_does_not_read_an_argument() -> None:
+    refused(
+        "does not read its argument weight",
+        pattern=lambda x, weight, factor: x * factor,
+        replacement=lambda x, weight, factor: factor * x,
+    )
+
+
+def test_a_pattern_that_returns_an_argument() -> None:
+    def kept(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return x * weight, x
+
+    refused("its pattern returns its argument x", pattern=kept, replacement=kept)
+
+
+def test_a_pattern_of_views() -> None:
+    def flat(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return x.view(-1, 1), weight.view(1, -1)
+
+    refused("calls nothing that could be found", pattern=flat, replacement=flat)
+
+
+def test_a_pattern_with_a_tensor_of_its_own() -> None:
+    table = torch.ones(1)
+    refused(
+        "holds a tensor of its own",
+        pattern=lambda x, weight, factor: x * weight * table,
+        replacement=lambda x, weight, factor: x * weight,
+    )
+
+
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        lambda x, weight, factor: x,
+        lambda x, weight, factor: x.view(-1, 2).view(x.shape),
+        lambda x, weight, factor: x[:, :],
+    ],
+)
+def test_a_replacement_that_returns_a_view_of_an_argument(replacement: Any) -> None:
+    """The pattern's result could be written in place, or the argument could."""
+    refused("its replacement returns an argument, a view of one", replacement=replacement)
+
+
+def test_a_replacement_of_views_of_one_tensor() -> None:
+    def halves(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return (x * weight)[:, :32] * factor, (x * weight)[:, 32:] * factor
+
+    def views(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        whole = x * weight * factor
+        return whole[:, :32], whole[:, 32:]
+
+    refused("or two views of one tensor", pattern=halves, replacement=views)
+
+
+def test_no_samples() -> None:
+    refused("there are no samples", samples=lambda draw: ())
+
+
+def test_what_is_no_pass() -> None:
+    traced = layers(64)
+    with pytest.raises(CompileError, match="is no pass"):
+        traced.apply(3)
+    with pytest.raises(CompileError, match="takes no options, and eps were given"):
+        PassManager(traced.graph, traced.mode).add(VENDORS, eps=1)
+
+
+def replaced(graph: fx.GraphModule, old: Any, new: Any, limit: int = 10) -> int:
+    """A pass as a vendor writes it: it leaves ``meta`` to others."""
+    count = 0
+    for node in list(graph.graph.nodes):
+        if node.target is old and count < limit:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(graph.graph.call_function(new, node.args))
+            graph.graph.erase_node(node)
+            count += 1
+    return count
+
+
+def test_a_function_with_options() -> None:
+    traced = layers(64)
+    manager = PassManager(traced.graph, traced.mode)
+    manager.add(replaced, old=aten.sin.default, new=aten.cos.default, limit=1)
+    report = manager.add(VENDORS).apply()
+    assert report["replaced"].changes == 1
+    assert "replaced: 1 applied" in str(report)
+    assert len(report["scaled"].matches) == 2
+    assert (traced.calls()["sin"], traced.calls()["cos"]) == (1, 1)
+    assert all("val" in node.meta for node in traced.graph.graph.nodes if node.op == "call_function")
+
+
+def test_what_a_function_adds_is_seen_by_rewrites_behind_it() -> None:
+    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x - residual, weight, 1e-6)
+
+    draw = Draw(seed=2)
+    traced = trace(function, draw.normal(4, 32), draw.normal(4, 32), draw.normal(32), rows=(0, 1))
+    manager = PassManager(traced.graph, traced.mode)
+    manager.add(replaced, old=aten.sub.Tensor, new=aten.add.Tensor).add(rewrite_of("add_rms_norm"))
+    assert len(manager.apply()["add_rms_norm"].matches) == 1
+
+
+def test_a_function_that_raises_at_a_node() -> None:
+    def fails(graph: fx.GraphModule) -> None:
+        for node in graph.graph.nodes:
+            if node.target is aten.sin.default:
+                raise ValueError("no sine here")
+
+    with pytest.raises(CompileError, match=r"the pass fails failed at %sin .*: ValueError: no sine here"):
+        layers(64).apply(fails)
+
+
+def test_a_function_that_raises_elsewhere() -> None:
+    def fails(graph: fx.GraphModule) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(CompileError, match="the pass fails failed: OSError: disk full"):
+        layers(64).apply(fails)
+
+
+def test_a_function_that_leaves_a_broken_graph() -> None:
+    def breaks(graph: fx.GraphModule) -> None:
+        sines = [node for node in graph.graph.nodes if node.target is aten.sin.default]
+        sines[-1].append(sines[0])
+
+    with pytest.raises(CompileError, match="the pass breaks failed"):
+        layers(64).apply(breaks)
+
+
+def test_a_function_that_calls_with_what_does_not_fit() -> None:
+    def misfits(graph: fx.GraphModule) -> None:
+        (x, weight) = (node for node in graph.graph.nodes if node.op == "placeholder")
+        with graph.graph.inserting_after(weight):
+            graph.graph.call_function(aten.mm.default, (x, weight))
+
+    with pytest.raises(CompileError, match=r"the pass misfits failed at %mm_default"):
+        layers(64).apply(misfits)
+
+
+def test_expected_counts() -> None:
+    traced = layers(48)
+    manager = PassManager(traced.graph, traced.mode).add(VENDORS).add(rewrite_of("add_rms_norm"))
+    report = manager.apply(expected={"scaled": 2, "add_rms_norm": 1})
+    assert report["scaled"].expected == 2
+    assert "scaled: 0 applied of 2 expected" in str(report)
+    assert report.unfired() == [
+        "scaled was applied 0 times, and 2 were expected: the width 48 is no multiple of 64 (2 times)",
+        "add_rms_norm was applied 0 times, and 1 were expected: its pattern is nowhere in the graph",
+    ]
+    assert report.unfired({"scaled": 0}) == []
+    assert report.unfired({"swish": 1}) == ["swish was applied 0 times, and 1 were expected: there is no such pass"]
+
+
+def test_reports_are_made_of_what_they_always_were() -> None:
+    report = Report((PassReport("a", ("mul",), (), 0.5),))
+    assert report["a"].matches == ("mul",)
+    assert str(report) == "a: 1 applied, 500.0 ms"
+    assert report.unfired() == []

@@ -1,0 +1,242 @@
+"""Values that no author meant, under every key of a checkpoint's config.json and of hal's own configuration.
+
+Each either loads and computes finite logits that differ, or is an error in words. The keys are those that the
+classes declare, so that one which a model, a driver or hal itself adds is tried without a word here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import attrs
+import pytest
+import torch
+from helpers.checkpoints import CONFIG, random_checkpoint, trained_tokenizer, write_json, write_weights
+from helpers.limited import limited
+
+import hal
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.model_registry import GROUP, find_model, make_model
+from hal.checkpoint.weight_bindings import bindings_of
+from hal.config import Config, read
+from hal.config.reading import INERT_MODEL_KEYS
+from hal.config.text import kind_of
+from hal.drivers.registry import driver_names, load_driver
+from hal.errors import CheckpointError, ConfigError, HalError, ModelError
+from hal.nn import ROPE_TYPES
+from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
+
+VALUES: dict[str, Any] = {
+    "Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan"), "1e308": 1e308, "-1e308": -1e308,
+    "1e30": 1e30, "5e-324": 5e-324, "-0.0": -0.0, "2**31": 2**31, "2**62": 2**62, "2**63": 2**63,
+    "-2**63": -(2**63), "10**400": 10**400, "0": 0, "-1": -1, "an empty text": "", "true": True, "null": None,
+    "[]": [], "{}": {},
+}  # fmt: skip
+NOT_FINITE = ("Infinity", "-Infinity", "NaN")
+ARCHITECTURES = sorted(
+    each.name for each in importlib.metadata.entry_points(group=GROUP) if each.value.startswith("hal.models.")
+)
+ROPE = {
+    "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def declared(architecture: str) -> set[str]:
+    """The keys of all configurations that are declared where the model is, and of what they derive from."""
+    module = sys.modules[find_model(architecture).__module__]
+    configs = [each for each in vars(module).values() if isinstance(each, type) and attrs.has(each)]
+    assert configs, f"{module.__name__} declares no configuration"
+    return {field.name for each in configs for field in attrs.fields(each)}
+
+
+def config_of(architecture: str) -> dict[str, Any]:
+    sizes = {"vocab_size": trained_tokenizer().get_vocab_size(), "tie_word_embeddings": False}
+    config = {**CONFIG, **sizes, "architectures": [architecture]}
+    del config["rope_parameters"]
+    return config
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of every architecture, with random weights."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    model = make_model(find_model(request.param), config_of(request.param))
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for piece in (piece for binding in bindings_of(model) for piece in binding.pieces()):
+        shape = piece.source_shape
+        noise = torch.randn(shape, generator=generator)
+        weights[piece.source] = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
+    write_weights(folder, weights)
+    write_json(folder / "sound.json", config_of(request.param))
+    return folder
+
+
+def computes(folder: Path, backend: hal.Backend) -> None:
+    """Load, and check that what is computed is of use."""
+    opened = Checkpoint.open(folder)
+    assert all(type(each) is int for each in opened.stop_token_ids)
+    runner = hal.Runner(hal.load_model(opened, backend), backend)
+    logits = runner.step(runner.batch([[5, 6, 7, 8, 9]], [[1]], all_logits=True)).logits.float()
+    assert logits.isfinite().all()
+    assert (logits.std(-1) > 1e-3).all(), "no token is likelier than another"
+    assert len(set(logits[:, 0].tolist())) == 5, "all positions are alike"
+
+
+def tried(folder: Path, config: dict[str, Any], key: str, name: str, backend: hal.Backend) -> str:
+    """What is wrong with what came of a config.json; nothing if it computed, or was refused in words."""
+    write_json(folder / "config.json", config)
+    try:
+        with limited():
+            computes(folder, backend)
+    except (ConfigError, CheckpointError, ModelError) as error:
+        told = error.problem if error.problem and error.remedy else "nothing"
+        if name in NOT_FINITE and key not in told:
+            return f"{name} was refused without naming {key}: {told}"
+        return "" if len(told) < 1000 else f"{name} was refused with {len(told)} characters"
+    except (Exception, pytest.fail.Exception) as error:
+        return f"{name} ended in {error!r}"
+    return f"{name} was taken" if name in NOT_FINITE else ""
+
+
+def test_what_is_tried_is_what_there_is(checkpoint: Path, cpu: hal.Backend) -> None:
+    write_json(checkpoint / "config.json", json.loads((checkpoint / "sound.json").read_text()))
+    computes(checkpoint, cpu)
+
+
+MODEL_KEYS = sorted(set().union(*map(declared, ARCHITECTURES)))
+ROPE_KEYS = [
+    (rope_type, key)
+    for rope_type, cls in ROPE_TYPES.items()
+    for key in (*(field.name for field in attrs.fields(cls)), "rope_type", "type")
+]
+
+
+@pytest.mark.parametrize("key", [*MODEL_KEYS, "rope_parameters", "rope_scaling", "rope_theta"])
+def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
+    config = json.loads((checkpoint / "sound.json").read_text())
+    found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]
+    assert not any(found), "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
+@pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *QUANTIZATION_KEYS, "a_key_of_nobody"}))
+def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
+    config = json.loads((checkpoint / "sound.json").read_text())
+    found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]
+    found += [tried(checkpoint, {**config, key: [{"a": VALUES[name]}]}, key, name, cpu) for name in NOT_FINITE]
+    assert not any(found), "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
+@pytest.mark.parametrize(("rope_type", "key"), ROPE_KEYS)
+def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.Backend) -> None:
+    config = json.loads((checkpoint / "sound.json").read_text())
+    known = {field.name for field in attrs.fields(ROPE_TYPES[rope_type])}
+    rope = {"rope_type": rope_type, **{name: value for name, value in ROPE.items() if name in known}}
+    write_json(checkpoint / "config.json", {**config, "rope_parameters": rope})
+    computes(checkpoint, cpu)
+    found = [
+        tried(checkpoint, {**config, "rope_parameters": {**rope, key: value}}, key, name, cpu)
+        for name, value in VALUES.items()
+    ]
+    assert not any(found), "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_that_are_made_without_a_file(architecture: str, name: str) -> None:
+    """A config that is a dict of Python's, which no JSON was read for."""
+    model, config = find_model(architecture), config_of(architecture)
+    module = sys.modules[model.__module__]
+    own = {field.name for field in attrs.fields(getattr(module, re.sub("ForCausalLM$", "Config", architecture)))}
+    for key in [*sorted(own - {"rope"}), "rope_theta"]:
+        with pytest.raises(ConfigError, match=key):
+            make_model(model, {**config, key: VALUES[name]})
+
+
+@pytest.mark.parametrize("value", [10**5000, [10**5000], {"a": 10**5000}], ids=lambda value: type(value).__name__)
+def test_numbers_that_python_does_not_write(value: Any) -> None:
+    assert kind_of(value).split()[0] in ("int", "list", "dict")
+    for given in (value, {"cache": value}, {"cache": {"num_tokens": value}}, {"backend": value}, {"dtype": value}):
+        with pytest.raises(ConfigError):
+            read(Config, given)
+
+
+def paths(cls: type, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of a configuration, with the tables that it is in."""
+    for field in attrs.fields(cls):
+        kind: Any = get_type_hints(cls)[field.name]
+        yield (*above, field.name)
+        if attrs.has(kind):
+            yield from paths(kind, (*above, field.name))
+
+
+def options_of(driver: str) -> list[type]:
+    module = sys.modules[type(load_driver(driver)).__module__]
+    return [each for name, each in vars(module).items() if name.endswith("Options") and attrs.has(each)]
+
+
+CPU_OPTIONS = [("options", *path) for each in options_of("cpu") for path in paths(each)]
+
+
+def with_key(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**config, first: with_key(config.get(first, {}), tuple(rest), value) if rest else value}
+
+
+def runs(config: dict[str, Any], folder: Path) -> str:
+    """What is wrong with what came of a configuration; nothing if it ran, or was refused in words."""
+    try:
+        with limited():
+            backend = hal.open(config)
+            runner = hal.Runner(hal.load_model(folder, backend), backend)
+            tokens = list(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=2)))
+    except HalError as error:
+        return "" if error.problem and error.remedy and len(error.problem) < 1000 else "refused without words"
+    except (Exception, pytest.fail.Exception) as error:
+        return f"ended in {error!r}"
+    return "" if tokens else "gave no token"
+
+
+@pytest.mark.parametrize("path", [*paths(Config), *CPU_OPTIONS], ids=".".join)
+def test_keys_of_the_configuration(path: tuple[str, ...], checkpoint_of_one: Path) -> None:
+    bases: list[dict[str, Any]] = [{"backend": "cpu", "cache": {"num_tokens": 256}}]
+    if path[0] in ("compilation", "cache"):
+        bases.append({**bases[0], "compilation": {"compiler": "graph", "max_capture_size": 2}})
+    found = []
+    for base in bases:
+        for name, value in VALUES.items():
+            for given in (value, [value], {"add_rms_norm": value}):
+                if problem := runs(with_key(base, path, given), checkpoint_of_one):
+                    found.append(f"{name}, as {type(given).__name__}: {problem}")
+    assert not found, "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that is read again and again."""
+    return random_checkpoint(tmp_path_factory.mktemp("one"), num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("driver", driver_names())
+def test_options_of_drivers(driver: str) -> None:
+    """As they are read; whether a device takes them is for the driver's own tests."""
+    for cls in options_of(driver):
+        for path in paths(cls):
+            for name, value in VALUES.items():
+                for given in (value, [value], {"a": value}):
+                    if name in NOT_FINITE and not isinstance(given, dict):  # a table may be the vendor's own
+                        with pytest.raises(ConfigError):
+                            read(cls, with_key({}, path, given))
+                        continue
+                    with suppress(ConfigError):
+                        read(cls, with_key({}, path, given))

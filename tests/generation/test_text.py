@@ -1,0 +1,97 @@
+"""Text comes whole, in order, and as early as it can."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.checkpoints import trained_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from hal.generation.generate import Token
+from hal.generation.streaming_text import Piece, TextStream, texts_in_order
+
+BYTE_LEVEL = trained_tokenizer()
+TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20)  # models have more rows than tokens
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer of the SentencePiece kind, whose decoder takes back what it said of bytes that turn out wrong."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "a", "é", "▁日"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*map(stream.push, tokens), stream.flush()]
+
+
+@given(st.text(max_size=12), TOKENS)
+def test_the_parts_make_the_whole(prompt: str, tokens: list[int]) -> None:
+    context = BYTE_LEVEL.encode(prompt).ids
+    parts = streamed(BYTE_LEVEL, context, tokens)
+    assert BYTE_LEVEL.decode(context) + "".join(parts) == BYTE_LEVEL.decode(context + tokens)
+
+
+@given(st.text())
+def test_characters_are_never_split(text: str) -> None:
+    parts = streamed(BYTE_LEVEL, [], BYTE_LEVEL.encode(text).ids)
+    assert "".join(parts) == text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not parts[-1], "nothing is held back that is whole"
+
+
+def test_a_prompt_may_end_inside_a_character() -> None:
+    """As one does that goes on from token ids of an earlier run."""
+    text = "x = '\u65e5\u672c'"  # of three bytes each
+    tokens = BYTE_LEVEL.encode(text).ids
+    inside = 0
+    for cut in range(len(tokens)):
+        before = BYTE_LEVEL.decode(tokens[:cut])
+        inside += before.endswith("\N{REPLACEMENT CHARACTER}")
+        whole = before.rstrip("\N{REPLACEMENT CHARACTER}")
+        assert whole + "".join(streamed(BYTE_LEVEL, tokens[:cut], tokens[cut:])) == text
+    assert inside
+
+
+@given(st.lists(st.integers(0, 261), max_size=20))
+def test_any_tokens_of_any_tokenizer_can_be_read(tokens: list[int]) -> None:
+    tokenizer = byte_fallback()
+    "".join(streamed(tokenizer, [257], tokens)).encode()
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [([], ["the", " the"]), ([257], [" the", " the"])])
+def test_a_word_reads_as_it_does_after_the_prompt(prompt: list[int], expected: list[str]) -> None:
+    assert streamed(byte_fallback(), prompt, [257, 257]) == [*expected, ""]
+
+
+def test_special_tokens_are_not_text() -> None:
+    cat = BYTE_LEVEL.encode("cat").ids
+    assert "".join(streamed(BYTE_LEVEL, [0], [0, *cat, 0, *cat])) == "catcat"
+
+
+def test_texts_take_turns() -> None:
+    a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
+    steps = [
+        [Token(0, a, None), Token(1, b, None), Token(2, b, "length")],
+        [Token(0, a, "length"), Token(1, b, "stop")],
+    ]
+    tokens = (token for step in steps for token in step)
+    pieces = texts_in_order(tokens, [[a], [a], [a]], BYTE_LEVEL)
+    assert next(pieces) == Piece(0, "a", None)
+    assert next(tokens) == Token(1, b, None), "the first text waited for nothing"
+    pieces = texts_in_order((token for step in steps for token in step), [[a], [a], [a]], BYTE_LEVEL)
+    expected = [(0, "a", None), (0, "a", "length"), (1, "b", None), (1, "", "stop"), (2, "b", "length")]
+    assert list(pieces) == [Piece(*each) for each in expected]
+
+
+def test_a_text_that_ends_inside_a_character_says_so() -> None:
+    first, *_ = BYTE_LEVEL.encode("\u00ff").ids  # two bytes, which the tokenizer did not merge
+    assert streamed(BYTE_LEVEL, [], [first]) == ["", "\N{REPLACEMENT CHARACTER}"]
+    pieces = list(texts_in_order([Token(0, first, "length")], [[1]], BYTE_LEVEL))
+    assert pieces == [Piece(0, "\N{REPLACEMENT CHARACTER}", "length")]

@@ -1,0 +1,175 @@
+"""Comparing a family's logits with those of Hugging Face transformers, on random checkpoints.
+
+Tests of a family draw configurations, and share the rest: weights, files in every spelling, sequences, and the batches
+in which our side runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import hal
+from helpers.reference import open_runner
+
+transformers = pytest.importorskip("transformers", reason="transformers is what our logits are compared with")
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits, as a share of the largest logit."""
+STEPS = 16
+COMPILERS = ("eager", "graph", "inductor")
+"""The modes of the CPU whose logits are compared."""
+
+
+@attrs.frozen
+class Case:
+    """A random checkpoint, its model in transformers, and sequences to run: the last STEPS tokens of each are decoded.
+
+    ``blocks`` are each sequence's blocks, ``cuts`` the tokens that are cached before a prefill that continues.
+    """
+
+    path: Path
+    model: Any
+    sequences: list[list[int]]
+    block_size: int
+    blocks: list[list[int]]
+    cuts: list[int]
+
+    def runner(self, compiler: str = "eager", path: Path | None = None) -> hal.Runner:
+        """A runner whose cache has just the blocks needed, all NaN: no slot may be read before it is written."""
+        num_tokens = sum(map(len, self.blocks)) * self.block_size
+        runner = open_runner(path or self.path, compiler, num_tokens=num_tokens, block_size=self.block_size)
+        with torch.inference_mode():
+            for _, cache in runner.states.tensors():
+                cache[1:] = math.nan
+        return runner
+
+
+def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
+    """Rope parameters of a type, such that sequences of a few dozen tokens show each of them."""
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": draw.choice((100.0, 1e4, 5e5))}
+    if rope_type != "default":
+        rope["factor"] = draw.choice((1.0, 2.0, 2.5, 8.0, 40.0))
+    if rope_type in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = draw.choice((16, 32, 64))
+    if rope_type == "llama3":
+        rope["low_freq_factor"], rope["high_freq_factor"] = draw.choice((0.5, 1.0)), draw.choice((2.0, 4.0))
+    if rope_type == "yarn":
+        optional: dict[str, tuple[Any, ...]] = {
+            "attention_factor": (0.9, 1.2), "beta_fast": (8.0, 32, None), "beta_slow": (0.5, 1, None),
+            "truncate": (True, False), "mscale": (0.7, 1.0), "mscale_all_dim": (0.0, 0.5),
+        }  # fmt: skip
+        rope |= {key: draw.choice(values) for key, values in optional.items() if draw.random() < 0.5}
+    return rope
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Give every parameter values that show when it is misplaced, misread or left out."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            values = 1 + 0.4 * values
+        elif name.endswith("bias"):
+            values *= 0.5
+        elif "embed" in name:
+            values *= 0.1  # small, so that the first norms depend on epsilon
+        else:
+            values *= parameter.shape[1] ** -0.5
+        parameter.data.copy_(values)
+
+
+def spell_as_before_version_5(config: dict[str, Any], draw: random.Random) -> None:
+    """Make a config.json what older checkpoints have, without what transformers writes for readers of today."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"], rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
+    config["rope_scaling"] = None
+    if rope_type != "default":
+        config["rope_scaling"] = {draw.choice(("type", "rope_type")): rope_type, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+
+
+def build(
+    config: Any, seed: int, path: Path, older: Callable[[dict[str, Any], random.Random], None] | None = None
+) -> Case:
+    """A random checkpoint of ``config`` in ``path``, sharded half of the time.
+
+    ``older``, if given, rewrites its config.json half of the time, in the spelling of older checkpoints.
+    """
+    draw = random.Random(1000 + seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomise(model, seed)
+    sharded = draw.random() < 0.5
+    model.save_pretrained(path, max_shard_size="40KB" if sharded else "1GB")
+    assert (path / "model.safetensors.index.json").exists() == sharded
+    if older is not None and draw.random() < 0.5:
+        keys = json.loads((path / "config.json").read_text())
+        older(keys, draw)
+        (path / "config.json").write_text(json.dumps(keys))
+
+    count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # no count is a bucket
+    lengths = [draw.randint(1, 45) for _ in range(count)]
+    lengths[-1] = 45  # beyond every window
+    sequences = [[draw.randrange(config.vocab_size) for _ in range(length + STEPS)] for length in lengths]
+    cuts = [draw.randrange(length) for length in lengths]
+    needed = [math.ceil(len(sequence) / block_size) for sequence in sequences]
+    # Half of the sequences own neighbouring blocks, half own blocks from all over.
+    free = list(range(1, sum(needed) + 1))
+    blocks = [[free.pop(0) for _ in range(number)] for number in needed[: count // 2]]
+    draw.shuffle(free)
+    blocks += [[free.pop() for _ in range(number)] for number in needed[count // 2 :]]
+    return Case(path, model, sequences, block_size, blocks, cuts)
+
+
+def their_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Logits ``[tokens, vocab_size]`` of one sequence, all alone and all at once."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None) -> list[Tensor]:
+    """The same of every sequence of ``case``, batched: prefill (from ``cuts`` on, if given), then decode.
+
+    Each sequence begins to decode one step after the one before it, so that batches of all sizes occur, and rows move.
+    """
+    count = len(case.sequences)
+    ends = [len(sequence) - STEPS for sequence in case.sequences]
+    parts: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def run(starts: Sequence[int], stops: Sequence[int]) -> None:
+        rows = [row for row in range(count) if starts[row] < stops[row]]
+        new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
+        batch = runner.batch(
+            new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], all_logits=True
+        )
+        logits = runner.step(batch).logits.clone()  # a replay's are valid until the next
+        for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
+            parts[row].append(part)
+
+    starts = [0] * count
+    if cuts is not None:
+        run(starts, cuts)
+        starts = list(cuts)
+    run(starts, ends)
+    for step in range(STEPS + count - 1):
+        decoding = [0 <= step - row < STEPS for row in range(count)]
+        starts = [end + step - row for row, end in enumerate(ends)]
+        run(starts, [start + new for start, new in zip(starts, decoding, strict=True)])
+    return [torch.cat(part) for part in parts]
+
+
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference over the sequences, each as a share of its largest logit; NaN counts as infinite."""
+    return max(
+        float(((a - b).abs().amax() / b.abs().amax()).nan_to_num(math.inf)) for a, b in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,387 @@
+"""Whether models compute on the npu backend what they compute on the cpu backend.
+
+A plan is what an engine would do: which sequences run in each step, in which order, and in which blocks. The CPU runs
+it in the dtype and chooses the tokens, and runs it again in float32 on the same weights and tokens. The NPU runs it on
+those tokens too, step by step. The measure is :class:`hal.ops.rounding.Truth`, whose reference are the CPU's kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+import hal
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.ops.rounding import MANY_TOKENS, Agreement, Truth, check_choice, check_logits
+from helpers import checkpoints, reference
+
+BLOCK = 128
+DTYPES = ("float16", "bfloat16")
+MODES = ("eager", "graph")
+FAMILIES = ("qwen3", "llama")
+NEW_TOKENS = 64
+BUCKETS = ((1, 2, 4, 8), (2, 4, 8), (3, 6), (1, 5))
+"""Lists of capture sizes that random configurations take turns with."""
+
+PREFILLS = (16, 64, 256)
+"""Capture sizes of prefills, where those are captured: some prompts fit them, and some are longer."""
+
+
+# Configurations
+
+
+def draw_config(family: str, seed: int) -> dict[str, Any]:
+    """A small config.json. What matters most goes by the seed's number, so that few seeds have all of it."""
+    draw = random.Random(f"{family} {seed}")
+    kv_heads, layers = 1 + seed // 8 % 2, 1 + seed % 3
+    config: dict[str, Any] = {
+        "vocab_size": draw.randint(100, 300),
+        "hidden_size": draw.choice((48, 64, 80)),
+        "intermediate_size": draw.choice((48, 64, 128)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": kv_heads * (1 + seed % 8),
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw.choice((16, 32, 48, 64, 128)),
+        "max_position_embeddings": 512,
+        "rms_norm_eps": draw.choice((1e-6, 1e-5, 1e-3)),
+        "hidden_act": "silu",
+        "attention_bias": seed // 2 % 2 == 1,
+        "tie_word_embeddings": seed // 3 % 2 == 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw.choice((1e4, 5e5))},
+    }
+    window = draw.choice((1, 9, 40, BLOCK, 150)) if (seed + seed // 8) % 2 else None
+    if family == "qwen3":
+        config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        if window is not None:
+            types = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+            types[draw.randrange(layers)] = "sliding_attention"
+            config |= {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+        return config
+    config["rope_parameters"] |= draw_rope(draw, ("default", "linear", "llama3", "yarn")[seed // 2 % 4])
+    if window is not None:
+        config["attention_bias"] = False
+        return config | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": seed // 4 % 2 == 1}
+
+
+def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
+    """What stretches positions, beside the base."""
+    rope: dict[str, Any] = {"rope_type": rope_type}
+    if rope_type != "default":
+        rope["factor"] = draw.choice((2.0, 2.5, 8.0))
+    if rope_type in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = draw.choice((32, 128))
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return rope
+
+
+def write_checkpoint(config: dict[str, Any], dtype: str, seed: int, folder: Path) -> Path:
+    """A checkpoint of random weights that the dtype holds exactly, so that every run has the same."""
+    config = config | {"dtype": dtype}
+    weights = checkpoints.random_weights(config, seed)
+    inner, width = config["intermediate_size"], config["hidden_size"]
+    if config["model_type"] != "qwen3":
+        left_out = ("q_norm.weight", "k_norm.weight")
+        weights = {name: weight for name, weight in weights.items() if not name.endswith(left_out)}
+    if config.get("mlp_bias"):
+        generator = torch.Generator().manual_seed(seed)
+        for layer in range(config["num_hidden_layers"]):
+            for part, size in (("gate_proj", inner), ("up_proj", inner), ("down_proj", width)):
+                noise = 1 + 0.1 * torch.randn(size, generator=generator)
+                weights[f"model.layers.{layer}.mlp.{part}.bias"] = noise.to(getattr(torch, dtype))
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            weight.sub_(1).mul_(4)
+        elif name.endswith(("q_norm.weight", "q_proj.weight")):
+            weight.mul_(2)  # so that attention looks at some tokens much more than at others
+        elif name.endswith("k_proj.weight"):  # and one head more at the token's own than at most
+            head = slice(0, config["head_dim"])
+            weight[head] += 0.15 * weights[name.replace("k_proj", "q_proj")][head]
+    folder.mkdir(parents=True)
+    checkpoints.write_json(folder / "config.json", config)
+    checkpoints.write_weights(folder, weights)
+    return folder
+
+
+# Plans
+
+
+@attrs.frozen
+class Call:
+    """One step: the sequences that run, the tokens of each that are new, and its blocks."""
+
+    phase: str
+    rows: list[int]
+    starts: list[int]
+    stops: list[int]
+    blocks: list[list[int]]
+    waits: bool
+
+
+@attrs.frozen
+class Plan:
+    """Prompts, and the calls that bring each of them to ``len(prompt) + NEW_TOKENS`` tokens.
+
+    ``drawn`` are the new tokens of sequences that do not go on with the likeliest. A small random model soon repeats
+    itself, and what it looks at makes no difference then.
+    """
+
+    prompts: list[list[int]]
+    drawn: dict[int, list[int]]
+    calls: list[Call]
+    num_blocks: int
+    max_prefill_tokens: int
+
+    def batch_sizes(self) -> set[int]:
+        """Of the decode steps."""
+        return {len(call.rows) for call in self.calls if call.phase == "decode"}
+
+    def first(self, calls: int) -> Plan:
+        """The same, stopped early."""
+        return attrs.evolve(self, calls=self.calls[:calls])
+
+
+def around(buckets: Sequence[int]) -> list[int]:
+    """Every bucket, and the sizes just below and above."""
+    return sorted({size + step for size in buckets for step in (-1, 0, 1)} - {0})
+
+
+def draw_prompts(draw: random.Random, count: int, vocab_size: int) -> list[list[int]]:
+    """Random ones. Of some the new tokens, of some the prompts cross into another block, or end just before it."""
+    edges = [1, BLOCK - NEW_TOKENS, BLOCK - NEW_TOKENS + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 5]
+    lengths = [*edges, *(draw.randint(1, 2 * BLOCK) for _ in range(count))][:count]
+    draw.shuffle(lengths)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def draw_plan(draw: random.Random, prompts: list[list[int]], sizes: Sequence[int], vocab_size: int | None) -> Plan:
+    """Decode batches of all ``sizes`` in turn, of sequences in any order.
+
+    Sequences join when a batch needs them and leave when they are done, and others take their blocks. In between they
+    may sit out. Some prompts are prefilled in two parts. With ``vocab_size`` half of the sequences go on at random.
+    """
+    calls: list[Call] = []
+    free: list[int] = []
+    owned: dict[int, list[int]] = {}
+    length: dict[int, int] = {}
+    highest = 0
+    waiting = list(range(len(prompts)))
+
+    def call(phase: str, rows: list[int], stops: list[int]) -> None:
+        nonlocal highest
+        for row, stop in zip(rows, stops, strict=True):
+            while len(owned[row]) * BLOCK < stop:
+                if not free:
+                    highest += 1
+                owned[row].append(free.pop() if free else highest)
+        starts = [length[row] for row in rows]
+        length.update(zip(rows, stops, strict=True))
+        calls.append(Call(phase, rows, starts, stops, [list(owned[row]) for row in rows], draw.random() < 0.5))
+
+    targets: list[int] = []
+    while waiting or owned:
+        if not targets:
+            targets = draw.sample(sizes, len(sizes))
+        target = targets.pop()
+        joining = waiting[: max(0, target - len(owned))]
+        if joining:
+            del waiting[: len(joining)]
+            owned |= {row: [] for row in joining}
+            length |= dict.fromkeys(joining, 0)
+            if parted := [row for row in joining if len(prompts[row]) > 1 and draw.random() < 0.3]:
+                call("prefill", parted, [draw.randrange(1, len(prompts[row])) for row in parted])
+            call("prefill", joining, [len(prompts[row]) for row in joining])
+        rows = draw.sample(sorted(owned), min(target, len(owned)))
+        call("decode", rows, [length[row] + 1 for row in rows])
+        for row in rows:
+            if length[row] == len(prompts[row]) + NEW_TOKENS:
+                free += owned.pop(row)
+    # From all over the cache.
+    place = [0, *draw.sample(range(1, highest + 1), highest)]
+    calls = [attrs.evolve(each, blocks=[[place[block] for block in row] for row in each.blocks]) for each in calls]
+    drawn = {}
+    if vocab_size is not None:
+        drawn = {row: [draw.randrange(vocab_size) for _ in range(NEW_TOKENS)] for row in range(0, len(prompts), 2)}
+    return Plan(prompts, drawn, calls, highest, draw.choice((100, 2048)))
+
+
+# Runs
+
+
+@attrs.frozen
+class Run:
+    """What came of a plan: per sequence, its tokens, and the logits ``[tokens, vocab_size]`` after each that ran."""
+
+    texts: list[list[int]]
+    logits: list[Tensor]
+
+
+def open_backend(name: str, dtype: str, compiler: str, plan: Plan, buckets: Sequence[int] | None) -> hal.Backend:
+    """A backend for a plan; it becomes the active one."""
+    compilation: dict[str, Any] = {"compiler": compiler, "capture_sizes": buckets and list(buckets)}
+    if compiler in ("piecewise", "piecewise_eager"):
+        compilation["prefill"] = {"capture_sizes": list(PREFILLS)}
+    return hal.open(
+        {
+            "backend": name,
+            "dtype": dtype,
+            "max_prefill_tokens": plan.max_prefill_tokens,
+            "compilation": compilation,
+            "cache": {"num_tokens": plan.num_blocks * BLOCK, "block_size": BLOCK},
+        }
+    )
+
+
+def new_runner(model: Any, backend: hal.Backend, fill: float = math.nan) -> hal.Runner:
+    """A runner whose cache is filled with NaN, as no slot may be read before it is written."""
+    runner = hal.Runner(model, backend)
+    with torch.inference_mode():
+        for _, cache in runner.states.tensors():
+            cache[1:] = fill
+    return runner
+
+
+def run(
+    runner: hal.Runner,
+    plan: Plan,
+    texts: list[list[int]] | None = None,
+    tamper: Callable[[int, hal.Batch], hal.Batch] | None = None,
+) -> Run:
+    """Run a plan on given ``texts``; without them on the plan's, and else the likeliest tokens.
+
+    ``tamper`` may change the batch of each call. Steps that do not wait have their results read at the end.
+    """
+    chosen = [list(prompt) for prompt in plan.prompts]
+    parts: list[list[Tensor]] = [[] for _ in plan.prompts]
+    results: list[Tensor] = []
+    for number, call in enumerate(plan.calls):
+        source = texts or chosen
+        new = [source[row][start:stop] for row, start, stop in zip(call.rows, call.starts, call.stops, strict=True)]
+        batch = runner.batch(new, call.blocks, cached=call.starts, all_logits=True)
+        if tamper is not None:
+            batch = tamper(number, batch)
+        # A copy: a replay's logits are valid until the next. Under inference mode, as they were made.
+        with torch.inference_mode():
+            logits = runner.step(batch).logits.clone()
+        results.append(logits.cpu() if call.waits else logits)
+        if texts is None:
+            ends = torch.tensor([len(tokens) for tokens in new]).cumsum(0) - 1
+            for row, stop, token in zip(call.rows, call.stops, logits[ends].argmax(-1).tolist(), strict=True):
+                if stop == len(chosen[row]):
+                    done = stop - len(plan.prompts[row])
+                    chosen[row].append(plan.drawn[row][done] if done < NEW_TOKENS and row in plan.drawn else token)
+    for call, logits in zip(plan.calls, results, strict=True):
+        counts = [stop - start for start, stop in zip(call.starts, call.stops, strict=True)]
+        for row, part in zip(call.rows, logits.cpu().split(counts), strict=True):
+            parts[row].append(part)
+    return Run(texts or chosen, [torch.cat(part) if part else torch.empty(0, 1) for part in parts])
+
+
+@attrs.frozen
+class Case:
+    """A checkpoint, a plan, what the CPU makes of it, and how near to that is the same."""
+
+    path: Path
+    dtype: str
+    plan: Plan
+    buckets: Sequence[int] | None
+    rounded: Run
+    known: Truth
+
+
+def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None) -> Case:
+    """Run the CPU's part."""
+
+    def on_cpu(as_dtype: str, texts: list[list[int]] | None) -> Run:
+        backend = open_backend("cpu", as_dtype, "eager", plan, buckets)
+        return run(new_runner(hal.load_model(path, backend), backend), plan, texts)
+
+    rounded = on_cpu(dtype, None)
+    exact = on_cpu("float32", rounded.texts)
+    known = Truth.of(rounded.logits, exact.logits, getattr(torch, dtype))
+    return Case(path, dtype, plan, buckets, rounded, known)
+
+
+def random_case(family: str, seed: int, dtype: str, folder: Path, *, count: int = 12) -> Case:
+    """Of a drawn configuration, and as many sequences."""
+    config, draw, buckets = draw_config(family, seed), random.Random(seed), BUCKETS[seed % len(BUCKETS)]
+    path = write_checkpoint(config, dtype, seed, folder / f"{family}-{seed}-{dtype}")
+    prompts = draw_prompts(draw, count, config["vocab_size"])
+    return build_case(path, dtype, draw_plan(draw, prompts, around(buckets), config["vocab_size"]), buckets)
+
+
+def trained_case(path: Path, dtype: str, buckets: Sequence[int], count: int) -> Case:
+    """Of the trained checkpoint, on Python to continue: a few long texts and many short ones.
+
+    A config without capture sizes takes the backend's own list, which ``buckets`` should be then.
+    """
+    draw = random.Random(len(buckets))
+    tokenizer = Checkpoint.open(path).tokenizer()
+    text = tokenizer.encode(Path(reference.__file__).read_text(encoding="utf-8")).ids
+    prompts = reference.prompts(path)
+    for length in (BLOCK - NEW_TOKENS + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 5):
+        prompts.append(text[:length])
+    while len(prompts) < count:
+        start = draw.randrange(len(text) - 50)
+        prompts.append(text[start : start + draw.randint(1, 40)])
+    draw.shuffle(prompts)
+    return build_case(path, dtype, draw_plan(draw, prompts[:count], around(buckets), None), buckets)
+
+
+def on_npu(case: Case, mode: str) -> tuple[Any, hal.Backend]:
+    """The model of a case, and a backend that runs it in a mode."""
+    backend = open_backend("npu", case.dtype, mode, case.plan, case.buckets)
+    return hal.load_model(case.path, backend), backend
+
+
+# Comparisons
+
+
+def same_bits(ours: Run, whole: Run) -> None:
+    """The logits of a run are those of another, which may have gone on for longer.
+
+    Raises:
+        AssertionError: they are not.
+    """
+    for row, (mine, theirs) in enumerate(zip(ours.logits, whole.logits, strict=True)):
+        wrong = (mine != theirs[: mine.shape[0]]).any(-1).nonzero().flatten().tolist() if mine.numel() else []
+        assert not wrong, f"sequence {row}: other logits at tokens {wrong}"
+
+
+def compare(ours: Run, case: Case) -> Agreement:
+    """Hold the NPU's logits and greedy choices against the CPU's.
+
+    Raises:
+        AssertionError: they differ by more than rounding explains.
+    """
+    for row, (mine, rounded) in enumerate(zip(ours.logits, case.rounded.logits, strict=True)):
+        assert mine.shape == rounded.shape, f"sequence {row}: logits of {mine.shape[0]} tokens, not {rounded.shape[0]}"
+    found = {(row, at): each for row, logits in enumerate(ours.logits) for at, each in enumerate(logits)}
+    return check_logits(found, case.known, MANY_TOKENS)
+
+
+def same_text(runner: hal.Runner, case: Case) -> int:
+    """Let ``hal.generate`` continue the prompts by itself: each text is the CPU's, up to a tie. Returns how many tie.
+
+    Raises:
+        AssertionError: they differ where there is no tie.
+    """
+    made: list[list[int]] = [[] for _ in case.plan.prompts]
+    for token in hal.generate(runner, case.plan.prompts, hal.SamplingParams(max_new_tokens=NEW_TOKENS)):
+        made[token.prompt].append(token.token_id)
+    ties = 0
+    for row, (prompt, new) in enumerate(zip(case.plan.prompts, made, strict=True)):
+        assert len(new) == NEW_TOKENS
+        for at, token in enumerate(new, len(prompt)):
+            if check_choice(f"generate, sequence {row}, token {at}", token, case.known, row, at - 1):
+                ties += 1
+                break  # from here on it is another text
+    return ties

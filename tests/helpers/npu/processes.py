@@ -1,0 +1,36 @@
+"""Python processes that nothing was prepared for: for what one process can do once only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from hal.backends.npu.emulator import activation
+
+from helpers import ROOT
+
+OURS = {"LD_LIBRARY_PATH", "ASCEND_OPP_PATH", "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD", *activation.HOMES}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a process that no emulated CANN was put under, and no HAL_* variable configures."""
+    kept = {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("HAL_")}
+    folder = {name: value for name, value in os.environ.items() if name == "HAL_CACHE_DIR"}
+    # As for an installed command: the current folder is not on the path.
+    return {**kept, **folder, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
+
+
+def python(*arguments: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, from the root of the repository, and check its exit status."""
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment(**environ), capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+def hal(*arguments: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command ``hal``."""
+    return python("-c", "from hal.cli import main; main()", *arguments, code=code, **environ)

@@ -1,0 +1,165 @@
+"""The trained checkpoint in bfloat16, float16 and int8, in every mode of the npu backend, against eager and the CPU.
+
+    python tests/helpers/npu/schemes.py
+    python tests/helpers/npu/schemes.py --sequences 8 --window 256
+    python tests/helpers/npu/schemes.py --launches
+
+Held-out perplexity by decoding and by prefill, and how many of the likeliest tokens are the CPU's, each after the same
+text. With --launches instead the table of docs/npu.md: what a decode layer launches. Needs the package installed with
+its extra ``test``, and no Ascend.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(TESTS))
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported when its CANN is there
+
+import attrs  # noqa: E402
+import click  # noqa: E402
+import torch  # noqa: E402
+
+import hal  # noqa: E402
+from helpers import held_out  # noqa: E402
+
+TRAINED = TESTS.parent / "checkpoints" / "tiny-python"
+SCHEMES = ("float16", "bfloat16", "w8a8", "w8a8_dynamic")
+PREFILLS = (16, 64, 256)
+
+
+@attrs.frozen
+class Found:
+    """Of one scheme and mode.
+
+    Attributes:
+        decoded: perplexity by decoding.
+        prefilled: perplexity by prefill.
+        choices: the likeliest tokens of the prefill's logits.
+        margins: by how much each is likelier than the second, in logits.
+    """
+
+    decoded: float
+    prefilled: float
+    choices: torch.Tensor
+    margins: torch.Tensor
+
+
+@contextmanager
+def checkpoints() -> Iterator[dict[str, tuple[Path, str]]]:
+    """By scheme, the checkpoint, and the dtype it computes in."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "calibration.txt"
+        text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
+        made: dict[str, tuple[Path, str]] = {each: (TRAINED, each) for each in ("float16", "bfloat16")}
+        for scheme in ("w8a8", "w8a8_dynamic"):
+            make(scheme, Path(folder) / scheme, text)
+            made[scheme] = (Path(folder) / scheme, "bfloat16")
+        yield made
+
+
+def make(scheme: str, to: Path, calibration: Path) -> None:
+    """Quantise the trained checkpoint."""
+    from click.testing import CliRunner
+
+    from hal.cli import main
+
+    arguments = ["quantize", str(TRAINED), str(to), "--scheme", scheme]
+    if scheme == "w8a8":
+        arguments += ["--calibration", str(calibration), "--calibration-tokens", "4096"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def runner(
+    path: Path, dtype: str, backend: str, compiler: str, sequences: int, window: int, **compilation: Any
+) -> hal.Runner:
+    """A runner whose buckets are met and missed."""
+    compilation["compiler"] = compiler
+    if compiler != "eager":
+        compilation["capture_sizes"] = sorted({1, 2, sequences + 1})
+    if compiler == "piecewise":
+        compilation["prefill"] = {"capture_sizes": list(PREFILLS)}
+    config = {
+        "backend": backend,
+        "dtype": dtype,
+        "compilation": compilation,
+        "cache": {"num_tokens": (sequences + 1) * (-(-(window + 1) // 128) * 128)},
+    }
+    opened = hal.open(config)
+    return hal.Runner(hal.load_model(path, opened), opened)
+
+
+def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> Found:
+    """Both perplexities, and the choices of the first window."""
+    decoded = held_out.decoded_perplexity(on, stream, sequences, window)
+    prefilled = held_out.perplexity(on, stream[: sequences * window + 1], window)
+    blocks = on.blocks.take(on.spec.blocks_for(window))
+    assert blocks is not None
+    with torch.inference_mode():
+        logits = on.step(on.batch([stream[:window]], [blocks], all_logits=True)).logits.float().cpu()
+    on.blocks.give_back(blocks)
+    best = logits.topk(2).values
+    return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])
+
+
+def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+    """Rows in Markdown: weights, cache, batch, mode, launches of a layer, and outside the layers."""
+    from hal.bench import plan
+    from hal.bench.figures import launches
+
+    rows = []
+    for scheme, cache, sizes, modes in (
+        ("bfloat16", "canonical", (1, 8), ("eager", "graph")),
+        ("bfloat16", "fractal_nz", (1, 8), ("graph",)),
+        *(("w8a8", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
+        *(("w8a8_dynamic", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
+    ):
+        path, dtype = made[scheme]
+        setting = plan.settle(plan.Plan(
+            workload="decode", checkpoint=str(path), backend="npu", dtype=dtype, batch_sizes=sizes, compilers=modes,
+            options={"nz_cache": cache == "fractal_nz"},
+        ))  # fmt: skip
+        for each in launches.count(setting, lambda text: None):
+            mode = each.contender.removeprefix("hal ")
+            outside = each.outside.total()
+            rows.append(f"| {scheme} | {cache} | {each.batch_size} | {mode} | {each.per_layer} | {outside} |")
+    return rows
+
+
+@click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
+@click.option("--sequences", default=4, show_default=True)
+@click.option("--window", default=64, show_default=True)
+@click.option("--launches", is_flag=True)
+def main(sequences: int, window: int, launches: bool) -> None:
+    from hal.backends.npu import emulator
+
+    emulator.activate()
+    torch.set_num_threads(1)
+    if launches:
+        with checkpoints() as made:
+            click.echo("\n".join(launch_table(made)))
+        return
+    stream = held_out.tokens(hal.Checkpoint.open(TRAINED), sequences * window + 1)
+    with checkpoints() as made:
+        for scheme, (path, dtype) in made.items():
+            cpu = measure(runner(path, dtype, "cpu", "eager", sequences, window), stream, sequences, window)
+            click.echo(f"{scheme:14s} cpu eager        decode {cpu.decoded:.4f}  prefill {cpu.prefilled:.4f}")
+            for compiler in hal.open("npu").compilers:
+                found = measure(runner(path, dtype, "npu", compiler, sequences, window), stream, sequences, window)
+                same = int((found.choices == cpu.choices).sum())
+                click.echo(
+                    f"{scheme:14s} npu {compiler:12s} decode {found.decoded:.4f}  prefill {found.prefilled:.4f}  "
+                    f"{same} of {len(found.choices)} choices are the CPU's"
+                )
+
+
+if __name__ == "__main__":
+    main()

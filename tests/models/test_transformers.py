@@ -1,0 +1,314 @@
+"""Our Qwen3 against the one of Hugging Face transformers, on random checkpoints and on the trained one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from helpers import comparison
+from helpers.comparison import (
+    COMPILERS,
+    TOLERANCE,
+    Case,
+    difference,
+    draw_rope,
+    our_logits,
+    randomise,
+    spell_as_before_version_5,
+    their_logits,
+)
+from helpers.reference import TEXTS, open_runner, prompts
+from torch import Tensor
+
+import hal
+
+transformers = pytest.importorskip("transformers", reason="transformers is what our logits are compared with")
+
+SEEDS = range(30, 70)  # these cover what they should, says a test below
+SENSITIVE_SEED = 32  # two layers, one of them with a window, and a spelled-out layer_types
+
+
+def draw_config(seed: int) -> Any:
+    """A Qwen3 configuration. Sizes are such that hidden_size / num_attention_heads is never head_dim."""
+    draw = random.Random(seed)
+    kv_heads, layers = draw.choice((1, 2)), draw.randint(1, 4)
+    window: dict[str, Any] = {}
+    if draw.random() < 0.5:
+        window = {"use_sliding_window": True, "sliding_window": draw.randint(5, 20)}
+        if draw.random() < 0.5:
+            window["layer_types"] = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+            window["layer_types"][draw.randrange(layers)] = "sliding_attention"
+        else:
+            window["max_window_layers"] = draw.randrange(layers)
+    return transformers.Qwen3Config(
+        vocab_size=draw.choice((97, 256, 1000)),
+        hidden_size=draw.choice((48, 80, 96, 160)),
+        intermediate_size=draw.choice((56, 128, 200)),
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * draw.choice((1, 2, 4, 8)),
+        num_key_value_heads=kv_heads,
+        head_dim=draw.choice((16, 32, 64, 128)),
+        max_position_embeddings=128,
+        rms_norm_eps=draw.choice((1e-6, 1e-5, 1e-3)),
+        rope_parameters={"rope_type": "default", "rope_theta": draw.choice((100.0, 1e4, 5e5, 1e6))},
+        attention_bias=draw.random() < 0.5,
+        tie_word_embeddings=draw.random() < 0.5,
+        attn_implementation="eager",
+        **window,
+    )
+
+
+COMPILED = (30, 37, 40, 42, 44, 51, 62, 65)  # compiling takes seconds each; these have all that changes a graph
+WINDOWED = [seed for seed in SEEDS if draw_config(seed).use_sliding_window]
+
+
+def older(config: dict[str, Any], draw: random.Random) -> None:
+    spell_as_before_version_5(config, draw)
+    del config["layer_types"]  # max_window_layers says the same
+
+
+def build(seed: int, path: Path) -> Case:
+    config = draw_config(seed)
+    slides = [
+        config.use_sliding_window and layer >= config.max_window_layers for layer in range(config.num_hidden_layers)
+    ]
+    derived = config.layer_types == [f"{'sliding' if each else 'full'}_attention" for each in slides]
+    return comparison.build(config, seed, path, older if derived else None)
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids="seed={}".format)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return build(request.param, tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_logits(case: Case, compiler: str) -> None:
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)
+def test_logits_through_inductor(case: Case) -> None:
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner("inductor"), case), theirs) <= TOLERANCE
+
+
+def test_prefill_after_a_cached_prefix(case: Case) -> None:
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_scaled_positions(rope_type: str, tmp_path: Path) -> None:
+    config = draw_config(SENSITIVE_SEED)
+    config.rope_parameters = draw_rope(random.Random(SENSITIVE_SEED), rope_type)
+    case = comparison.build(config, SENSITIVE_SEED, tmp_path, spell_as_before_version_5)
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner(), case), theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids="seed={}".format, indirect=True)
+def test_sliding_window_matters(case: Case) -> None:
+    """In transformers itself, or the comparison would prove nothing about windows."""
+    config = case.model.config
+    unlimited = transformers.Qwen3Config.from_dict(
+        {**config.to_dict(), "use_sliding_window": False, "layer_types": None}, attn_implementation="eager"
+    )
+    whole = transformers.Qwen3ForCausalLM(unlimited).eval()
+    whole.load_state_dict(case.model.state_dict())
+    longest = case.sequences[-1]
+    with_window, without = their_logits(case.model, longest), their_logits(whole, longest)
+    assert difference([with_window[: config.sliding_window]], [without[: config.sliding_window]]) <= TOLERANCE
+    assert difference([with_window], [without]) > 100 * TOLERANCE
+
+
+def test_the_configurations_cover_what_they_should() -> None:
+    every, compiled = ([draw_config(seed) for seed in seeds] for seeds in (SEEDS, COMPILED))
+
+    def drawn(value: Callable[[Any], Any], configs: Sequence[Any] = every) -> set[Any]:
+        return {value(config) for config in configs}
+
+    assert drawn(lambda c: c.num_hidden_layers) == {1, 2, 3, 4}
+    assert drawn(lambda c: c.rms_norm_eps) == {1e-6, 1e-5, 1e-3}
+    assert drawn(lambda c: c.rope_parameters["rope_theta"]) == {100.0, 1e4, 5e5, 1e6}
+    assert drawn(lambda c: c.hidden_size == c.num_attention_heads * c.head_dim) == {False}
+    assert drawn(lambda c: 0 < c.max_window_layers < c.num_hidden_layers) == {False, True}
+    for configs in (every, compiled):
+        assert drawn(lambda c: c.num_attention_heads // c.num_key_value_heads, configs) == {1, 2, 4, 8}
+        assert drawn(lambda c: c.head_dim, configs) == {16, 32, 64, 128}
+        assert drawn(lambda c: (c.attention_bias, c.tie_word_embeddings, c.use_sliding_window), configs) == {
+            (bias, tied, window) for bias in (False, True) for tied in (False, True) for window in (False, True)
+        }
+        assert drawn(lambda c: len(set(c.layer_types)), configs) == {1, 2}  # some have both kinds of layers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda config: config.update(rms_norm_eps=config["rms_norm_eps"] * 10), id="rms_norm_eps"),
+        pytest.param(lambda config: config["rope_parameters"].update(rope_theta=101.0), id="rope_theta"),
+        pytest.param(lambda config: config.update(sliding_window=config["sliding_window"] + 1), id="sliding_window"),
+        pytest.param(lambda config: config.update(use_sliding_window=False), id="use_sliding_window"),
+        pytest.param(lambda config: config.update(layer_types=["sliding_attention"] * 2), id="layer_types"),
+    ],
+)
+def test_a_wrong_config_would_be_noticed(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    """The comparison is no better than what it would notice."""
+    case = build(SENSITIVE_SEED, tmp_path / "right")
+    shutil.copytree(case.path, tmp_path / "wrong")
+    config = json.loads((case.path / "config.json").read_text())
+    change(config)
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
+    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
+    assert difference(our_logits(case.runner(path=tmp_path / "wrong"), case), theirs) > TOLERANCE
+
+
+def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    defaults = {"head_dim": 128, "sliding_window": 8, "use_sliding_window": True, "attn_implementation": "eager"}
+    sizes = {"hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(vocab_size=97, num_hidden_layers=2, max_position_embeddings=64, **sizes, **defaults)
+    )
+    randomise(model, seed=0)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {"architectures", "model_type", "vocab_size", "num_hidden_layers", "max_position_embeddings", *sizes}
+    kept |= {"use_sliding_window", "sliding_window"}  # of no layer below max_window_layers
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in kept}))
+
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    runner, tokens = open_runner(tmp_path), list(range(40))
+    batch = runner.batch([tokens], [[1, 2, 3]], all_logits=True)
+    assert difference([runner.step(batch).logits], [their_logits(model, tokens)]) <= TOLERANCE
+
+
+NEW_TOKENS = 64
+TIE = 2
+"""How many bfloat16 ulps two logits may differ by and still count as equal.
+
+Rounding two logits to bfloat16 moves their difference by up to one ulp by itself. The hidden state that they are
+computed from was rounded too, a dozen times a layer and in other places here than there (transformers rounds a norm
+before it applies the weight, we after), which moves them by as much again.
+"""
+SLACK = 1.2
+"""How much larger our error (against float32) may be than that of transformers; we round less often."""
+
+
+@attrs.frozen
+class Continuation:
+    """What transformers makes of a prompt, greedily in bfloat16; logits are ``[NEW_TOKENS, vocab_size]``.
+
+    ``exact`` are its logits in float32 on the same tokens.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor
+    exact: Tensor
+
+
+@pytest.fixture(scope="module")
+def continuations(trained: Path) -> list[Continuation]:
+    rounded, exact = (
+        transformers.Qwen3ForCausalLM.from_pretrained(trained, dtype=dtype, attn_implementation="eager").eval()
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    rounded.generation_config.eos_token_id = None  # to the full length
+    found = []
+    for prompt in prompts(trained):
+        made = rounded.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        sequence = made.sequences[0].tolist()
+        logits = their_logits(exact, sequence[:-1])[len(prompt) - 1 :]
+        found.append(Continuation(prompt, sequence[len(prompt) :], torch.cat(made.logits).float(), logits))
+    return found
+
+
+def forced_logits(runner: hal.Runner, continuations: Sequence[Continuation]) -> list[Tensor]:
+    """Our logits where transformers chose its tokens, for all prompts in one batch."""
+    blocks, taken = [], 1
+    for each in continuations:
+        count = runner.spec.blocks_for(len(each.prompt) + NEW_TOKENS)
+        blocks.append(list(range(taken, taken + count)))
+        taken += count
+    steps = [runner.step(runner.batch([each.prompt for each in continuations], blocks)).logits.float()]
+    for step in range(NEW_TOKENS - 1):
+        cached = [len(each.prompt) + step for each in continuations]
+        batch = runner.batch([[each.tokens[step]] for each in continuations], blocks, cached=cached)
+        steps.append(runner.step(batch).logits.float())
+    return list(torch.stack(steps, dim=1))
+
+
+def ulps_apart(logits: Tensor, one: int, other: int) -> float:
+    """The distance of two logits in units of bfloat16's last place (it has 8 bits) at the larger one's magnitude."""
+    a, b = float(logits[one]), float(logits[other])
+    ulp = 2.0 ** (math.floor(math.log2(max(abs(a), abs(b)))) - 7)
+    return abs(a - b) / ulp
+
+
+def check_greedy(ours: Sequence[Tensor], continuations: Sequence[Continuation]) -> list[tuple[int, int]]:
+    """Hold our choices against theirs, token by token on their text; return the places of ties."""
+    ties = []
+    for row, (logits, theirs) in enumerate(zip(ours, continuations, strict=True)):
+        for step, (our_choice, their_choice) in enumerate(zip(logits.argmax(-1).tolist(), theirs.tokens, strict=True)):
+            if our_choice == their_choice:
+                continue
+            apart = [ulps_apart(each[step], our_choice, their_choice) for each in (logits, theirs.logits, theirs.exact)]
+            assert max(apart) <= TIE, f"{TEXTS[row]!r}, token {step}: {our_choice} for {their_choice}, ulps {apart}"
+            ties.append((row, step))
+    return ties
+
+
+def error(logits: Sequence[Tensor], continuations: Sequence[Continuation]) -> float:
+    """Root mean square distance from the float32 logits."""
+    return float((torch.cat(list(logits)) - torch.cat([each.exact for each in continuations])).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_greedy_tokens_of_the_trained_checkpoint(
+    compiler: str, continuations: list[Continuation], trained: Path
+) -> None:
+    runner = open_runner(trained, compiler, dtype="auto")
+    assert runner.spec.dtype is torch.bfloat16
+    ours = forced_logits(runner, continuations)
+    ties = check_greedy(ours, continuations)
+    # What rounding does to us is what it does to transformers; a mistake would come on top.
+    assert error(ours, continuations) <= SLACK * error([each.logits for each in continuations], continuations)
+
+    # Left to itself, the whole loop gives the same text, up to the first tie.
+    made: list[list[int]] = [[] for _ in continuations]
+    params = hal.SamplingParams(max_new_tokens=NEW_TOKENS)
+    for token in hal.generate(runner, [each.prompt for each in continuations], params):
+        made[token.prompt].append(token.token_id)
+    for row, each in enumerate(continuations):
+        agreed = min((step for place, step in ties if place == row), default=NEW_TOKENS)
+        assert made[row][:agreed] == each.tokens[:agreed]
+        assert len(made[row]) == NEW_TOKENS
+
+
+@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", 1e-2), ("rope_theta", 1000.0)])
+def test_a_wrong_trained_checkpoint_would_be_noticed(
+    key: str, value: float, continuations: list[Continuation], trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path / "wrong")
+    config = json.loads((trained / "config.json").read_text())
+    (config["rope_parameters"] if key == "rope_theta" else config)[key] = value
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
+    ours = forced_logits(open_runner(tmp_path / "wrong", dtype="auto"), continuations)
+    assert error(ours, continuations) > SLACK * error([each.logits for each in continuations], continuations)
+    with pytest.raises(AssertionError, match="ulps"):
+        check_greedy(ours, continuations)

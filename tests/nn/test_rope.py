@@ -1,0 +1,133 @@
+"""Rope parameters: what config.json may say, and the frequencies that follow, against those of transformers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers.comparison import draw_rope, transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hal.errors import ConfigError
+from hal.nn import ROPE_TYPES, RopeParameters, RotaryEmbedding
+
+LLAMA_3_1 = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+RELEASED = {
+    "Llama 3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_1},
+    "Llama 3.2": {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_1 | {"factor": 32.0}},
+    "Qwen3 at 131072 tokens": {"rope_theta": 1000000, "rope_scaling": YARN},
+    "DeepSeek-V3": {
+        "rope_theta": 10000,
+        "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                                "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gpt-oss": {"rope_theta": 150000, "rope_scaling": YARN | {"factor": 32.0, "truncate": False}},
+    "Vicuna at 16384 tokens": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+}  # fmt: skip
+
+
+def check(rope: dict[str, Any], head_dim: int) -> None:
+    ours = RopeParameters.from_config(rope)
+    theirs = LlamaRotaryEmbedding(
+        transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, **copy.deepcopy(rope))  # it writes
+    )
+    torch.testing.assert_close(ours.inv_freq(head_dim, torch.device("cpu")), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert math.isclose(ours.attention_scaling, theirs.attention_scaling, rel_tol=1e-9)
+
+    positions = torch.tensor([0, 1, 17, 1000])
+    expected = theirs(torch.empty(0), positions[None])
+    for mine, other in zip(RotaryEmbedding(head_dim, ours)(positions, torch.float32), expected, strict=True):
+        torch.testing.assert_close(mine, other[0], rtol=0, atol=2e-4)  # an ulp of an angle of 1000 is 6e-5
+        torch.testing.assert_close(mine[:2], other[0, :2], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("rope", RELEASED.values(), ids=RELEASED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_released_checkpoints(rope: dict[str, Any], head_dim: int) -> None:
+    check(rope, head_dim)
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("seed", range(25), ids="seed={}".format)
+def test_random_parameters(rope_type: str, seed: int) -> None:
+    draw = random.Random(seed)
+    check({"rope_parameters": draw_rope(draw, rope_type)}, draw.choice((16, 32, 64, 80, 128, 256)))
+
+
+def test_both_spellings() -> None:
+    theta = {"rope_theta": 5e5}
+    new = RopeParameters.from_config({"rope_parameters": LLAMA_3_1 | theta})
+    assert type(new) is ROPE_TYPES["llama3"]
+    without_type = {key: value for key, value in LLAMA_3_1.items() if key != "rope_type"}
+    for same in (
+        {"rope_parameters": LLAMA_3_1} | theta,
+        {"rope_scaling": LLAMA_3_1} | theta,
+        {"rope_scaling": without_type | {"type": "llama3"}} | theta,
+        {"rope_scaling": LLAMA_3_1 | {"type": "llama3"}, "rope_parameters": None} | theta,
+        {"rope_scaling": LLAMA_3_1 | theta, "rope_parameters": LLAMA_3_1 | theta},
+        {"rope_scaling": LLAMA_3_1 | theta, "rope_theta": 1e4},  # the table's own goes before
+    ):
+        assert RopeParameters.from_config(same) == new
+    for default in ({}, {"rope_scaling": None}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}}):
+        assert RopeParameters.from_config(default) == RopeParameters(rope_theta=10000.0)
+
+
+def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarm", "factor": 2.0}, "rope_type 'yarm': did you mean 'yarn'.*known: default, linear, llama3"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic'"),
+        ({"rope_type": 3}, "rope_type 3"),
+        ({"rope_type": ["yarn"]}, "rope_type"),
+        ({"rope_type": "default", "type": "mrope"}, "rope_type 'default' and another type, 'mrope'"),
+        ({"type": "linear"}, "required key 'factor' is missing.*rope_type linear"),
+        ({"type": "linear", "factor": None}, "required key 'factor' is missing.*rope_type linear"),
+        *((without(key, LLAMA_3_1), f"required key '{key}' is missing.*rope_type llama3")
+          for key in LLAMA_3_1 if key != "rope_type"),
+        *((without(key, YARN), f"required key '{key}' is missing.*rope_type yarn") for key in YARN if key != "type"),
+        ({"rope_type": "default", "factor": 2.0}, "unknown key 'factor'"),
+        (YARN | {"beta_fats": 3}, "unknown key 'beta_fats' .did you mean 'beta_fast'"),
+        (YARN | {"low_freq_factor": 1.0}, "unknown key 'low_freq_factor'"),
+        (YARN | {"partial_rotary_factor": 0.5}, "unknown key 'partial_rotary_factor'"),
+        ({"full_attention": {"rope_type": "default"}}, "unknown key 'full_attention'"),
+        (YARN | {"factor": "4"}, "expected float, found str '4'"),
+        (YARN | {"truncate": 1}, "expected bool, found int 1"),
+        (YARN | {"factor": 0.0}, "'factor' must be > 0"),
+        (YARN | {"factor": float("inf")}, "expected a finite number, found inf.*factor"),
+        (YARN | {"factor": 1e20}, "'factor' must be <= 1.8"),
+        (YARN | {"factor": 1e-20}, "'factor' must be >= 5.4"),
+        (YARN | {"attention_factor": 256.0}, "is 256, above 255"),
+        (YARN | {"mscale": 1e4, "mscale_all_dim": 1e-9}, "mscale and mscale_all_dim give, is 1387.29, above 255"),
+        (YARN | {"factor": float("nan")}, "expected a finite number, found nan.*factor"),
+        (YARN | {"beta_slow": 0}, "'beta_slow' must be > 0"),
+        (YARN | {"attention_factor": -1.0}, "'attention_factor' must be >= 0"),
+        (YARN | {"original_max_position_embeddings": 0}, "must be >= 1"),
+        (YARN | {"rope_theta": 1.0}, "'rope_theta' must be > 1"),
+        (LLAMA_3_1 | {"high_freq_factor": 1.0}, "high_freq_factor, 1.0, is not above low_freq_factor, 1.0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_what_is_refused(rope: dict[str, Any], message: str, spelling: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}") as caught:
+        RopeParameters.from_config({spelling: rope})
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scaled_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    rotary = RotaryEmbedding(64, RopeParameters.from_config({"rope_scaling": YARN}))
+    positions = torch.arange(40)
+    for rounded, exact in zip(rotary(positions, dtype), rotary(positions, torch.float32), strict=True):
+        assert torch.equal(rounded, exact.to(dtype))

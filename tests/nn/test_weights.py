@@ -1,0 +1,380 @@
+"""Declarations of weights: what each rank reads of which tensor and where it goes, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import write_json
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import hal
+from hal.checkpoint import safetensors_files
+from hal.checkpoint.safetensors_files import TensorSlice
+from hal.checkpoint.weight_bindings import Binding, bindings_of
+from hal.errors import CheckpointError, ConfigError, HalError, ModelError
+from hal.nn import (
+    Assembly,
+    CausalLM,
+    Concatenated,
+    Consumer,
+    Embedding,
+    Linear,
+    MergedLinear,
+    Slice,
+    Stacked,
+    Transposed,
+    Weight,
+    Whole,
+)
+from hal.nn.weight import source_name
+from hal.quantization.scheme_registry import schemes
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+
+def layer_of(weight: Weight, shape: Sequence[int]) -> nn.Module:
+    made: Any = nn.Module()
+    made.weight = nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
+    made.weights = {"weight": weight}
+    model = nn.Module()
+    model.add_module("layer", made)
+    return model
+
+
+def binding_of(weight: Weight, shape: Sequence[int]) -> Binding:
+    (binding,) = bindings_of(layer_of(weight, shape))
+    return binding
+
+
+def assembled(binding: Binding, stored: dict[str, Tensor], rank: int = 0, ranks: int = 1) -> Tensor:
+    """What a rank holds, of pieces that arrive a row at a time; NaN where none fills it."""
+    pieces = binding.pieces(rank, ranks)
+    held = torch.full([max(piece.target[dim][1] for piece in pieces) for dim in range(binding.tensor.dim())], torch.nan)
+    for piece in pieces:
+        values = stored[piece.source]
+        assert tuple(values.shape) == piece.source_shape
+        taken = values[tuple(slice(*each) for each in piece.taken)]
+        assert piece.numel == taken.numel()
+        for row in range(taken.shape[0]):
+            piece.put(held, row, taken[row : row + 1])
+    return held
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape).float() + 1000 * len(shape)
+
+
+A, B, C = drawn(4, 6), drawn(2, 6) + 100, drawn(8, 6) + 200
+WIDE = drawn(6, 14)
+PARTS = {"layer.a": A, "layer.b": B, "layer.c": C, "layer.wide": WIDE, "layer.stack": drawn(2, 6, 4)}
+
+
+def declared(sources: str, axes: str, shard: str | None, assemble: Assembly) -> Weight:
+    return Weight(tuple(sources.split()), axes, shard, assemble)
+
+
+CASES: dict[str, tuple[Weight, Tensor, str | None]] = {
+    "whole": (declared("a", "rows columns", "rows", Whole()), A, "rows"),
+    "whole, by columns": (declared("a", "rows columns", "columns", Whole()), A, "columns"),
+    "transposed": (declared("a", "rows columns", "rows", Transposed()), A.t(), "rows"),
+    "transposed, by columns": (declared("a", "rows columns", "columns", Transposed()), A.t(), "columns"),
+    "a stacked one, transposed": (
+        declared("stack", "experts rows columns", "rows", Transposed()), PARTS["layer.stack"].transpose(1, 2), "rows"
+    ),
+    "a slice": (declared("wide", "rows columns", "columns", Slice("columns", 4, 14)), WIDE[:, 4:12], "columns"),
+    "a transposed slice": (
+        declared("wide", "rows columns", "rows", Slice("rows", 4, 14, Transposed())), WIDE.t()[4:12], "rows"
+    ),
+    "concatenated": (declared("a b c", "rows columns", "rows", Concatenated("rows", (4, 2, 8))),
+                     torch.cat([A, B, C]), "rows"),
+    "concatenated, by columns": (declared("a b c", "rows columns", "columns", Concatenated("rows", (4, 2, 8))),
+                                 torch.cat([A, B, C]), "columns"),
+    "concatenated columns": (declared("a b", "rows columns", None, Concatenated("columns", (4, 2), Transposed())),
+                             torch.cat([A.t(), B.t()], 1), None),
+    "stacked": (declared("a a", "experts rows columns", "experts", Stacked()), torch.stack([A, A]), "experts"),
+    "stacked, each concatenated": (
+        declared("a b a b", "experts rows columns", "rows", Stacked(Concatenated("rows", (4, 2)))),
+        torch.stack([torch.cat([A, B])] * 2), "rows",
+    ),
+    "stacked, each transposed": (
+        declared("a a", "experts rows columns", "columns", Stacked(Transposed())), torch.stack([A.t()] * 2), "columns"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_weight_is_assembled(name: str) -> None:
+    weight, expected, _ = CASES[name]
+    assert torch.equal(assembled(binding_of(weight, expected.shape), PARTS), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, shard) in CASES.items() if shard])
+def test_ranks_hold_their_shares(name: str) -> None:
+    """Of each concatenated part its own: put together part by part, they are the whole."""
+    weight, expected, shard = CASES[name]
+    assert shard is not None
+    dim = weight.axes.split().index(shard)
+    binding = binding_of(weight, expected.shape)
+    shares = [assembled(binding, PARTS, rank, 2) for rank in range(2)]
+    cuts = weight.assemble.cuts(shard, expected.shape[dim])
+    assert sum(cuts) == expected.shape[dim]
+    by_part = zip(*(share.split([cut // 2 for cut in cuts], dim) for share in shares), strict=True)
+    assert torch.equal(torch.cat([share for part in by_part for share in part], dim), expected)
+    assert sum(piece.numel for piece in binding.pieces(1, 2)) == expected.numel() // 2, "no more is read"
+
+
+def test_merged_parts_are_cut_one_by_one() -> None:
+    model = nn.Module()
+    with torch.device("meta"):
+        model.add_module("qkv", MergedLinear(6, {"q": 4, "k": 2, "v": 8}, bias=True))
+    weight, bias = bindings_of(model)
+    pieces = weight.pieces(1, 2)
+    assert [(each.source, each.taken[0], each.target[0]) for each in pieces] == [
+        ("q.weight", (2, 4), (0, 2)), ("k.weight", (1, 2), (2, 3)), ("v.weight", (4, 8), (3, 7))
+    ]  # fmt: skip
+    assert [(each.source, each.taken, each.target) for each in bias.pieces(0, 2)] == [
+        ("q.bias", ((0, 2),), ((0, 2),)), ("k.bias", ((0, 1),), ((2, 3),)), ("v.bias", ((0, 4),), ((3, 7),))
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"qkv.weight has a part of 2 out_features, which 4 ranks cannot share"):
+        weight.pieces(0, 4)
+
+
+def test_what_is_not_cut_is_every_ranks() -> None:
+    with torch.device("meta"):
+        weight, bias = bindings_of(Linear(6, 4, bias=True, shard="in_features"))
+    assert weight.pieces(1, 3)[0].taken == ((0, 4), (2, 4))
+    assert bias.pieces(1, 3) == bias.pieces()
+
+
+def test_parameters_without_a_declaration_are_their_own() -> None:
+    model: Any = nn.Module()
+    model.scale = nn.Parameter(torch.empty(3, 2), requires_grad=False)
+    model.weights = nn.ModuleList([Linear(2, 2)])  # a submodule of that name declares nothing
+    found = {binding.full_name: binding.weight for binding in bindings_of(model)}
+    assert set(found) == {"scale", "weights.0.weight"}
+    assert (found["scale"].sources, found["scale"].consumer, found["scale"].shard) == (("scale",), None, None)
+    assert found["weights.0.weight"].consumer == Consumer("linear", "weight")
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "name"),
+    [("a.b", "w", "a.b.w"), ("a.b", ".q.w", "a.q.w"), ("a.b", "..w", "w"), ("", "w", "w"), ("a", "x.3.w", "a.x.3.w")],
+)
+def test_names_are_relative(path: str, source: str, name: str) -> None:
+    assert source_name(path, source) == name
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a shard that is no axis": (lambda: Weight(("a",), "rows columns", "row"), "shard='row', which is none of its"),
+    "axes of one name": (lambda: Weight(("a",), "rows rows"), "declared with the axes 'rows rows'"),
+    "axes that are no names": (lambda: Weight(("a",), "rows 3"), "declared with the axes 'rows 3'"),
+    "too few axes": (lambda: binding_of(Weight(("a",), "rows"), (4, 6)), r"axes 'rows' and has the shape \[4, 6\]"),
+    "too few sources": (
+        lambda: binding_of(declared("a", "rows columns", None, Concatenated("rows", (4, 2))), (6, 6)),
+        "layer.weight is assembled of 2 tensors, and 1 sources",
+    ),
+    "parts that do not add up": (
+        lambda: binding_of(declared("a b", "rows columns", None, Concatenated("rows", (4, 3))), (6, 6)),
+        "layer.weight: parts of 4, 3 rows are to be concatenated to 6",
+    ),
+    "a slice beyond the source": (
+        lambda: binding_of(declared("a", "rows columns", None, Slice("rows", 3, 8)), (6, 6)), "a slice of 6 rows from 3"
+    ),
+    "an axis that sources do not have": (
+        lambda: binding_of(declared("a a", "experts rows columns", None, Stacked(Concatenated("experts", (1,)))),
+                           (2, 4, 6)),
+        "assembled along 'experts', and its sources have the axes rows, columns",
+    ),
+    "a vector transposed": (lambda: binding_of(declared("a", "rows", None, Transposed()), (4,)), "of 1 dimensions"),
+    "a name above the model": (lambda: source_name("a", "..w"), "leads out of the model"),
+    "no operation": (
+        lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("liner", "weight")), (4, 6)), "liner"
+    ),
+    "an argument that is no weight": (
+        lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("linear", "x")), (4, 6)),
+        "says of 'weight' that linear takes it as 'x', which is none of its weights",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(HalError, match=message) as caught:
+        make()
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"wait": Weight(("a",), "rows columns")}, "declares 'wait', which is no parameter or buffer of it"),
+        ({"weight": "a"}, "make it a mapping from names to hal.nn.Weight"),
+        ("weight", "make it a mapping"),
+    ],
+)
+def test_declarations_that_are_none(weights: Any, message: str) -> None:
+    model: Any = nn.Module()
+    model.weight, model.weights = nn.Parameter(torch.empty(4, 6), requires_grad=False), weights
+    with pytest.raises(ModelError, match=message):
+        bindings_of(model)
+
+
+def test_one_axis_has_one_size() -> None:
+    model: Any = nn.Module()
+    model.a = nn.Parameter(torch.empty(4, 6), requires_grad=False)
+    model.b = nn.Parameter(torch.empty(5), requires_grad=False)
+    model.weights = {"a": Weight(("a",), "rows columns"), "b": Weight(("b",), "rows")}
+    with pytest.raises(ModelError, match="the axis rows of b has 5 elements, and elsewhere in its layer 4"):
+        bindings_of(model)
+
+
+def test_a_tied_table_is_bound_once() -> None:
+    (table,) = bindings_of(Embedding(8, 4))
+    assert table.weight.consumer is None
+    assert table.weight.tied_use is not None
+    assert table.weight.tied_use.consumer == Consumer("linear", "weight")
+
+
+# Reading.
+
+
+def test_slices_are_read_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any tensors, in order within a file, and never more at a time than a file is mapped for."""
+    monkeypatch.setattr(safetensors_files, "REMAP_BYTES", 120)
+    stored = {"wide": WIDE, "a": A, "scalar": torch.tensor(3.0), "none": torch.empty(0, 6), "cube": drawn(2, 6, 4)}
+    save_file(stored, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"architectures": ["None"]})
+    checkpoint = hal.Checkpoint.open(tmp_path)
+    wanted = [
+        TensorSlice("wide", ((1, 6), (3, 7))), TensorSlice("a", ((0, 4), (0, 6))), TensorSlice("scalar", ()),
+        TensorSlice("none", ((0, 0), (0, 6))), TensorSlice("cube", ((1, 2), (0, 6), (2, 4))),
+    ]  # fmt: skip
+    found: dict[int, list[Tensor]] = {}
+    starts: dict[int, list[int]] = {}
+    for place, start, values in checkpoint.read_slices(wanted):
+        found.setdefault(place, []).append(values.clone())
+        starts.setdefault(place, []).append(start)
+    for place, each in enumerate(wanted):
+        expected = stored[each.name][tuple(slice(*taken) for taken in each.taken)]
+        assert torch.equal(torch.cat(found[place]) if each.taken else found[place][0], expected), each.name
+    assert starts[0] == [0, 2, 4], "of rows of 56 bytes two fit"
+
+
+class Narrow(CausalLM):
+    """It holds a matrix of 8 bits, which a layer would scale."""
+
+    vocab_size, max_length, states = 7, 32, ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embedding(7, 4)
+        self.register_buffer("scaled", torch.empty(4, 4, dtype=torch.float8_e4m3fn))
+        self.weights = {"scaled": Weight(("scaled",), "rows columns")}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Narrow:
+        return cls()
+
+
+def narrow_checkpoint(folder: Path, embed: torch.dtype, scaled: torch.dtype) -> dict[str, Tensor]:
+    stored = {"embed.weight": drawn(7, 4).to(embed), "scaled": drawn(4, 4).div(1009).to(scaled)}
+    save_file(stored, folder / "model.safetensors")
+    write_json(folder / "config.json", {"architectures": ["Narrow"], "torch_dtype": "float32"})
+    return stored
+
+
+def test_numbers_of_8_bits_stay_as_they_are(tmp_path: Path) -> None:
+    stored = narrow_checkpoint(tmp_path, torch.bfloat16, torch.float8_e4m3fn)
+    model = hal.load_model(tmp_path, hal.open("cpu"), model_class=Narrow)
+    assert torch.equal(model.scaled.view(torch.uint8), stored["scaled"].view(torch.uint8))
+    assert model.embed.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("embed", "scaled", "message"),
+    [
+        (torch.float32, torch.bfloat16, "scaled is BF16, and float8_e4m3fn was expected"),
+        (torch.float32, torch.float8_e5m2, "scaled is F8_E5M2, and float8_e4m3fn was expected"),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn,
+         r"embed\.weight is F8_E4M3, and a floating-point number was expected.*\n.*its float8_e4m3fn weights"),
+    ],
+)  # fmt: skip
+def test_numbers_of_8_bits_are_never_converted(
+    tmp_path: Path, embed: torch.dtype, scaled: torch.dtype, message: str
+) -> None:
+    narrow_checkpoint(tmp_path, embed, scaled)
+    with pytest.raises(CheckpointError, match=message):
+        hal.load_model(tmp_path, hal.open("cpu"), model_class=Narrow)
+
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.safetensors_files import TensorSlice
+
+checkpoint = Checkpoint.open(sys.argv[1])
+def resident():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return int(dict(line.split(": ") for line in lines)["Rss"].split()[0]) // 1024
+
+before, most, rows = resident(), 0, 0
+for _, start, values in checkpoint.read_slices([TensorSlice("large", ((500, 756), (0, 1 << 16)))]):
+    assert values[:, 0].tolist() == [500 + start + row for row in range(values.shape[0])]
+    assert values.sum(1)[0] > 0
+    rows += values.shape[0]
+    most = max(most, resident() - before)
+assert rows == 256
+print(most)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="asks Linux what is mapped")
+def test_only_the_slice_is_read(tmp_path: Path) -> None:
+    """64 MiB in the middle of a tensor of 256 MiB take the memory of one piece: 32 MiB at a time, and a few beside."""
+    values = torch.arange(1024.0)[:, None].expand(1024, 1 << 16).contiguous()
+    save_file({"large": values}, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"architectures": ["None"]})
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 16 <= int(result.stdout) < 72
+
+
+def test_the_registered_schemes() -> None:
+    assert {"w8a8", "w8a8_dynamic"} <= set(schemes())
+    for name, scheme in schemes().items():
+        assert scheme.name == name
+        assert scheme.summary
+        assert scheme.writes <= set(scheme.spellings)
+
+
+def test_a_scheme_that_cannot_write_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "half_a_scheme.py").write_text(
+        "from hal.quantization.w8a8_dynamic import W8A8Dynamic\n"
+        "from hal.quantization.scheme import Scheme\n"
+        "class Half(W8A8Dynamic):\n"
+        "    name = 'half'\n"
+        "    write = Scheme.write\n",
+        encoding="utf-8",
+    )
+    metadata = tmp_path / "half-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text("[hal.quantization]\nhalf = half_a_scheme:Half\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "half" not in schemes()
+    (warned,) = [each.getMessage() for each in caplog.records if each.name == "hal.config"]
+    assert warned.startswith("the quantisation scheme half says that it is written, and has no write()")
+    with pytest.raises(
+        ConfigError, match=r"half says that it is written, and has no write.*\n.*registered by half 1\)"
+    ):
+        quantize_checkpoint(tmp_path, tmp_path / "target", "half")

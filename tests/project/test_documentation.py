@@ -1,0 +1,192 @@
+"""The documentation is true: its Python runs, its links lead somewhere, it names what exists, and it builds strictly.
+
+A page's ``python`` blocks run in order, in one namespace, from the root of the repository. Two kinds of block stand for
+files of a package that the reader would install, and are laid down as such: a ``python`` block that begins with a
+comment such as ``# toy_llama.py`` is that module, and an ``ini`` block with entry points is that package's metadata.
+Such a module whose name begins with ``test_`` is run by pytest.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import attrs
+import pytest
+from helpers import ROOT
+
+import hal
+from hal import config, errors
+from hal.nn import ROPE_TYPES
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+# Pages whose Python another suite runs, and why.
+ELSEWHERE = {
+    "emulator.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
+    "npu.md": "tests/backends/npu/driver runs it, for the same reason",
+}
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MODULE = re.compile(r"# (\w+\.py)\n")
+
+
+@attrs.frozen
+class Block:
+    """A fenced block of a page, and the line its text begins at."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
+        for found in FENCE.finditer(text)
+    ]  # fmt: skip
+
+
+def lay_out(page: Path, folder: Path) -> Path:
+    """Write a page's script, modules and entry points into ``folder``; lines of the script keep the page's numbers."""
+    script: list[str] = []
+    for block in blocks(page):
+        if block.language == "ini":
+            parser = ConfigParser()
+            parser.read_string(block.text)
+            metadata = folder / f"{page.stem}-1.0.dist-info"
+            metadata.mkdir()
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {page.stem}\nVersion: 1.0\n")
+            (metadata / "entry_points.txt").write_text(
+                "".join(f"[{group}]\n{entries}\n" for group, entries in parser["options.entry_points"].items())
+            )
+        elif block.language == "python" and (module := MODULE.match(block.text)):
+            (folder / module[1]).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            script += [""] * (block.line - 1 - len(script)) + block.text.splitlines()
+    path = folder / f"{page.stem.lower()}_page.py"
+    path.write_text("\n".join(script) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, id=page.name, marks=pytest.mark.skipif(page.name in ELSEWHERE, reason=ELSEWHERE.get(page.name, ""))
+        )
+        for page in PAGES
+        if any(each.language == "python" for each in blocks(page))
+    ],
+)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = lay_out(page, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HAL_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
+    if tests := sorted(map(str, tmp_path.glob("test_*.py"))):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
+        environment["PYTHONPATH"] = str(tmp_path)
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+        assert result.returncode == 0, f"the tests of {page.name}:\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    relative = [target for target in targets if "://" not in target]
+    missing = [target for target in relative if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_api_page_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [name for name in hal.__all__ if not re.search(rf"\bhal\.{name}\b", text)] == []
+
+
+def test_engines_page_has_every_error_that_calls_raise() -> None:
+    text = (DOCS / "engines.md").read_text(encoding="utf-8")
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    rows = set(re.findall(r"^\| \{py:exc\}`~hal\.errors\.(\w+)` \| ", text, re.MULTILINE))
+    assert rows == defined - {"HalError"}, "of which all are"
+
+
+def test_engines_page_has_every_logger() -> None:
+    text = (DOCS / "engines.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(hal\.\w+)`", text[text.index("hal logs to") :].partition("Warnings")[0])
+    sources = [file for folder in ("hal", "backends") for file in (ROOT / folder).rglob("*.py")]
+    used = {name for file in sources for name in re.findall(r'getLogger\("(hal\.\w+)"\)', file.read_text("utf-8"))}
+    assert sorted(listed) == sorted(used)
+
+
+def test_configuration_page_leads_to_every_drivers_options() -> None:
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    entries = importlib.metadata.entry_points(group="hal.drivers")
+    ours = {entry.name for entry in entries if entry.module.startswith("hal.backends.")}
+    assert set(re.findall(r"\[(\w+)\]\(\1\.md", text)) == ours
+
+
+def test_configuration_page_describes_every_table() -> None:
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    tables = [name for name, value in vars(config).items() if isinstance(value, type) and attrs.has(value)]
+    assert [name for name in tables if f"hal.config.{name}" not in text] == []
+
+
+def test_models_page_has_every_family() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| `models/(\w+)\.py` \| (\d+) \|$", text, re.MULTILINE)
+    entries = importlib.metadata.entry_points(group="hal.models")
+    ours = {entry.name: entry.module for entry in entries if entry.module.startswith("hal.models.")}
+    assert {name: f"hal.models.{file}" for name, file, _ in rows} == ours
+    for _, file, lines in rows:
+        assert int(lines) == len((ROOT / "models" / f"{file}.py").read_text(encoding="utf-8").splitlines()), file
+
+
+def test_models_page_has_every_rope_type_and_its_keys() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    table = text[text.index("| `rope_type` |") :].partition("\n\n")[0]
+    rows = [[re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:4]] for line in table.splitlines()[2:]]
+    assert {rope_type: (set(needed), set(others)) for (rope_type,), needed, others in rows} == {
+        rope_type: tuple(
+            {field.name for field in attrs.fields(cls) if (field.default is attrs.NOTHING) == needed}
+            for needed in (True, False)
+        )
+        for rope_type, cls in ROPE_TYPES.items()
+    }
+
+
+def test_picture_stands_alone() -> None:
+    from xml.etree import ElementTree
+
+    picture = ElementTree.parse(DOCS / "parts.svg").getroot()
+    assert not [element for element in picture.iter() if element.tag.endswith(("image", "script", "use"))]
+
+
+def test_builds_strictly(tmp_path: Path) -> None:
+    """In CI `make docs` has just built them, as strictly, and what it made is looked at."""
+    built = DOCS / "_build" / "html"
+    if "CI" not in os.environ or not built.exists():
+        built = build(tmp_path)
+    operations = (built / "operations.html").read_text(encoding="utf-8")
+    missing = [name for name in hal.ops.catalogue() if f'id="hal.ops.{name}"' not in operations]
+    assert not missing
+
+
+def build(tmp_path: Path) -> Path:
+    pytest.importorskip("sphinx", reason="the docs extra is not installed")
+    pytest.importorskip("myst_parser", reason="the docs extra is not installed")
+    pytest.importorskip("furo", reason="the docs extra is not installed")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-d", str(tmp_path / "doctrees")]
+    result = subprocess.run(
+        [*command, str(DOCS), str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return tmp_path / "html"

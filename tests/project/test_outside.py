@@ -1,0 +1,222 @@
+"""Models, operations, a compiler and a quantisation scheme of a package beside the tree, in every mode, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import toys
+from helpers.checkpoints import random_checkpoint, write_json
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.checkpoint.loading import build_model
+from hal.errors import CheckpointError, ConfigError
+from hal.nn import CausalLM, Linear, WeightUse
+from hal.quantization.scheme_registry import schemes
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
+
+
+def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
+    chosen: dict[str, Any] = {"compiler": mode, **compilation}
+    if mode.startswith("piecewise"):
+        sizes = {"prefill": {"capture_sizes": [8, 24]}}
+        chosen |= {"splitting_ops": list(toys.SPLIT_AT[architecture]), **sizes, **compilation}
+    if mode != "eager":
+        chosen["capture_sizes"] = [1, 2, 3]
+    return hal.open({
+        "backend": "cpu", "compilation": chosen,
+        "cache": {"num_tokens": 256, "block_size": 8, "num_sequences": toys.SLOTS},
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> Iterator[None]:
+    """Only while these tests run: what the package registers would change others."""
+    with toys.installed():
+        yield
+
+
+@pytest.fixture(scope="module", params=sorted(toys.SPLIT_AT))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("toys") / request.param
+    return request.param, toys.checkpoint(folder, request.param)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_in_batches_that_change(made: tuple[str, Path], mode: str) -> None:
+    architecture, folder = made
+    schedule = toys.Schedule.drawn(7, 61)
+    assert schedule.mixed >= 3
+    eager = opened(architecture, "eager")
+    expected = toys.alone(hal.Runner(hal.load_model(folder, eager), eager), schedule, architecture)
+    backend = opened(architecture, mode)
+    runner = hal.Runner(hal.load_model(folder, backend), backend)
+    assert toys.check(runner, schedule, expected, architecture, 2e-5) > 100
+
+
+def test_every_operation_meets_its_declaration() -> None:
+    """Samples, axes and dtypes of another package's operations are examined like hal's own."""
+    toys.find_model("RecurrentForCausalLM")
+    toys.find_model("LatentForCausalLM")
+    toys.find_model("ExpertsForCausalLM")
+    schemes()
+    own = [each for each in ops.catalogue().values() if each.namespace == "hal_toys"]
+    assert sorted(each.name for each in own) == [
+        "causal_conv", "expert_linear", "int8_linear", "latent_attention", "linear_attention", "store_latent"
+    ]  # fmt: skip
+    assert {each.name: each.state for each in own}["causal_conv"] == ("window",)
+
+
+def test_generate_hands_out_slots_and_resets_them(tmp_path: Path) -> None:
+    backend = opened("RecurrentForCausalLM", "eager")
+    model = hal.load_model(toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM"), backend)
+    runner = hal.Runner(model, backend)
+    params = hal.SamplingParams(max_new_tokens=5)
+    prompts = [[row + 1, 2, 3] for row in range(8)]
+    together = [[], [], [], [], [], [], [], []]  # type: list[list[int]]
+    for token in hal.generate(runner, prompts, params):
+        together[token.prompt].append(token.token_id)
+    assert runner.slots.num_free == toys.SLOTS
+    for prompt, expected in zip(prompts, together, strict=True):
+        assert [token.token_id for token in hal.generate(runner, [prompt], params)] == expected
+
+
+def test_states_move_on_once_whatever_rows_of_logits_are_asked_for(tmp_path: Path) -> None:
+    """More rows than were captured take several runs of pieces, which states per sequence do not stand."""
+    folder = toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM")
+    text = [index % 61 for index in range(80)]
+    found = []
+    for mode in ("eager", "piecewise_eager"):
+        more = {} if mode == "eager" else {"prefill": {"capture_sizes": [96]}}
+        backend = opened("RecurrentForCausalLM", mode, **more)
+        runner = hal.Runner(hal.load_model(folder, backend), backend)
+        blocks = runner.blocks.take(runner.spec.blocks_for(81)) or []
+        slots = runner.slots.take(1)
+        first = runner.step(runner.batch([text], [blocks], all_logits=True, slots=slots)).logits.clone()
+        second = runner.step(runner.batch([[5]], [blocks], cached=[80], slots=slots)).logits.clone()
+        found.append(torch.cat([first, second]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_prefixes_are_not_shared_by_a_model_with_slots(tmp_path: Path) -> None:
+    backend = hal.open({"backend": "cpu", "cache": {"reuse_prefixes": True}})
+    model = hal.load_model(toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM"), backend)
+    with pytest.raises(ConfigError, match="keeps matrix for each sequence"):
+        hal.Runner(model, backend)
+
+
+def test_a_compiler_of_another_package(tmp_path: Path) -> None:
+    backend = opened("LatentForCausalLM", "counting")
+    assert "counting" in backend.compilers
+    model = hal.load_model(toys.checkpoint(tmp_path / "model", "LatentForCausalLM"), backend)
+    runner = hal.Runner(model, backend)
+    schedule = toys.Schedule.drawn(3, 61)
+    eager = opened("LatentForCausalLM", "eager")
+    expected = toys.alone(hal.Runner(model, eager), schedule, "LatentForCausalLM")
+    backend.activate()
+    assert toys.check(runner, schedule, expected, "LatentForCausalLM", 2e-5) > 100
+    assert {shape.queries for shape in runner.forms["decode"].steps} == {1}  # type: ignore[attr-defined]
+
+
+class Notes(hal.Backend):
+    """Brings the experts' weights into a form of its own, and notes what it is told."""
+
+    def __init__(self, cpu: hal.Backend) -> None:
+        super().__init__("notes", cpu.device, kernels=cpu.kernels)
+        self.told: list[tuple[WeightUse, torch.Size]] = []
+
+    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+        self.told.append((use, weight.shape))
+        return weight.clone() if use.operation == "expert_linear" else weight
+
+
+def test_experts_are_stacked_merged_and_transposed(tmp_path: Path) -> None:
+    folder = toys.checkpoint(tmp_path / "model", "ExpertsForCausalLM")
+    stored = load_file(folder / "model.safetensors")
+    backend = Notes(hal.open("cpu", activate=False))
+    model = hal.load_model(folder, backend)
+    for layer in range(3):
+        experts = model.get_submodule(f"layers.{layer}.mlp")
+        for expert in range(4):
+            name = f"layers.{layer}.mlp.experts.{expert}"
+            parts = [stored[f"{name}.{part}.weight"] for part in ("gate", "up")]
+            assert torch.equal(experts.gate_up[expert], torch.cat(parts))
+            assert torch.equal(experts.down[expert], stored[f"{name}.down_transposed"].t())
+    told = [(each.argument, each.dtype, each.shared, *shape) for each, shape in backend.told
+            if each.operation == "expert_linear"]  # fmt: skip
+    assert told == 3 * [("weight", torch.float32, False, 4, 32, 32), ("weight", torch.float32, False, 4, 32, 16)]
+    assert {each.operation for each, _ in backend.told} == {"expert_linear", "linear"}
+    assert model.prepared_by == "notes"
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    folder = toys.checkpoint(tmp_path / "model", "ExpertsForCausalLM")
+    stored = load_file(folder / "model.safetensors")
+    stored["layers.1.mlp.experts.2.up.weight"] = torch.ones(16, 31)
+    del stored["layers.0.mlp.experts.3.down_transposed"]
+    save_file(stored, folder / "model.safetensors")
+    wrong = r"3.down_transposed is missing; .*experts.2.up.weight is \[16, 31\], not \[16, 32\]"
+    with pytest.raises(CheckpointError, match=wrong):
+        hal.load_model(folder, hal.open("cpu"))
+
+
+@pytest.fixture
+def int8_weights(tmp_path: Path) -> tuple[Path, Path]:
+    """A Qwen3 whose linear layers are int8 by a compressed-tensors group without activations; and dequantised."""
+    folder = random_checkpoint(tmp_path / "plain", attention_bias=True)
+    quantised = quantize_checkpoint(folder, tmp_path / "int8", "w8a8_dynamic").path
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    write_json(quantised / "config.json", config)
+    plain, int8 = (load_file(each / "model.safetensors") for each in (folder, quantised))
+    for name in plain:
+        if int8[name].dtype == torch.int8:
+            plain[name] = int8[name].float() * int8[name.replace(".weight", ".weight_scale")]
+    save_file(plain, folder / "model.safetensors")
+    return quantised, folder
+
+
+def logits(folder: Path, compiler: str) -> tuple[Tensor, CausalLM]:
+    backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [1]}})
+    model = hal.load_model(folder, backend)
+    with hal.Runner(model, backend) as runner:
+        rows = [runner.step(runner.batch([[1, 7, 30]], [[1]])).logits.clone()]
+        rows += [runner.step(runner.batch([[9 + at]], [[1]], cached=[3 + at])).logits.clone() for at in range(3)]
+    return torch.cat(rows), model
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_a_scheme_of_another_package(int8_weights: tuple[Path, Path], compiler: str) -> None:
+    quantised, dequantised = int8_weights
+    found, model = logits(quantised, compiler)
+    assert found.shape[0] == 4
+    layers = [module for module in model.modules() if type(module).__name__ == "Int8Linear"]
+    assert len(layers) == 8
+    assert not [module for module in model.modules() if isinstance(module, Linear)]
+    assert all(layer.weight.dtype == torch.int8 and layer.weight_scale.dtype == torch.float32 for layer in layers)
+    torch.testing.assert_close(found, logits(dequantised, compiler)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_scheme_of_another_package_refuses(int8_weights: tuple[Path, Path], tmp_path: Path) -> None:
+    quantised, dequantised = int8_weights
+    stored = load_file(quantised / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    save_file({**stored, name: stored[name][:-1].clone()}, quantised / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is \[31, 1\], not \[32, 1\]"):
+        build_model(hal.Checkpoint.open(quantised))
+    with pytest.raises(ConfigError, match=r"(?s)unknown scheme 'int8_weights'.*w8a8"):
+        quantize_checkpoint(dequantised, tmp_path / "out", "int8_weights")
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    write_json(quantised / "config.json", config)
+    with pytest.raises(ConfigError, match=r"(?s)num_bits of the weights .* is 4, not 8.*\(int8_weights\).*\(w8a8\)"):
+        build_model(hal.Checkpoint.open(quantised))

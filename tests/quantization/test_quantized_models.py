@@ -1,0 +1,864 @@
+"""Models with int8 layers: both formats against references made by hand, what is refused, and making them."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner
+from hal.models.qwen3 import Qwen3ForCausalLM
+from helpers import held_out, large_checkpoint
+from helpers.checkpoints import INDEX, random_checkpoint, write_json
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hal
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import build_model
+from hal.checkpoint.quantized_layers import linear_layers
+from hal.cli import main
+from hal.errors import CheckpointError, ConfigError, HalError, NumericsError
+from hal.nn import DynamicQuantizedLinear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
+from hal.quantization.int8_arithmetic import activation_for, quantize_weight
+from hal.quantize.calibration import input_ranges
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+Format = Literal["compressed-tensors", "modelslim"]
+Scheme = Literal["w8a8", "w8a8_dynamic"]
+FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")
+SCHEMES: tuple[Scheme, ...] = ("w8a8", "w8a8_dynamic")
+DESCRIPTION = "quant_model_description.json"
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DOWN = "model.layers.1.mlp.down_proj"
+QUERY = "model.layers.0.self_attn.q_proj"
+TOKENS = [1, 7, 30, 4, 200, 19, 19, 3]
+TEXT = "the cat sat on the mat and the rat sat on the hat, é 日本 🙂\n" * 8
+
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+
+
+@attrs.frozen
+class Layer:
+    """A quantised layer as the test made it.
+
+    Attributes:
+        weight: int8.
+        scale: of each row.
+        input_scale: of the activations, where it is static.
+        offset: likewise.
+        bias: or None.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    input_scale: float
+    offset: int
+    bias: Tensor | None
+
+    def dequantised(self) -> Tensor:
+        return self.weight.double() * self.scale.double().unsqueeze(-1)
+
+
+def quantised(tensors: Mapping[str, Tensor], name: str, input_scale: float, offset: int) -> Layer:
+    weight = tensors[f"{name}.weight"]
+    scale = weight.abs().amax(-1) / 127
+    return Layer(
+        (weight / scale.unsqueeze(-1)).round().to(torch.int8), scale, input_scale, offset, tensors.get(f"{name}.bias")
+    )
+
+
+def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool) -> dict[str, Tensor]:  # noqa: A002
+    """A layer's tensors, written out from what the formats' documents say."""
+    found = {"weight": layer.weight, "weight_scale": layer.scale.unsqueeze(-1)}
+    if format == "compressed-tensors":
+        if scheme == "w8a8":
+            found["input_scale"] = torch.tensor([layer.input_scale])
+            found["input_zero_point"] = torch.tensor([layer.offset], dtype=torch.int8)
+        found |= {} if layer.bias is None else {"bias": layer.bias}
+    else:
+        found["weight_offset"] = torch.zeros(len(layer.scale), 1)
+        if scheme == "w8a8":
+            deq_scale = layer.input_scale * layer.scale
+            bias = 0 if layer.bias is None else layer.bias / deq_scale
+            found["input_scale"] = torch.tensor([layer.input_scale])
+            found["input_offset"] = torch.tensor([layer.offset], dtype=torch.float32)
+            found["quant_bias"] = (bias - layer.weight.int().sum(-1) * layer.offset).round().to(torch.int32)
+            found["deq_scale"] = deq_scale.view(torch.int32).long() if bits else deq_scale
+        elif layer.bias is not None:
+            found["bias"] = layer.bias
+    return {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
+
+
+def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
+    """A quantization_config."""
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": STATIC if scheme == "w8a8" else DYNAMIC}
+    return {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **changes,
+    }  # fmt: skip
+
+
+def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, bool]) -> None:  # noqa: A002
+    if format == "compressed-tensors":
+        change_json(folder / "config.json", lambda config: config.update(quantization_config=section(scheme)))
+        return
+    kind = {"w8a8": "W8A8", "w8a8_dynamic": "W8A8_DYNAMIC"}[scheme]
+    types = {name: kind if quantised else "FLOAT" for name, quantised in names.items()}
+    write_json(folder / DESCRIPTION, {"model_quant_type": kind, "version": "1.0.0", "group_size": 0, **types})
+
+
+def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    write_json(file, value)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@attrs.frozen
+class Pair:
+    """A quantised checkpoint, the same with its weights dequantised, and its layers by name."""
+
+    folder: Path
+    float_folder: Path
+    layers: dict[str, Layer]
+
+
+def make_pair(
+    tmp_path: Path,
+    format: Format,  # noqa: A002
+    scheme: Scheme,
+    *,
+    keep: tuple[str, ...] = (),
+    bits: bool = False,
+    offset: int = -7,
+    **overrides: Any,
+) -> Pair:
+    """Write both. ``keep`` names layers that are not quantised."""
+    folder = random_checkpoint(tmp_path / "quantised", **overrides)
+    float_folder = shutil.copytree(folder, tmp_path / "float")
+    tensors = load_file(folder / "model.safetensors")
+    layers, written, plain, names = {}, {}, dict(tensors), {}
+    for full in tensors:
+        name, _, suffix = full.rpartition(".")
+        if name.rpartition(".")[2] not in PARTS or name in keep:
+            written[full], names[full] = tensors[full], False
+        elif suffix == "weight":
+            layers[name] = layer = quantised(tensors, name, 0.03, offset)
+            plain[full] = layer.dequantised().float()
+            found = entries(layer, name, format, scheme, bits)
+            written |= found
+            names |= dict.fromkeys(found, True)
+    save_file(written, folder / "model.safetensors")
+    save_file(plain, float_folder / "model.safetensors")
+    describe(folder, format, scheme, names)
+    return Pair(folder, float_folder, layers)
+
+
+def load(folder: Path, **config: Any) -> hal.nn.CausalLM:
+    return hal.load_model(folder, hal.open({"backend": "cpu", **config}))
+
+
+def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
+    """Of the prompt's last token, and of each of a few tokens decoded after it."""
+    backend = hal.active_backend()
+    backend.configure(attrs.evolve(backend.config, compilation=hal.CompilationConfig(compiler, capture_sizes=(1,))))
+    runner = hal.Runner(model, backend)
+    blocks = runner.blocks.take(1)
+    assert blocks is not None
+    found = [runner.step(runner.batch([TOKENS], [blocks])).logits.clone()]
+    for index in range(3):
+        batch = runner.batch([[TOKENS[index]]], [blocks], cached=[len(TOKENS) + index])
+        found.append(runner.step(batch).logits.clone())
+    return torch.cat(found)
+
+
+def fake_quantise(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    """To int8 and back, in float64."""
+    x = arguments[0].double()
+    if scheme == "w8a8":
+        numbers = (x / layer.input_scale + layer.offset).round().clamp(-128, 127)
+        return (((numbers - layer.offset) * layer.input_scale).to(arguments[0].dtype),)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (((x / scale).round() * scale).to(arguments[0].dtype),)
+
+
+def names_of(path: str, module: Linear | QuantizedLinear) -> list[str]:
+    parent = path.rpartition(".")[0]
+    return [f"{parent}.{part}" for part in getattr(module, "parts", ())] or [path]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative, of the whole."""
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_computes_as_its_dequantised_weights_do(
+    format: Format,  # noqa: A002
+    scheme: Scheme,
+    bias: bool,
+    tied: bool,
+    tmp_path: Path,
+) -> None:
+    pair = make_pair(tmp_path, format, scheme, attention_bias=bias, tie_word_embeddings=tied)
+    found = logits(load(pair.folder))
+    reference = load(pair.float_folder)
+    for path, module in reference.named_modules():
+        if isinstance(module, Linear) and path != "lm_head":
+            layer = pair.layers[names_of(path, module)[0]]
+            module.register_forward_pre_hook(partial(fake_quantise, layer, scheme))
+    wanted = logits(reference)
+    effect = error(logits(load(pair.float_folder)), wanted)
+    assert effect > 0.005
+    # A static layer's bias is a whole number of its scale.
+    assert error(found, wanted) < (effect / 4 if bias and scheme == "w8a8" else 1e-5)
+
+
+@pytest.mark.parametrize("bits", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: Path) -> None:  # noqa: A002
+    pair = make_pair(tmp_path, format, scheme, bits=bits, attention_bias=True)
+    model = load(pair.folder)
+    found = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(found) == 8, "four of each of the two layers"
+    generator = torch.Generator().manual_seed(0)
+    for path, module in found.items():
+        assert type(module) is (StaticQuantizedLinear if scheme == "w8a8" else DynamicQuantizedLinear)
+        assert module.weight.dtype == torch.int8
+        layers = [pair.layers[name] for name in names_of(path, module)]
+        x = torch.randn(5, module.weight.shape[1], generator=generator)
+        y = module(x)
+        assert y.dtype == x.dtype
+        wanted = torch.cat(
+            [
+                fake_quantise(layer, scheme, module, (x.double(),))[0] @ layer.dequantised().t()
+                + (0 if layer.bias is None else layer.bias.double())
+                for layer in layers
+            ],
+            dim=-1,
+        )
+        # A static layer's bias is a whole number of its scale.
+        unit = max((layer.input_scale * layer.scale).max().item() for layer in layers) if scheme == "w8a8" else 0.0
+        assert (y - wanted).abs().max() < unit / 2 + 1e-5
+    assert isinstance(getattr(model, "lm_head", None), Linear | None)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None:  # noqa: A002
+    """The layer that they are computed as has the largest, and each part its own weights' scales and bias."""
+    pair = make_pair(tmp_path, format, "w8a8", attention_bias=True)
+    scales = dict(zip(("q_proj", "k_proj", "v_proj"), (0.02, 0.05, 0.035), strict=True))
+    tensors = load_file(pair.folder / "model.safetensors")
+    for part, scale in scales.items():
+        name = f"model.layers.0.self_attn.{part}"
+        pair.layers[name] = attrs.evolve(pair.layers[name], input_scale=scale)
+        tensors |= entries(pair.layers[name], name, format, "w8a8", bits=False)
+    save_file(tensors, pair.folder / "model.safetensors")
+    module = load(pair.folder).get_submodule("model.layers.0.self_attn.qkv_proj")
+    assert isinstance(module, StaticQuantizedLinear)
+    assert module.input_scale.unique().tolist() == [pytest.approx(0.05)]
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    layers = [attrs.evolve(pair.layers[f"model.layers.0.self_attn.{part}"], input_scale=0.05) for part in scales]
+    wanted = [fake_quantise(layer, "w8a8", module, (x.double(),))[0] @ layer.dequantised().t() for layer in layers]
+    biases = torch.cat([layer.bias.double() for layer in layers if layer.bias is not None])
+    unit = 0.05 * max(layer.scale.max().item() for layer in layers)
+    assert (module(x) - torch.cat(wanted, dim=-1) - biases).abs().max() < unit + 1e-5
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_that_stay(format: Format, tmp_path: Path) -> None:  # noqa: A002
+    pair = make_pair(tmp_path, format, "w8a8_dynamic", keep=(DOWN,), tie_word_embeddings=False)
+    if format == "compressed-tensors":
+        ignore = section("w8a8_dynamic", ignore=["lm_head", "re:.*layers.1.mlp.down"])
+        change_json(pair.folder / "config.json", lambda config: config.update(quantization_config=ignore))
+    model = load(pair.folder)
+    stays = {path for path, module in model.named_modules() if isinstance(module, Linear)}
+    assert stays == {DOWN, "lm_head"}
+    assert logits(model).isfinite().all()
+
+
+def test_schemes_by_layer(tmp_path: Path) -> None:
+    """Groups that name layers go before those that take all linear ones."""
+    pair = make_pair(tmp_path, "compressed-tensors", "w8a8")
+    tensors = load_file(pair.folder / "model.safetensors")
+    dropped = [name for name in tensors if ".mlp." in name and ".input_" in name]
+    save_file({name: each for name, each in tensors.items() if name not in dropped}, pair.folder / "model.safetensors")
+    groups = {
+        "all": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": STATIC},
+        "mlp": {"targets": ["re:.*[.]mlp[.]"], "weights": WEIGHTS, "input_activations": DYNAMIC},
+    }
+    both = section("w8a8", config_groups=groups)
+    change_json(pair.folder / "config.json", lambda config: config.update(quantization_config=both))
+    model = load(pair.folder)
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            assert type(module) is (DynamicQuantizedLinear if ".mlp." in path else StaticQuantizedLinear)
+    assert logits(model).isfinite().all()
+
+
+def test_an_output_projection_in_int8(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, "modelslim", "w8a8_dynamic", tie_word_embeddings=False)
+    plain = load(pair.folder)
+    tensors = load_file(pair.folder / "model.safetensors")
+    layer = quantised(tensors, "lm_head", 0, 0)
+    tensors |= entries(layer, "lm_head", "modelslim", "w8a8_dynamic", bits=False)
+    save_file(tensors, pair.folder / "model.safetensors")
+    change_json(pair.folder / DESCRIPTION, lambda types: types.update({"lm_head.weight": "W8A8_DYNAMIC"}))
+    model = load(pair.folder)
+    assert isinstance(model.get_submodule("lm_head"), DynamicQuantizedLinear)
+    assert 0 < error(logits(model), logits(plain)) < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+def test_auto_dtype_is_that_of_the_activations(dtype: str | None, tmp_path: Path) -> None:
+    folder = quantize_checkpoint(random_checkpoint(tmp_path / "plain"), tmp_path / "out", "w8a8_dynamic").path
+    change_json(folder / "config.json", lambda config: config.update(dtype=dtype))
+    assert Checkpoint.open(folder).dtype == getattr(torch, dtype or "float32")
+    model = load(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype or "float32")}
+    assert logits(model).dtype == getattr(torch, dtype or "float32")
+
+
+def test_names_of_modelslims_own_files(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, "modelslim", "w8a8")
+    wanted = logits(load(pair.folder))
+    tensors = load_file(pair.folder / "model.safetensors")
+    (pair.folder / "model.safetensors").unlink()
+    weight_map = {}
+    for shard in range(2):
+        file = f"quant_model_weights-{shard + 1:05}-of-00002.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[shard::2]}
+        save_file(part, pair.folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    write_json(pair.folder / "quant_model_weights.safetensors.index.json", {"weight_map": weight_map})
+    (pair.folder / DESCRIPTION).rename(pair.folder / "quant_model_description_w8a8.json")
+    change_json(pair.folder / "config.json", lambda config: config.update(quantize="w8a8"))
+    assert torch.equal(logits(load(pair.folder)), wanted)
+
+
+@attrs.frozen
+class Case:
+    """A broken checkpoint: what breaks it, and what says so."""
+
+    format: Format
+    scheme: Scheme
+    damage: Callable[[Path], object]
+    error: type[HalError]
+    message: str
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: change_json(
+        folder / "config.json", lambda value: value["quantization_config"].update(changes)
+    )
+
+
+def group(part: str, **changes: Any) -> Callable[[Path], object]:
+    def change(value: dict[str, Any]) -> None:
+        value["quantization_config"]["config_groups"]["group_0"][part].update(changes)
+
+    return lambda folder: change_json(folder / "config.json", change)
+
+
+def types(changes: dict[str, Any], drop: str = "") -> Callable[[Path], object]:
+    def change(value: dict[str, Any]) -> None:
+        value.update(changes)
+        value.pop(drop, None)
+
+    return lambda folder: change_json(folder / DESCRIPTION, change)
+
+
+def tensor(name: str, values: Tensor | None) -> Callable[[Path], object]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors.pop(name, None)
+        tensors.update({} if values is None else {name: values})
+
+    return lambda folder: change_tensors(folder, change)
+
+
+def compressed(damage: Callable[[Path], object], error: type[HalError], message: str, scheme: Scheme = "w8a8") -> Case:
+    return Case("compressed-tensors", scheme, damage, error, message)
+
+
+def slim(damage: Callable[[Path], object], error: type[HalError], message: str, scheme: Scheme = "w8a8") -> Case:
+    return Case("modelslim", scheme, damage, error, message)
+
+
+CASES = {
+    "another method": compressed(config(quant_method="awq"), ConfigError, "by the method 'awq'.*hal reads int8"),
+    "no method": compressed(config(quant_method=None), ConfigError, "without naming a quant_method"),
+    "another format": compressed(config(format="pack-quantized"), ConfigError, "is 'pack-quantized', not 'int-quan"),
+    "4 bits": compressed(group("weights", num_bits=4), ConfigError, "num_bits of the weights of group_0.* is 4, not 8"),
+    "fp8": compressed(group("weights", type="float"), ConfigError, "type of the weights of group_0.* is 'float'"),
+    "groups": compressed(group("weights", strategy="group", group_size=128), ConfigError, "'group', not 'channel'"),
+    "a group size": compressed(group("weights", group_size=32), ConfigError, "group_size 32 in the weights"),
+    "asymmetric weights": compressed(group("weights", symmetric=False), ConfigError, "symmetric of the weights"),
+    "a number for true": compressed(group("weights", symmetric=1), ConfigError, "symmetric of the weights"),
+    "weights only": compressed(
+        lambda folder: change_json(
+            folder / "config.json",
+            lambda value: value["quantization_config"]["config_groups"]["group_0"].update(input_activations=None),
+        ),
+        ConfigError, "has no input_activations of group_0",
+    ),
+    "asymmetric tokens": compressed(
+        group("input_activations", symmetric=False), ConfigError, "symmetric of the input_activations", "w8a8_dynamic"
+    ),
+    "static tokens": compressed(group("input_activations", strategy="token"), ConfigError, "'token', not 'tensor'"),
+    "a local dynamic": compressed(
+        group("input_activations", dynamic="local"), ConfigError, "dynamic of the input_activations.* is 'local', not"
+    ),
+    "a quantised cache": compressed(config(kv_cache_scheme={"num_bits": 8}), ConfigError, "has a kv_cache_scheme"),
+    "rotations": compressed(config(transform_config={"config_groups": {}}), ConfigError, "has a transform_config"),
+    "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
+    "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
+    "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "no list of names"),
+    "only a part ignored": compressed(
+        config(ignore=[QUERY]), CheckpointError, "as one are quantised differently: .*q_proj not, .*k_proj w8a8"
+    ),
+    "ignored, yet in int8": compressed(
+        config(ignore=[DOWN]), CheckpointError, f"{DOWN}.weight is I8, and a floating-point number was expected"
+    ),
+    "in floating point": compressed(
+        tensor(f"{DOWN}.weight", torch.ones(32, 48)), CheckpointError, f"{DOWN}.weight is F32, and int8 was expected"
+    ),
+    "no scale": compressed(
+        tensor(f"{DOWN}.weight_scale", None), CheckpointError, f"{DOWN}.weight_scale is missing"
+    ),
+    "no input scale": compressed(tensor(f"{DOWN}.input_scale", None), CheckpointError, "input_scale is missing"),
+    "scales of groups": compressed(
+        tensor(f"{DOWN}.weight_scale", torch.ones(32, 3)), CheckpointError, r"is \[32, 3\], not \[32, 1\]"
+    ),
+    "a scale of integers": compressed(
+        tensor(f"{DOWN}.weight_scale", torch.ones(32, 1, dtype=torch.int8)), CheckpointError, "weight_scale is I8, not"
+    ),
+    "a weight offset": compressed(
+        tensor(f"{DOWN}.weight_zero_point", torch.ones(32, 1, dtype=torch.int8)), CheckpointError, "are asymmetric"
+    ),
+    "an infinite scale": compressed(
+        tensor(f"{DOWN}.weight_scale", torch.full((32, 1), math.inf)), CheckpointError, f"scales of {DOWN} are not all"
+    ),
+    "NaN for an input scale": compressed(
+        tensor(f"{DOWN}.input_scale", torch.tensor([math.nan])), CheckpointError, "is nan, not positive and finite"
+    ),
+    "an input offset out of range": compressed(
+        tensor(f"{DOWN}.input_zero_point", torch.tensor([200], dtype=torch.int32)), CheckpointError, "is 200.0, no"
+    ),
+    "different offsets": compressed(
+        tensor(f"{QUERY}.input_zero_point", torch.tensor([3], dtype=torch.int8)),
+        CheckpointError, "different input offsets: 3 of .*q_proj, -7 of .*k_proj",
+    ),
+    "an extra tensor": compressed(
+        tensor(f"{DOWN}.g_idx", torch.ones(48)), CheckpointError, f"{DOWN}.g_idx is not the model's"
+    ),
+    "a dynamic one with an input scale": compressed(
+        tensor(f"{DOWN}.input_scale", torch.ones(1)), CheckpointError, "input_scale is not the model's", "w8a8_dynamic"
+    ),
+    "no description": compressed(
+        lambda folder: change_json(folder / "config.json", lambda value: value.pop("quantization_config")),
+        CheckpointError, "weight is I8, and a floating-point number was expected.*nothing in the folder says how",
+    ),
+    "another type": slim(
+        types({f"{DOWN}.weight": "W4A8_DYNAMIC"}), CheckpointError, "says 'W4A8_DYNAMIC' of .*down_proj.weight.*W8A8"
+    ),
+    "layers of one, by ModelSlim": slim(
+        types({f"{QUERY}.weight": "FLOAT"}), CheckpointError, "quantised differently: .*q_proj not, .*k_proj w8a8"
+    ),
+    "a name that it lacks": slim(
+        types({}, f"{DOWN}.weight"), CheckpointError, f"does not say how {DOWN}.weight is quantised"
+    ),
+    "a quantised cache, by ModelSlim": slim(types({"kv_quant_type": "C8"}), ConfigError, "kv_quant_type 'C8'"),
+    "a broken description": slim(
+        lambda folder: (folder / DESCRIPTION).write_text("{"), CheckpointError, f"{DESCRIPTION} cannot be read"
+    ),
+    "a description that is a list": slim(
+        lambda folder: (folder / DESCRIPTION).write_text("[]"), CheckpointError, "holds a list, not an object"
+    ),
+    "two descriptions": slim(
+        lambda folder: shutil.copy(folder / DESCRIPTION, folder / "quant_model_description_w8a8.json"),
+        CheckpointError, "holds 2 quantisation descriptions",
+    ),
+    "described twice": slim(
+        lambda folder: change_json(
+            folder / "config.json", lambda value: value.update(quantization_config=section("w8a8"))
+        ),
+        CheckpointError, "describes its quantisation twice",
+    ),
+    "no bias of integers": slim(tensor(f"{DOWN}.quant_bias", None), CheckpointError, f"{DOWN}.quant_bias is missing"),
+    "a bias of floating point": slim(
+        tensor(f"{DOWN}.quant_bias", torch.zeros(32)), CheckpointError, "quant_bias is F32, not I32"
+    ),
+    "no bits of float32": slim(
+        tensor(f"{DOWN}.deq_scale", torch.full((32,), 1 << 40)), CheckpointError, "holds no bits of float32"
+    ),
+    "a weight offset, by ModelSlim": slim(
+        tensor(f"{DOWN}.weight_offset", torch.ones(32, 1)), CheckpointError, "weight_offset other than", "w8a8_dynamic"
+    ),
+    "half an offset": slim(
+        tensor(f"{DOWN}.input_offset", torch.tensor([0.5])), CheckpointError, "is 0.5, no whole number"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    pair = make_pair(tmp_path, case.format, case.scheme)
+    load(pair.folder)
+    case.damage(pair.folder)
+    with pytest.raises(case.error, match=f"(?s){case.message}") as caught:
+        load(pair.folder)
+    assert caught.value.remedy
+    result = CliRunner().invoke(main, ["generate", str(pair.folder), "--prompt", "the cat", "--backend", "cpu"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert "\nremedy: " in result.stderr
+
+
+def test_a_bias_too_large(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, "compressed-tensors", "w8a8", attention_bias=True)
+    change_tensors(pair.folder, lambda tensors: tensors[f"{QUERY}.bias"].fill_(1e9))
+    with pytest.raises(CheckpointError, match=f"the bias of {QUERY} does not fit into 32 bits"):
+        load(pair.folder)
+
+
+def test_a_model_of_its_own_kind_of_layer_stays(tmp_path: Path) -> None:
+    """Whoever subclasses Linear computes something else; it is not replaced, and the int8 weight does not fit."""
+    from hal.models.qwen3 import Qwen3ForCausalLM
+
+    class Scaled(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Own(Qwen3ForCausalLM):
+        @classmethod
+        def from_config(cls, config: Mapping[str, Any]) -> Qwen3ForCausalLM:
+            model = super().from_config(config)
+            model.set_submodule(DOWN, Scaled(48, 32))
+            return model
+
+    pair = make_pair(tmp_path, "compressed-tensors", "w8a8")
+    with pytest.raises(CheckpointError, match=f"{DOWN}.weight is I8"):
+        hal.load_model(pair.folder, hal.open("cpu"), model_class=Own)
+
+
+# Making them.
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return random_checkpoint(tmp_path / "plain", shards=3, attention_bias=True, dtype="bfloat16")
+
+
+def make(source: Path, target: Path, format: Format, scheme: Scheme, **options: Any) -> Path:  # noqa: A002
+    calibration = TEXT if scheme == "w8a8" else None
+    return quantize_checkpoint(source, target, scheme, format=format, calibration=calibration, **options).path
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: values.clone() for name, values in (lambda each: each.read(each.tensors))(Checkpoint.open(folder))}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path) -> None:  # noqa: A002
+    folder = make(plain, tmp_path / "out", format, scheme)
+    before, after = all_tensors(plain), all_tensors(folder)
+    for name, values in before.items():
+        layer, _, suffix = name.rpartition(".")
+        if layer.rpartition(".")[2] not in PARTS:
+            assert torch.equal(after[name], values), name
+        elif suffix == "weight":
+            scale = values.float().abs().amax(-1, keepdim=True) / 127
+            assert torch.equal(after[name], (values.float() / scale).round().to(torch.int8))
+            assert torch.equal(after[f"{layer}.weight_scale"], scale)
+    assert {file.name for file in folder.iterdir()} == {
+        *(file.name for file in plain.iterdir()), *([DESCRIPTION] if format == "modelslim" else [])
+    }  # fmt: skip
+    assert not any(file.name.startswith(".") for file in tmp_path.iterdir()), "nothing unfinished is left"
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert set(weight_map) == set(after)
+    model = load(folder)
+    modules = dict(model.named_modules())
+    assert sum(isinstance(module, QuantizedLinear) for module in modules.values()) == 8
+    assert error(logits(model).float(), logits(load(plain)).float()) < 0.06
+    meta = build_model(Checkpoint.open(folder))
+    assert {path: type(module) for path, module in meta.named_modules()} == {
+        path: type(module) for path, module in modules.items()
+    }
+
+
+def test_both_formats_say_the_same(plain: Path, tmp_path: Path) -> None:
+    found = [logits(load(make(plain, tmp_path / name, name, "w8a8_dynamic"))) for name in FORMATS]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_modelslim_scales_are_of_its_dtypes(dtype: str, tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "plain", dtype=dtype)
+    tensors = all_tensors(make(source, tmp_path / "out", "modelslim", "w8a8"))
+    assert tensors[f"{DOWN}.input_scale"].dtype == tensors[f"{DOWN}.input_offset"].dtype == getattr(torch, dtype)
+    deq_scale = tensors[f"{DOWN}.deq_scale"]
+    assert deq_scale.dtype == (torch.int64 if dtype == "float16" else torch.float32)
+    values = deq_scale.to(torch.int32).view(torch.float32) if dtype == "float16" else deq_scale
+    scale = tensors[f"{DOWN}.input_scale"].float() * tensors[f"{DOWN}.weight_scale"].flatten()
+    assert torch.equal(values, scale)
+    sums = tensors[f"{DOWN}.weight"].sum(-1) * tensors[f"{DOWN}.input_offset"].long()
+    assert torch.equal(tensors[f"{DOWN}.quant_bias"].long(), -sums)
+
+
+def test_ranges_are_those_of_the_inputs(plain: Path) -> None:
+    """Over several windows, by layers' paths; compared with what hooks of the test's own saw."""
+    backend = hal.open("cpu")
+    model = hal.load_model(plain, backend)
+    seen: dict[str, list[Tensor]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.register_forward_pre_hook(lambda _, given, path=path: seen.setdefault(path, []).append(given[0]))
+    tokens = [index * 7 % 250 for index in range(100)]
+    ranges = input_ranges(model, backend, tokens, window=32)
+    assert set(ranges) == {path for path, module in model.named_modules() if isinstance(module, Linear)}
+    for path, (low, high) in ranges.items():
+        assert sum(len(each) for each in seen[path]) == 100
+        assert (low, high) == (min(map(torch.min, seen[path])).item(), max(map(torch.max, seen[path])).item())
+    assert backend.config.cache == hal.CacheConfig(), "its configuration is as it was"
+    before = len(seen[path])
+    logits(model)
+    assert len(seen[path]) > before
+    assert input_ranges(model, backend, tokens, window=32) == ranges, "no hook is left that would see more"
+
+
+def test_the_active_backend_stays(plain: Path, tmp_path: Path) -> None:
+    backend = hal.open("cpu")
+    make(plain, tmp_path / "out", "modelslim", "w8a8")
+    assert hal.active_backend() is backend
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "symmetric"), [(-1.0, 3.0, False), (-1.0, 3.0, True), (0.5, 2.0, False), (-4.0, -1.0, False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_activation_takes_its_range_and_zero(low: float, high: float, symmetric: bool, dtype: torch.dtype) -> None:
+    found = activation_for(low, high, symmetric=symmetric, dtype=dtype)
+    assert torch.tensor(found.scale, dtype=torch.float64).to(dtype).item() == found.scale
+    assert found.offset == 0 or not symmetric
+    for value in (low, 0.0, high):
+        number = max(-128, min(127, round(value / found.scale + found.offset)))
+        assert abs((number - found.offset) * found.scale - value) <= (0 if value == 0 else 1.5 * found.scale)
+
+
+def test_nothing_to_scale() -> None:
+    assert activation_for(0.0, 0.0, symmetric=False).scale > 0
+    weight, scale = quantize_weight("x", torch.tensor([[0.0, 0.0], [-2.0, 1.0]]))
+    assert (weight.tolist(), scale.tolist()) == ([[0, 0], [-127, 64]], [1.0, pytest.approx(2 / 127)])
+    with pytest.raises(CheckpointError, match="x holds values that are not finite"):
+        quantize_weight("x", torch.tensor([[math.nan]]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "w8a8"], "needs a calibration text"),
+        (["--scheme", "w4a16"], "unknown scheme 'w4a16'"),
+        (["--scheme", "w8a8_dynamic", "--format", "gguf"], "unknown format 'gguf'"),
+        (["--scheme", "w8a8_dynamic", "--calibration", "{text}"], "uses no calibration text"),
+        (["--scheme", "w8a8_dynamic", "--calibration-tokens", "5"], "uses no calibration text, and 5 tokens of one"),
+        (["--scheme", "w8a8", "--calibration", "{missing}"], "cannot be read"),
+        (["--scheme", "w8a8", "--calibration", "{empty}"], "holds no tokens"),
+        (["--scheme", "w8a8", "--calibration", "{bytes}"], "cannot be read"),
+        (["--scheme", "w8a8", "--calibration", "{text}", "--calibration-tokens", "0"], "0 tokens"),
+    ],
+)
+def test_the_command_refuses(arguments: list[str], message: str, plain: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("text", "missing", "empty", "bytes")}
+    files["text"].write_text(TEXT)
+    files["empty"].write_text("")
+    files["bytes"].write_bytes(b"\xff")
+    out = tmp_path / "out"
+    result = CliRunner().invoke(main, ["quantize", str(plain), str(out), *(each.format(**files) for each in arguments)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr.partition("\nremedy: ")[0]
+    assert "\nremedy: " in result.stderr
+    assert not out.exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def refused(source: Path, target: Path, message: str) -> None:
+    result = CliRunner().invoke(main, ["quantize", str(source), str(target), "--scheme", "w8a8_dynamic"])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_full_disk_is_told(plain: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        refused(plain, tmp_path / "out", "cannot be written: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_the_output_projection_has_the_name_that_the_model_gives(tmp_path: Path) -> None:
+    class Renamed(Qwen3ForCausalLM):
+        output_projection = "down_proj"
+
+    checkpoint = Checkpoint.open(random_checkpoint(tmp_path, tie_word_embeddings=False))
+    layers = [name for name, _ in linear_layers(build_model(checkpoint, Renamed))]
+    assert "lm_head" in layers
+    assert not [name for name in layers if name.endswith("down_proj")]
+
+
+def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "a file").write_text("")
+    refused(plain, taken, "exists already")
+    refused(plain, plain, "exists already")
+    refused(plain, taken / "a file", "exists already")
+    refused(plain, taken / "a file" / "below", "cannot be written")
+    refused(tmp_path / "nothing", tmp_path / "out", "no checkpoint at")
+    made = make(plain, tmp_path / "made", "modelslim", "w8a8_dynamic")
+    refused(made, tmp_path / "out", "quantised already")
+    assert {file.name for file in taken.iterdir()} == {"a file"}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert make(plain, empty, "modelslim", "w8a8_dynamic") == empty
+
+
+def test_a_model_that_does_not_compute(tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "plain")
+    change_tensors(source, lambda tensors: tensors["model.layers.0.input_layernorm.weight"].fill_(math.inf))
+    with pytest.raises(NumericsError, match=r"the input of model\.layers\.0\.self_attn\.qkv_proj is not finite"):
+        make(source, tmp_path / "out", "modelslim", "w8a8")
+    assert not (tmp_path / "out").exists()
+
+
+LOADING = """
+import sys, hal, hal.models.qwen3, hal.checkpoint.loading
+backend = hal.open({"backend": "cpu", "dtype": "bfloat16", "options": {"pack_weights": False}})
+before = backend.device.memory_stats().allocated
+model = hal.load_model(sys.argv[1], backend)
+tensors = [*model.parameters(), *model.buffers()]
+print(backend.device.memory_stats().peak - before, sum(tensor.nbytes for tensor in tensors))
+"""
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_peak_memory_of_loading(scheme: Scheme, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    large_checkpoint.write(tmp_path / "plain", torch.bfloat16, num_hidden_layers=16)
+    folder = quantize_checkpoint(tmp_path / "plain", tmp_path / "out", "w8a8_dynamic").path
+    if scheme == "w8a8":
+        tensors = load_file(folder / "model.safetensors")
+        layers = [name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")]
+        save_file(tensors | {f"{name}.input_scale": torch.ones(1) for name in layers}, folder / "model.safetensors")
+        change_json(folder / "config.json", lambda config: config.update(quantization_config=section("w8a8")))
+    command = [sys.executable, "-c", LOADING, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights = map(int, result.stdout.split())
+    assert weights > 300e6, "much more than a file is mapped for at a time"
+    assert peak < 1.2 * weights
+
+
+# The trained checkpoint.
+
+
+MADE = [("compressed-tensors", "w8a8"), ("modelslim", "w8a8"), ("compressed-tensors", "w8a8_dynamic")]
+
+
+@pytest.fixture(scope="module")
+def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Path]]:
+    """The trained checkpoint in each scheme, calibrated on text that it was trained on."""
+    folder = tmp_path_factory.mktemp("made")
+    text = "".join(sorted(held_out.texts()[0], key=len)[300:310])
+    found = {}
+    for each_format, scheme in MADE:
+        found[each_format, scheme] = folder / f"{each_format} {scheme}"
+        calibration = ["--calibration", str(folder / "text")] if scheme == "w8a8" else []
+        (folder / "text").write_text(text, encoding="utf-8")
+        arguments = [str(trained), str(found[each_format, scheme]), "--scheme", scheme, "--format", each_format]
+        result = CliRunner().invoke(main, ["quantize", *arguments, *calibration])
+        assert result.exit_code == 0, result.stderr
+        assert "28 layers in int8; weights of 6.3 MB are 4." in result.stderr
+    yield found
+    shutil.rmtree(folder)
+
+
+def runner_of(folder: Path, compiler: str = "eager") -> hal.Runner:
+    compilation = {"compiler": compiler, "capture_sizes": [1, 4]}
+    backend = hal.open({"backend": "cpu", "cache": {"num_tokens": 1088}, "compilation": compilation})
+    return hal.Runner(hal.load_model(folder, backend), backend)
+
+
+@pytest.fixture(scope="module")
+def perplexity_in_bfloat16(trained: Path) -> float:
+    return held_out.perplexity(runner_of(trained), held_out.tokens(Checkpoint.open(trained), 6000))
+
+
+@pytest.mark.parametrize("key", MADE, ids=" ".join)
+def test_perplexity_of_held_out_text(
+    key: tuple[str, str], made: dict[tuple[str, str], Path], perplexity_in_bfloat16: float
+) -> None:
+    checkpoint = Checkpoint.open(made[key])
+    assert checkpoint.dtype == torch.bfloat16
+    found = held_out.perplexity(runner_of(made[key]), held_out.tokens(checkpoint, 6000))
+    assert found == pytest.approx(perplexity_in_bfloat16, rel=0.02)
+    assert found != perplexity_in_bfloat16
+
+
+@pytest.mark.parametrize("key", MADE, ids=" ".join)
+def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
+    stream = held_out.tokens(Checkpoint.open(made[key]), 4 * 64 + 1)
+    eager, graph = (
+        held_out.decoded_perplexity(runner_of(made[key], compiler), stream, 4, 64) for compiler in ("eager", "graph")
+    )
+    assert graph == pytest.approx(eager, rel=1e-4)
+
+
+@pytest.mark.parametrize("key", MADE, ids=" ".join)
+def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
+    """Greedy, by the command: the same text eagerly and by graphs, and most of it what Python looks like."""
+    arguments = ["generate", str(made[key]), "--backend", "cpu", "--prompt", "def read_file(path):\n"]
+    texts = [
+        CliRunner().invoke(main, [*arguments, "--max-new-tokens", "40", "--compiler", compiler])
+        for compiler in ("eager", "graph")
+    ]
+    assert [each.exit_code for each in texts] == [0, 0]
+    assert texts[0].stdout == texts[1].stdout
+    assert texts[0].stdout.startswith('    """')
+
+
+def test_merged_layers_are_one(made: dict[tuple[str, str], Path]) -> None:
+    """Calibration gives the parts of a merged layer one scale and one offset, since they have one input."""
+    tensors = all_tensors(made["modelslim", "w8a8"])
+    for layer in range(4):
+        for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            names = [f"model.layers.{layer}.{part}" for part in parts]
+            assert len({tensors[f"{name}.input_scale"].item() for name in names}) == 1
+            assert len({tensors[f"{name}.input_offset"].item() for name in names}) == 1
+    assert any(tensors[name].item() for name in tensors if name.endswith("input_offset"))
+    assert not [type(module) for module in runner_of(made["modelslim", "w8a8"]).model.modules()].count(MergedLinear)
