@@ -17,7 +17,7 @@ CHANGED = MappingProxyType({
         "`cache_layout`, and `decoder` is gone"
     ),
 })  # fmt: skip
-"""By major version of the driver API, what it changed, in short; the page ``docs/moving-to-N.md`` tells more."""
+"""By major version of the driver API, what it changed, in short; the page ``docs/how-to/moving-to-N.md`` tells more."""
 
 
 def check_driver(name: str, group: str, cls: Any) -> None:
@@ -57,7 +57,7 @@ def check_driver(name: str, group: str, cls: Any) -> None:
         ) from None
     if major != API_VERSION[0]:
         changed = CHANGED.get(major + 1, "")
-        page = f"; docs/moving-to-{major + 1}.md says how to bring a driver over" if changed else ""
+        page = f"; docs/how-to/moving-to-{major + 1}.md says how to bring a driver over" if changed else ""
         raise DriverIncompatible(
             f"the driver {name} was written for driver API {major}.x; this torch-hal has "
             f"{_version(API_VERSION)}{changed}",

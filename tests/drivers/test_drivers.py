@@ -214,7 +214,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
          r"written for driver API 3\.x; this torch-hal has 2\.0\n.* for API 2\.x, or a torch-hal with API 3\.x \(acme "
          r"is registered by acme 1\.0\)$"),
         ("acme_driver:LastMajor", DriverIncompatible,
-         r"API 1\.x; this torch-hal has 2\.0: .*`allocate` and `state_layout` replace .*\n.* docs/moving-to-2\.md "),
+         r"API 1\.x; this torch-hal has 2\.0: .*`allocate` and `state_layout` .*\n.* docs/how-to/moving-to-2\.md "),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
         ("acme_driver:Lettered", DriverIncompatible, r"variables = 'ACME_', .* no tuple\n  remedy: .*\('ACME_',\)"),

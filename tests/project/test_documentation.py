@@ -25,11 +25,12 @@ from hal import config, errors
 from hal.nn import ROPE_TYPES
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts)]
 # Pages whose Python another suite runs, and why.
 ELSEWHERE = {
-    "emulator.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
-    "npu.md": "tests/backends/npu/driver runs it, for the same reason",
+    "use-the-emulated-cann.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
+    "run-on-an-npu.md": "tests/backends/npu/driver runs it, for the same reason",
+    "one-model-on-cpu-and-npu.md": "tests/backends/npu/driver runs it, for the same reason",
 }
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+\.py)\n")
@@ -99,7 +100,7 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert result.returncode == 0, f"the tests of {page.name}:\n{result.stdout}\n{result.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     relative = [target for target in targets if "://" not in target]
@@ -107,20 +108,30 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
-def test_api_page_has_every_public_name() -> None:
-    text = (DOCS / "api.md").read_text(encoding="utf-8")
+def test_no_page_is_over_200_lines() -> None:
+    pages = [page for page in PAGES if page.is_relative_to(DOCS)]
+    assert [page.name for page in pages if len(page.read_text(encoding="utf-8").splitlines()) > 200] == []
+
+
+def test_every_page_is_of_one_kind() -> None:
+    kinds = {page.relative_to(DOCS).parts[0] for page in PAGES if page.is_relative_to(DOCS)}
+    assert kinds == {"index.md", "tutorials", "how-to", "reference", "explanation"}
+
+
+def test_api_pages_have_every_public_name() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference" / "api").glob("*.md"))
     assert [name for name in hal.__all__ if not re.search(rf"\bhal\.{name}\b", text)] == []
 
 
-def test_engines_page_has_every_error_that_calls_raise() -> None:
-    text = (DOCS / "engines.md").read_text(encoding="utf-8")
+def test_errors_page_has_every_error_that_calls_raise() -> None:
+    text = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     rows = set(re.findall(r"^\| \{py:exc\}`~hal\.errors\.(\w+)` \| ", text, re.MULTILINE))
     assert rows == defined - {"HalError"}, "of which all are"
 
 
-def test_engines_page_has_every_logger() -> None:
-    text = (DOCS / "engines.md").read_text(encoding="utf-8")
+def test_errors_page_has_every_logger() -> None:
+    text = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     listed = re.findall(r"`(hal\.\w+)`", text[text.index("hal logs to") :].partition("Warnings")[0])
     sources = [file for folder in ("hal", "backends") for file in (ROOT / folder).rglob("*.py")]
     used = {name for file in sources for name in re.findall(r'getLogger\("(hal\.\w+)"\)', file.read_text("utf-8"))}
@@ -128,20 +139,20 @@ def test_engines_page_has_every_logger() -> None:
 
 
 def test_configuration_page_leads_to_every_drivers_options() -> None:
-    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
     entries = importlib.metadata.entry_points(group="hal.drivers")
     ours = {entry.name for entry in entries if entry.module.startswith("hal.backends.")}
     assert set(re.findall(r"\[(\w+)\]\(\1\.md", text)) == ours
 
 
 def test_configuration_page_describes_every_table() -> None:
-    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
     tables = [name for name, value in vars(config).items() if isinstance(value, type) and attrs.has(value)]
     assert [name for name in tables if f"hal.config.{name}" not in text] == []
 
 
 def test_models_page_has_every_family() -> None:
-    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| `models/(\w+)\.py` \| (\d+) \|$", text, re.MULTILINE)
     entries = importlib.metadata.entry_points(group="hal.models")
     ours = {entry.name: entry.module for entry in entries if entry.module.startswith("hal.models.")}
@@ -151,7 +162,7 @@ def test_models_page_has_every_family() -> None:
 
 
 def test_models_page_has_every_rope_type_and_its_keys() -> None:
-    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "models.md").read_text(encoding="utf-8")
     table = text[text.index("| `rope_type` |") :].partition("\n\n")[0]
     rows = [[re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:4]] for line in table.splitlines()[2:]]
     assert {rope_type: (set(needed), set(others)) for (rope_type,), needed, others in rows} == {
@@ -175,7 +186,7 @@ def test_builds_strictly(tmp_path: Path) -> None:
     built = DOCS / "_build" / "html"
     if "CI" not in os.environ or not built.exists():
         built = build(tmp_path)
-    operations = (built / "operations.html").read_text(encoding="utf-8")
+    operations = (built / "reference" / "operations.html").read_text(encoding="utf-8")
     missing = [name for name in hal.ops.catalogue() if f'id="hal.ops.{name}"' not in operations]
     assert not missing
 

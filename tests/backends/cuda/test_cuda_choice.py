@@ -190,7 +190,7 @@ def test_torch_alone_serves_old_gpus() -> None:
 def test_the_page_says_which_library_an_operation_gets(repository: Path) -> None:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    text = (repository / "docs" / "cuda.md").read_text(encoding="utf-8")
+    text = (repository / "docs" / "reference" / "cuda.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
     said = {name: columns for name, *columns in rows if name in ops.catalogue()}
     assert set(said) == set(ops.catalogue())

@@ -149,7 +149,8 @@ def test_a_switch_that_is_neither(text: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_flags_of_the_emulators_compiler_are_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = re.search(r"`(\w*CXXFLAGS)` adds flags", (DOCS / "emulator.md").read_text(encoding="utf-8"))
+    page = DOCS / "how-to" / "add-an-emulated-operation.md"
+    name = re.search(r"`(\w*CXXFLAGS)` adds flags", page.read_text(encoding="utf-8"))
     assert name is not None
     monkeypatch.setenv(name[1], "-DADDED -g")
     assert build._flags()[-2:] == ("-DADDED", "-g")

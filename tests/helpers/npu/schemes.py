@@ -5,8 +5,8 @@
     python tests/helpers/npu/schemes.py --launches
 
 Held-out perplexity by decoding and by prefill, and how many of the likeliest tokens are the CPU's, each after the same
-text. With --launches instead the table of docs/npu.md: what a decode layer launches. Needs the package installed with
-its extra ``test``, and no Ascend.
+text. With --launches instead the table of docs/reference/npu-launches.md: what a decode layer launches. Needs the
+package installed with its extra ``test``, and no Ascend.
 """
 
 from __future__ import annotations

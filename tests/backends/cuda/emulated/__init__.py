@@ -4,6 +4,6 @@
 ``src/operations`` computes torch's kernels by those for the CPU. :mod:`.kernels` computes those in Python: Triton's in
 Triton's interpreter, flash attention, and FlashInfer's.
 
-``python -m emulated COMMAND`` runs a command so, with this folder's parent on the path. docs/cuda.md says what that
-shows, and what it cannot show.
+``python -m emulated COMMAND`` runs a command so, with this folder's parent on the path.
+docs/how-to/test-cuda-without-a-gpu.md says what that shows, and what it cannot show.
 """

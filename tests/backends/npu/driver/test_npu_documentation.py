@@ -1,7 +1,8 @@
-"""What docs/npu.md says is true: its Python runs, as a new user's would. test_schemes.py counts its launches."""
+"""What the pages on the NPU say is true: their Python runs, as a new user's would. test_schemes.py counts launches."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from configparser import ConfigParser
@@ -13,7 +14,9 @@ from helpers.npu import processes
 import hal
 from hal.bench.figures import launches
 
-PAGE = processes.ROOT / "docs" / "npu.md"
+DOCS = processes.ROOT / "docs"
+PAGES = [DOCS / "how-to" / "run-on-an-npu.md", DOCS / "tutorials" / "one-model-on-cpu-and-npu.md"]
+LAUNCHES = DOCS / "reference" / "npu-launches.md"
 FENCE = re.compile(r"^```(python|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+\.py)\n")
 
@@ -24,10 +27,11 @@ def _back_to_the_cpu() -> Iterator[None]:
     hal.open("cpu")
 
 
-def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     """In order, in a process that nothing was prepared for; modules and entry points are laid out as such."""
     script = []
-    for language, text in FENCE.findall(PAGE.read_text(encoding="utf-8")):
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if language == "ini":
             parser = ConfigParser()
             parser.read_string(text)
@@ -41,12 +45,16 @@ def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
         else:
             script.append(text)
     result = processes.python("-c", "\n".join(script), PYTHONPATH=str(tmp_path))
-    assert "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')>" in result.stdout
+    if page == PAGES[0]:
+        assert "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')>" in result.stdout
+    else:
+        first, second = ast.literal_eval(result.stdout)  # the tokens, which are the CPU's too
+        assert (len(first), len(second)) == (24, 24)
 
 
 def test_the_peers_figure_is_the_one_in_the_code() -> None:
     (peer,) = launches.PEERS
     assert launches.PEERS[peer] == 10
     name, model, _ = peer.split(", ")
-    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    text = " ".join(LAUNCHES.read_text(encoding="utf-8").split())
     assert f"Ten per layer is what {name} launches for {model} in bfloat16" in text

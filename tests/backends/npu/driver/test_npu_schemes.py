@@ -111,6 +111,6 @@ def test_int8_costs_little(made: Any, stream: list[int]) -> None:
 
 
 def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
-    text = (processes.ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+    text = (processes.ROOT / "docs" / "reference" / "npu-launches.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \w+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+ \|$", text, re.MULTILINE)
     assert rows == schemes.launch_table(made)

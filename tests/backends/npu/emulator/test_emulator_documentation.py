@@ -14,7 +14,8 @@ from hal.backends.npu.emulator.build import SOURCES, Toolchain
 from helpers import ROOT
 
 PHASE = "GetWorkspaceSize"
-PAGE = ROOT / "docs" / "emulator.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "how-to" / "use-the-emulated-cann.md"
 
 
 def test_the_python_of_the_page_runs(clean: dict[str, str]) -> None:
@@ -100,12 +101,11 @@ void second() { throw DeviceError(kCode, "it " "failed: " + why()); }
 
     def test_the_page_has_them_all(self, tmp_path: Path) -> None:
         pytest.importorskip("sphinx", reason="the docs extra is not installed")
-        docs = PAGE.parent
-        text = (docs / "emulator-refusals.md").read_text(encoding="utf-8")
+        text = (DOCS / "reference" / "emulator-refusals.md").read_text(encoding="utf-8")
         (tmp_path / "index.md").write_text(text, encoding="utf-8")
         settings = ["extensions=myst_parser,emulated", "root_doc=index", "smartquotes=0"]
         command = [sys.executable, "-m", "sphinx", "-Q", "-C", "-b", "pseudoxml", *(f"-D{each}" for each in settings)]
-        environ = {**os.environ, "PYTHONPATH": str(docs), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environ = {**os.environ, "PYTHONPATH": str(DOCS), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         subprocess.run([*command, tmp_path, tmp_path / "built"], env=environ, check=True, timeout=300)
         page = re.sub(r"\s+", " ", (tmp_path / "built" / "index.pseudoxml").read_text(encoding="utf-8"))
         absent = [each for each in refusals.refusals() if re.sub(r"\s+", " ", each.reason) not in page]
