@@ -13,7 +13,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all bench lint types layers docs checkpoint clean test-cuda-emulated
+.PHONY: demo check test test-all thorough bench lint types layers docs checkpoint clean test-cuda-emulated
 
 # The same prompts on the CPU and on an emulated NPU, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -43,11 +43,29 @@ FOLDER = $(or $(patsubst %/,%,$(firstword $(wildcard tests/$(AREA) tests/backend
 SEPARATE = tests/backends/npu/driver tests/backends/npu/emulator
 RUNS = $(FOLDER) $(filter $(FOLDER)/%,$(SEPARATE))
 
+# Some of each room, of what takes no process of its own, nor a trained model for long.
+UNITS = config/test_config.py device/test_closing.py ops/test_declarations.py step nn/test_weights.py \
+  drivers/test_opening.py quantization/test_layer_patterns.py quantization/test_quantized_models.py::test_what_is_refused \
+  compile/test_passes.py compile/test_lower.py checkpoint/test_checkpoint_names.py execution/test_runner.py \
+  generation/test_text.py testing/test_agreement.py bench/test_bench.py::TestTurns bench/test_bench.py::TestFloor \
+  compare/test_compare.py::TestMeasures doctor/test_doctor.py::test_what_fits doctor/test_doctor.py::test_versions \
+  cli/test_commands.py models/test_models.py project/test_layering.py backends/cpu/test_graph.py \
+  backends/cuda/test_cuda_choice.py backends/npu/test_npu_probe.py
+
+# While working: under a minute and a half on two cores.
+check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types layers
+	$(PYTEST) -m 'not thorough' $(addprefix tests/,$(UNITS)) tests/backends/cpu/test_cpu_conformance.py
+
 test: $(VENV)/.test
 	$(foreach folder,$(RUNS),$(PYTEST) -m 'not thorough' $(folder) &&) true
 
 test-all: $(VENV)/.test
 	$(foreach folder,$(RUNS),$(PYTEST) $(folder) &&) true
+
+# What `make test` leaves to `make test-all`: how many cases of which file, and why.
+thorough: $(VENV)/.test
+	@$(foreach folder,$(RUNS),$(BIN)/python -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
 
 # Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
 test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2

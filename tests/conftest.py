@@ -6,8 +6,10 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # All of these are read when torch is imported, or before. torch would import torch_npu, which fails without a CANN.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -19,7 +21,7 @@ import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers import ROOT, separate  # noqa: E402
+from helpers import ROOT, TESTS, separate, thorough  # noqa: E402
 from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
@@ -32,6 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tracing makes millions of objects that live on. If every 700 new ones are searched for cycles, as by default, that is
 # a tenth of the suites' time.
 gc.set_threshold(20_000, 10, 10)
+
+
+THOROUGH: pytest.StashKey[tuple[Counter[tuple[str, str]], int]] = pytest.StashKey()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,6 +60,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if separate.kind_of(module_path) == separate.CORE or not separate.unavailable():
         return None
     return separate.Unavailable.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out, before -m chooses by marks."""
+    ours = [item for item in items if item.path.is_relative_to(TESTS)]
+    thorough.mark(ours, complete=not any("::" in argument for argument in config.args))
+    config.stash[THOROUGH] = thorough.reasons(ours), len(ours)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -94,3 +107,17 @@ def forget_operations() -> Iterator[None]:
         operation = declared._catalogue.pop(name)
         del declared._by_function[operation.function]
         del declared._by_node[operation.overload]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--thorough``."""
+    parser.addoption("--thorough", action="store_true", help="count what `make test` leaves to `make test-all`")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Count it, by file and reason."""
+    if config.option.thorough:
+        found, total = config.stash[THOROUGH]
+        for (file, reason), count in sorted(found.items()):
+            terminalreporter.write_line(f"{count:5}  {file}: {reason}")
+        terminalreporter.write_line(f"{found.total():5}  of {total} tests")

@@ -1,0 +1,114 @@
+"""Which cases `make test` leaves to `make test-all`, and why; `make thorough` lists them.
+
+A case is thorough by the mark ``thorough(reason)``, or by a row of :data:`CASES`: further dtypes, draws and
+configurations of what `make test` runs in one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from helpers import TESTS
+
+DTYPE = "a further dtype; another runs in `make test`"
+DRAW = "a further draw of arguments or orders; the first run in `make test`"
+MODE = "a further mode or configuration; another runs in `make test`"
+FAMILY = "a further family of models through the same code"
+PROCESSES = "many processes, each of which imports torch; others of the file stay"
+AGAIN = "what another command checks too, or other tests check in parts, once more as a whole"
+
+# File under tests/, with the wildcards of pathlib; what the id after the path holds; reason.
+CASES = (
+    ("backends/cpu/test_cpu_conformance.py", r"/(bfloat16|float16)(/|\])", DTYPE),
+    ("backends/cpu/test_cpu_kernels.py", r"test_both_sets_of_kernels_meet_the_reference\[seed=[1-9]", DRAW),
+    ("backends/cuda/test_cuda_torch_kernels.py", r"test_it_meets_the_reference\[seed=[1-9]", DRAW),
+    ("backends/cuda/test_triton_kernels.py", r"test_in_the_interpreter\[triton_attention", AGAIN),
+    ("backends/npu/driver/test_lost_wait.py", r"seed=[2-9]\]", DRAW),
+    ("backends/npu/driver/test_npu_conformance.py", r"/float16(/|\])", DTYPE),
+    ("backends/npu/driver/test_npu_conformance_fractal.py", r"/float16(/|\])", DTYPE),
+    ("backends/npu/driver/test_npu_conformance_fractal.py", r"\[(graphs|leaks|rewrites|runners)/", MODE),
+    ("backends/npu/driver/test_npu_graph.py", r"test_(under_any_sch|without_a_wait)\w+\[([4-9]|1\d)\]", DRAW),
+    ("backends/npu/driver/test_npu_kernels.py", r"test_it_meets_the_reference\[seed=[1-9]", DRAW),
+    ("backends/npu/driver/test_npu_kernels.py", r"test_of_all_kinds\[seed=([6-9]|\d\d)-", DRAW),
+    ("backends/npu/driver/test_npu_kernels.py", r"test_under_any_schedule\[schedule=[1-9]", DRAW),
+    ("backends/npu/driver/test_npu_kernels.py", r"test_the_dispatcher_gives_the_same\[torch\.float16", DTYPE),
+    ("backends/npu/driver/test_npu_models.py", r"test_random_configurations\[\w+-seed=(6|11)-", DRAW),
+    ("backends/npu/driver/test_npu_models.py", r"_would_be_noticed\[bfloat16", DTYPE),
+    ("backends/npu/driver/test_npu_models.py", r"test_with_the_task_queue", AGAIN),
+    ("backends/npu/driver/test_npu_outside.py", r"changes?\[(?!Recurrent).*-(piecewise|npugraph)\w*\]", MODE),
+    ("backends/npu/driver/test_npu_runner.py", r"test_a_kernel_timeout\[(Matmul|SwiGlu)", MODE),
+    ("backends/npu/driver/test_npu_schemes.py", r"test_\w+\[(bfloat16|w8a8)(-(?!graph)\w+)?\]", MODE),
+    ("backends/npu/driver/test_npu_schemes.py", r"test_int8_costs_little", MODE),
+    ("backends/npu/driver/test_npu_threads.py", r"\[npugraph_ex\]", MODE),
+    ("backends/npu/driver/test_npugraph_ex.py", r"test_64_tokens_of_mixed_batches\[bfloat16", DTYPE),
+    ("backends/npu/driver/test_npugraph_ex.py", r"test_a_cache_of_1_gib_is_not_copied\[\{'", MODE),
+    ("backends/npu/driver/test_npugraph_ex.py", r"test_a_kernel_timeout\[(Matmul|SwiGlu)", MODE),
+    ("backends/npu/driver/test_nz_cache.py", r"test_attention\[seed=1(0[4-9]|[12]\d)-", DRAW),
+    ("backends/npu/driver/test_quantized_kernels.py", r"TestOneLaunch::\w+\[torch\.bfloat16", DTYPE),
+    ("backends/npu/driver/test_quantized_kernels.py", r"test_shapes_at_random\[seed=[2-9]", DRAW),
+    ("backends/npu/driver/test_quantized_kernels.py", r"schedule=[1-9]", DRAW),
+    ("backends/npu/emulator/test_at*.py", r"seed[1-9]", DRAW),
+    ("backends/npu/emulator/test_fused*.py", r"seed[1-9]", DRAW),
+    ("backends/npu/emulator/test_fused.py", r"-bfloat16-", DTYPE),
+    ("backends/npu/emulator/test_scripts.py", r"test_a_transformer_in_every_mode\[bfloat16", DTYPE),
+    ("bench/test_bench.py", r"test_a_mode_that_goes_wrong_is_never_timed\[bfloat16", DTYPE),
+    ("bench/test_bench.py", r"test_of_another_family_against_transformers", FAMILY),
+    ("cli/test_interrupts.py", r"test_at_any_time\[(?!0\.005|1\.4|4\.5)", PROCESSES),
+    ("cli/test_new_driver.py", r"test_installed_it_passes_conformance", AGAIN),
+    ("compile/test_normalise.py", r"test_any_order_of_views_and_writes\[[1-3]\d\]", DRAW),
+    ("compile/test_rewrites.py", r"test_any_spelling_for_any_number_of_tokens\[([6-9]|\d\d)\]", DRAW),
+    ("compile/test_rewrites.py", r"test_any_order_of_views_writes_and_sums\[range\([1-9]", DRAW),
+    ("config/test_config_values.py", r"test_keys_of_models\[(Mistral|Qwen3)", FAMILY),
+    ("doctor/test_doctor.py", r"test_many_that_hang_take_no_longer|test_one_that_only_waited", PROCESSES),
+    ("doctor/test_doctor.py", r"test_a_vendors_package_that_breaks_the_import_of_torch", PROCESSES),
+    ("doctor/test_doctor.py", r"test_emulate_is_an_option_that_not_all_have", PROCESSES),
+    ("execution/test_pieces.py", r"test_mixed_prefill\[.*-[2-7]-(False|True)\]", DRAW),
+    ("models/test_llama.py", r"\[seed=(1[3-9]|2\d)(-\w+)?\]", DRAW),
+    ("models/test_transformers.py", r"\[seed=[4-6]\d(-\w+)?\]", DRAW),
+    ("nn/test_rope.py", r"test_random_parameters\[seed=([5-9]|\d\d)-", DRAW),
+    ("project/test_documentation.py", r"test_builds_strictly", AGAIN),
+    ("project/test_documentation.py", r"test_python_of_a_page_runs\[(?!README|quickstart|concepts|drivers)", PROCESSES),
+    ("project/test_outside.py", r"changes?\[(?!Recurrent).*-(piecewise\w*|inductor)\]", MODE),
+    ("quantization/test_quantized_models.py", r"dequantised_weights_do\[.*-True-(True|False)\]", MODE),
+    ("quantization/test_quantized_models.py", r"test_perplexity_of_held_out_text\[compressed", MODE),
+    ("quantization/test_quantized_models.py", r"test_peak_memory_of_loading\[w8a8_dynamic", MODE),
+)
+
+
+def mark(items: Sequence[pytest.Item], complete: bool) -> None:
+    """Mark the cases of :data:`CASES`.
+
+    Args:
+        items: all tests that were collected.
+        complete: whether of each file all were.
+
+    Raises:
+        pytest.UsageError: a row finds no case in a file that was collected whole, or all of its cases.
+    """
+    by_file: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.path.relative_to(TESTS), []).append(item)
+    for pattern, named, reason in CASES:
+        files = [file for file in by_file if file.match(pattern)]
+        found = [item for file in files for item in by_file[file] if re.search(named, item.nodeid.partition("::")[2])]
+        for item in found:
+            item.add_marker(pytest.mark.thorough(reason))
+        if complete and files and not found:
+            raise pytest.UsageError(f"no case of tests/{pattern} matches {named!r}: mend the row in {__file__}")
+    for file, cases in by_file.items():
+        if complete and all(item.get_closest_marker("thorough") for item in cases):
+            raise pytest.UsageError(f"`make test` would run nothing of tests/{file}: mend the rows in {__file__}")
+
+
+def reasons(items: Sequence[pytest.Item]) -> Counter[tuple[str, str]]:
+    """How many thorough cases there are, by file and reason."""
+    return Counter(
+        (str(item.path.relative_to(TESTS)), marker.args[0])
+        for item in items
+        if (marker := item.get_closest_marker("thorough"))
+    )
