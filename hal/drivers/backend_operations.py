@@ -83,6 +83,10 @@ class BackendOps:
             self._functions[name] = operation.calling(self._kernel(operation))
         return self._functions[name]
 
+    def __dir__(self) -> list[str]:
+        """Return the names of all operations, for completion at a prompt."""
+        return [*super().__dir__(), *ops.catalogue()]
+
     def _kernel(self, operation: Operation) -> Kernel:
 
         def run(*args: Any) -> Any:

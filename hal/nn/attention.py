@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -71,3 +72,6 @@ class Attention(nn.Module):
             self.sliding_window,
         )
         return attended.flatten(1)
+
+    if TYPE_CHECKING:
+        __call__ = forward

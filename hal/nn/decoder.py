@@ -8,7 +8,7 @@ Source: Touvron et al., *LLaMA: Open and Efficient Foundation Language Models*, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import attrs
 from attrs.validators import ge, le
@@ -117,8 +117,10 @@ class SelfAttention(nn.Module):
         query, key = query.view(-1, self.heads, self.head_dim), key.view(-1, self.kv_heads, self.head_dim)
         query, key = self.rotate(query, key, cos, sin)
         value = value.view(-1, self.kv_heads, self.head_dim)
-        attended: Tensor = self.o_proj(self.attention(query, key, value, batch, state))
-        return attended
+        return self.o_proj(self.attention(query, key, value, batch, state))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class GatedMLP(nn.Module):
@@ -132,8 +134,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[tokens, hidden_size]`` to the same."""
-        output: Tensor = self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
-        return output
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class DecoderLayer(nn.Module):
@@ -152,6 +156,9 @@ class DecoderLayer(nn.Module):
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 class Decoder(nn.Module):
     """From tokens to normed hidden states; cos and sin are made once for all layers."""
@@ -169,8 +176,10 @@ class Decoder(nn.Module):
         cos, sin = self.rotary(batch.positions, hidden.dtype)
         for layer, state in zip(self.layers, states, strict=True):
             hidden = layer(hidden, cos, sin, batch, state)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class DecoderLM(CausalLM):
@@ -194,5 +203,7 @@ class DecoderLM(CausalLM):
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.model(batch, states)[batch.logits_indices]
-        logits: Tensor = self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
-        return logits
+        return self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
+
+    if TYPE_CHECKING:
+        __call__ = forward

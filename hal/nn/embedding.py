@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` to ``[tokens, width]``."""
         return ops.embedding(token_ids, self.weight)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def as_linear(self, x: Tensor) -> Tensor:
         """``[..., width]`` to logits ``[..., vocab_size]``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
         return ops.linear(x, self.weight, self.bias)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 class MergedLinear(Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -62,3 +62,6 @@ class CausalLM(nn.Module):
         Returns:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
         """
+
+    if TYPE_CHECKING:
+        __call__ = forward

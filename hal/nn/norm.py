@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -19,3 +21,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., width]`` to the same."""
         return ops.rms_norm(x, self.weight, self.eps)
+
+    if TYPE_CHECKING:
+        __call__ = forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,9 @@ class StaticQuantizedLinear(QuantizedLinear):
         quantized = ops.quantize(x, self.input_scale, self.input_offset)
         return ops.quant_linear_static(quantized, self.weight, self.deq_scale, self.quant_bias, x.dtype)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
 
 class DynamicQuantizedLinear(QuantizedLinear):
     """Activations are quantised by a scale for each token, from its largest element.
@@ -112,3 +116,6 @@ class DynamicQuantizedLinear(QuantizedLinear):
         """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized, scale = ops.dynamic_quantize(x)
         return ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -218,3 +218,6 @@ class RotaryEmbedding(nn.Module):
         if (scaling := self.rope.attention_scaling) != 1.0:
             cos, sin = cos * scaling, sin * scaling
         return cos.to(dtype), sin.to(dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
