@@ -1,77 +1,158 @@
-"""A wheel holds every module under its imported name, and runs from any folder."""
+"""The sdist builds, the wheel builds from the sdist, and what the wheel installs is whole and runs from any folder."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import pytest
+from packaging.version import Version
+
+import hal
+
+HOMES = {"hal": "hal", "backends": "hal/backends", "models": "hal/models"}
+"""Folders of the repository, and of the wheel."""
+DATA = (".cpp", ".h", ".template", ".typed")
+
+
+def checked(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> str:
+    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def shipped(repository: Path) -> set[str]:
+    """The files that a wheel must hold, by their paths in it."""
+    return {
+        f"{home}/{file.relative_to(repository / folder).as_posix()}"
+        for folder, home in HOMES.items()
+        for file in (repository / folder).rglob("*")
+        if file.suffix in (".py", *DATA)
+    }
 
 
 @pytest.fixture(scope="module")
-def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = tmp_path_factory.mktemp("source")
-    # From a copy, so that a build folder neither appears in the checkout nor leaks into the wheel.
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=repository, capture_output=True, text=True, check=True
-    )
-    for name in files.stdout.splitlines():
+def sdist(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that a build folder neither appears in the checkout nor leaks into the archive."""
+    folder, source = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("source")
+    files = checked(["git", "ls-files", "-co", "--exclude-standard"], repository).splitlines()
+    for name in files:
         if not (repository / name).exists():  # deleted, and git has not been told yet
             continue
-        if name.startswith(("hal/", "backends/", "models/")) or "/" not in name:
+        if name.startswith(tuple(f"{home}/" for home in HOMES)) or "/" not in name:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((repository / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(folder),
-        ".",
-    ]
-    subprocess.run(command, cwd=source, check=True)
+    program = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    checked([sys.executable, "-c", program], source)
+    (built,) = folder.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as an installer without a wheel builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder)]
+    checked([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], folder)
     (built,) = folder.glob("*.whl")
     return built
 
 
-def test_every_module_is_in_it(wheel: Path, repository: Path) -> None:
+@attrs.frozen
+class Environment:
+    """A virtual environment with the wheel in it, beside the packages of the one that the tests run in."""
+
+    home: Path
+
+    @property
+    def site(self) -> Path:
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.home)}))
+
+    def run(self, program: str, *arguments: str) -> str:
+        """Run a program of the environment, from its folder; what it wrote."""
+        environ = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "PYTHON"))}
+        environ |= {"XDG_CACHE_HOME": str(self.home / "cache"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        return checked([str(self.home / "bin" / program), *arguments], self.home, environ)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    environment = Environment(tmp_path_factory.mktemp("environment"))
+    venv.create(environment.home, with_pip=False)
+    # Paths alone, behind the environment's own: a .pth file there, such as the checkout's, is not read again.
+    paths = dict.fromkeys(path for path in sys.path if Path(path).name == "site-packages")
+    (environment.site / "parent.pth").write_text("".join(f"{path}\n" for path in paths), encoding="utf-8")
+    options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
+    environment.run("python", "-m", "pip", "install", *options, str(wheel))
+    return environment
+
+
+def test_every_file_is_in_the_sdist(sdist: Path, repository: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    # Longest home first: hal/backends is in hal, too.
+    sources = set[str]()
+    for path in shipped(repository):
+        folder, home = next((folder, home) for folder, home in reversed(HOMES.items()) if path.startswith(f"{home}/"))
+        sources.add(f"{folder}/{path.removeprefix(f'{home}/')}")
+    assert sources - names == set()
+    assert {"CHANGELOG.md", "LICENSE", "README.md", "hal_command.py", "pytest_hal.py", "setup.cfg"} <= names
+
+
+def test_every_file_is_in_the_wheel_and_nothing_else_on_top(wheel: Path, repository: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    homes = {"hal": "hal", "backends": "hal/backends", "models": "hal/models"}
-    for folder, home in homes.items():
-        for file in (repository / folder).rglob("*.py"):
-            assert f"{home}/{file.relative_to(repository / folder).as_posix()}" in names
-    for file in (repository / "backends").rglob("*"):
-        if file.suffix in (".cpp", ".h"):  # compiled where they are used
-            assert f"hal/backends/{file.relative_to(repository / 'backends').as_posix()}" in names
-    assert "hal/py.typed" in names
-    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
-        "hal",
-        "hal_command.py",
-        "pytest_hal.py",
-    }
+    assert shipped(repository) - names == set()
+    top = {name.partition("/")[0] for name in names if ".dist-info" not in name}
+    assert top == {"hal", "hal_command.py", "pytest_hal.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_it_runs_from_any_folder(wheel: Path, tmp_path: Path, trained: Path) -> None:
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+def test_the_version_is_the_same_everywhere(sdist: Path, wheel: Path, installed: Environment, repository: Path) -> None:
+    assert str(Version(hal.__version__)) == hal.__version__
+    assert sdist.name == f"torch_hal-{hal.__version__}.tar.gz"
+    assert wheel.name == f"torch_hal-{hal.__version__}-py3-none-any.whl"
+    assert installed.run("hal", "--version") == f"hal {hal.__version__}\n"
+    changelog = (repository / "CHANGELOG.md").read_text(encoding="utf-8")
+    (newest, *_) = re.findall(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", changelog, re.MULTILINE)
+    assert newest == Version(hal.__version__).base_version
+
+
+def test_the_installed_package_is_the_wheels_alone(installed: Environment) -> None:
     program = (
-        "import hal, hal.backends.cpu, hal.models.qwen3\n"
-        "assert hal.__file__.startswith(SITE) and hal.backends.cpu.__file__.startswith(SITE), hal.__file__\n"
-        f"backend = hal.open('cpu')\nprint(type(hal.load_model({str(trained)!r}, backend)).__name__)\n"
-    ).replace("SITE", repr(str(site)))
-    environ = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        "import importlib.util, json, hal, hal.backends, hal.models\n"
+        "from importlib.metadata import distribution, entry_points\n"
+        "absent = [name for name in ('backends', 'models') if importlib.util.find_spec(name) is None]\n"
+        "files = [hal.__file__, *hal.backends.__path__, *hal.models.__path__]\n"
+        "files += [distribution('torch-hal').locate_file('')]\n"
+        "drivers = [entry.load().name for entry in entry_points(group='hal.drivers')]\n"
+        "print(json.dumps([absent, [str(file) for file in files], sorted(set(drivers))]))\n"
     )
-    assert result.stdout.strip() == "Qwen3ForCausalLM", result.stderr
+    absent, files, drivers = json.loads(installed.run("python", "-c", program))
+    assert absent == ["backends", "models"]
+    assert [file for file in files if not file.startswith(str(installed.site))] == []
+    assert {"cpu", "cuda", "npu"} <= set(drivers)
+
+
+def test_the_installed_data_files_serve(installed: Environment, repository: Path, tmp_path: Path) -> None:
+    for path in shipped(repository):
+        if path.endswith(DATA):
+            source = path.removeprefix("hal/") if path.startswith("hal/backends/") else path
+            assert (installed.site / path).read_bytes() == (repository / source).read_bytes()
+    installed.run("hal", "new-driver", "acme", str(tmp_path / "acme-hal"))
+    assert (tmp_path / "acme-hal" / "acme_hal" / "driver.py").exists()
+
+
+def test_the_installed_package_loads_a_model(installed: Environment, trained: Path) -> None:
+    program = f"import hal; print(type(hal.load_model({str(trained)!r}, hal.open('cpu'))).__name__)"
+    assert installed.run("python", "-c", program) == "Qwen3ForCausalLM\n"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 
 def generate_function(
@@ -30,5 +30,6 @@ def generate_function(
     exec(compile(source, f"<hal.ops.{body.__name__}>", "exec"), namespace)
     function: Callable[..., Any] = namespace[body.__name__]
     function.__doc__, function.__module__ = body.__doc__, body.__module__
-    function.__annotations__ = body.__annotations__
+    # Resolved: names in the body's annotations mean nothing in the namespace of the generated function.
+    function.__annotations__ = get_type_hints(body)
     return function
