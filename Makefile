@@ -13,7 +13,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-all thorough bench lint types layers docs checkpoint clean test-cuda-emulated
+.PHONY: demo check test test-all thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated
 
 # The same prompts on the CPU and on an emulated NPU, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -88,6 +88,9 @@ layers: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -j auto -W --keep-going -n -q -b html docs docs/_build/html
+
+hooks: $(VENV)/.dev
+	$(BIN)/pre-commit install
 
 checkpoint: $(VENV)/.test
 	$(BIN)/python checkpoints/train.py

@@ -1,0 +1,41 @@
+"""CONTRIBUTING and the map of rooms name every room, and files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+NO_ROOM = ("hal/__pycache__", "backends/__pycache__")
+
+
+def rooms(repository: Path) -> set[str]:
+    folders = [each for parent in ("hal", "backends") for each in (repository / parent).iterdir() if each.is_dir()]
+    found = {each.relative_to(repository).as_posix() for each in folders} - set(NO_ROOM)
+    return found | {"models", "backends/npu/emulator"}
+
+
+def first_cells(page: Path) -> set[str]:
+    """What is in backquotes in the first cells of a page's tables."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/reference/rooms.md"])
+def test_every_room_is_there(repository: Path, page: str) -> None:
+    assert rooms(repository) - first_cells(repository / page) == set()
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/reference/rooms.md"])
+def test_what_is_named_exists(repository: Path, page: str) -> None:
+    named = re.findall(r"`((?:hal|backends|models|tests)/[\w./-]+)`", (repository / page).read_text(encoding="utf-8"))
+    assert len(named) > 10
+    missing = [path for path in named if not (repository / path).exists()]
+    # A test file counts wherever it is in tests/.
+    assert [path for path in missing if not list((repository / "tests").rglob(Path(path).name))] == []
+
+
+def test_links_of_contributing_lead_to_files(repository: Path) -> None:
+    text = (repository / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if not (repository / link).exists()] == []
