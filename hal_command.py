@@ -1,32 +1,30 @@
-"""The console script ``hal``: what must be ready before hal, and with it torch, is imported, which takes seconds.
+"""The console script ``hal``: installs signal handling before it imports hal and torch, which takes seconds.
 
-An interrupt ends the process with the status 130 and without a traceback, whatever Python is doing: importing, running
-the command, or shutting down.
+An interrupt ends the process with exit status 130 and without a traceback, during import, command and shutdown alike.
 """
 
 from __future__ import annotations
 
 import _thread
-import os  # and nothing that is not imported already: until the handler is there, an interrupt is a traceback
+import os  # only modules that Python has loaded already: before the handler is set, an interrupt prints a traceback
 import signal
 import sys
 import time
 
 INTERRUPTED = 130
-"""128 and the number of SIGINT: what shells expect of a program that was interrupted."""
+"""Exit status of an interrupted program by shell convention: 128 plus the number of SIGINT."""
 GRACE = 5.0
-"""Seconds that cleaning up may take. Whatever still runs after that has swallowed the interrupt."""
+"""Seconds allowed for cleanup after an interrupt; code that still runs then has swallowed it."""
 
 
 class Interrupts:
     """The handler of SIGINT.
 
-    While the command runs, the first interrupt raises KeyboardInterrupt, so that files and child processes are cleaned
-    up. Any other ends the process at once: there is nothing to clean up yet or any more, or the user will not wait.
-    So does the first if it is lost, as libraries that catch everything do.
+    While the command runs, the first interrupt raises KeyboardInterrupt, which cleans up files and child processes. Any
+    other interrupt ends the process immediately. So does the first one if a library swallows it.
 
     Attributes:
-        raising: whether the command runs.
+        raising: whether the command runs, so that an interrupt raises KeyboardInterrupt.
         seen: whether KeyboardInterrupt was raised.
     """
 
@@ -42,17 +40,17 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Handle what a destructor or callback raised; an interrupt that hits one would be printed, and lost."""
+        """End the process on an interrupt in a destructor or callback, where Python would print and drop it."""
         if unraisable.exc_type is KeyboardInterrupt:
             _leave()
         sys.__unraisablehook__(unraisable)
 
 
 def main() -> None:
-    """Run the command, and end the process."""
+    """Run the command and end the process."""
     _open_closed_streams()
     interrupts = Interrupts()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: a job in the background
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs ignore SIGINT
         signal.signal(signal.SIGINT, interrupts.handle)
         sys.unraisablehook = interrupts.unraisable
     status: object = INTERRUPTED
@@ -77,7 +75,7 @@ def _run(interrupts: Interrupts) -> object:
 
 
 def _open_closed_streams() -> None:
-    """Occupy descriptors 0, 1 and 2 where they are closed, so that no file that is opened later takes their place."""
+    """Open closed descriptors 0, 1 and 2 on the null device, so that no file opened later takes their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The pytest plugin of the conformance suite, :mod:`hal.testing`: makes a test of each case, and reports by area.
+"""The pytest plugin of the conformance suite, :mod:`hal.testing`: creates a test per case, and reports by area.
 
-It stands beside the package hal, not in it: pytest loads it in every run wherever torch-hal is installed, and to import
-anything of hal is to import torch. So hal is imported only where a test module has a ``conformance``.
+The module lies outside the package ``hal``, because pytest loads it in every run where torch-hal is installed, and
+importing ``hal`` imports torch. Functions import ``hal`` only for test modules with a ``conformance``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ KEY = "hal_conformance"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each case of the module's ``conformance``."""
+    """Create a test for each case of the module's ``conformance``."""
     if "conformance_case" not in metafunc.fixturenames:
         return
     conformance: Any = getattr(metafunc.module, "conformance", None)
     if conformance is None:
         pytest.fail(
-            f"{metafunc.module.__name__} imports hal.testing.suite and has no `conformance`\n"
+            f"{metafunc.module.__name__} imports hal.testing.suite but defines no `conformance`\n"
             '  remedy: conformance = Conformance(backend="...")',
             pytrace=False,
         )
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _problem_with(conformance: Any) -> str:
-    """What is wrong with the hook's exceptions, if anything is."""
+    """Return the error in the hook's patterns, or an empty string."""
     from hal.errors import HalError
 
     try:
@@ -58,7 +58,7 @@ def _parameter(conformance: Any, case: Any) -> Any:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say on each case's reports, which may come from another process, what it is a case of."""
+    """Record backend, area and case on the item's reports, which may come from another process."""
     case = _case_of(item)
     if case is not None:
         item.user_properties.append((KEY, [item.module.conformance.title, case.area, case.name]))  # type: ignore[attr-defined]
@@ -66,25 +66,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Note the shapes at which an operation failed; of what the suite itself raises, report the sentences alone."""
+    """Record the shapes with which an operation failed, and omit the traceback of failures that the suite raises."""
     report = yield
     error: Any = call.excinfo.value if call.excinfo is not None else None
     if _case_of(item) is not None and hasattr(error, "shapes"):
         report.user_properties.append((f"{KEY}_shapes", [error.operation, error.shapes, error.size]))
-    if _case_of(item) is not None and _speaks_for_itself(error) and not item.config.getoption("fulltrace"):
+    if _case_of(item) is not None and _raised_by_suite(error) and not item.config.getoption("fulltrace"):
         report.longrepr = call.excinfo.getrepr(style="value")  # type: ignore[union-attr]
     return report
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Behind a module's last case, drop the models and graphs that its cases share."""
+    """After the last case of a module, drop the models and graphs that its cases share."""
     module: Any = getattr(item, "module", None)
     if _case_of(item) is not None and module is not getattr(nextitem, "module", None):
         module.conformance.target.release()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table by area, and the smallest shapes that fail."""
+    """Print the table by area and the smallest failing shapes."""
     reports = [
         (kind, dict(report.user_properties))
         for kind in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -102,8 +102,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(line)
 
 
-def _speaks_for_itself(error: BaseException | None) -> bool:
-    """Whether the suite raised it by itself, to say what is wrong: its own lines would only hide that."""
+def _raised_by_suite(error: BaseException | None) -> bool:
+    """Return whether the suite itself raised ``error``; its traceback then adds nothing to the message."""
     if not isinstance(error, AssertionError) or error.__cause__ is not None:
         return False
     from hal.testing.case import raised_in

@@ -1,5 +1,6 @@
-"""Benchmarks against the hardware's limits and against other implementations: what ``hal bench`` runs.
+"""The implementation of ``hal bench``: benchmarks against hardware limits and other implementations.
 
-plan.py says what to measure and refuses what cannot be; ours.py and theirs.py make the contenders, workload.py what all
-of them compute; measure.py lets them take turns (timing.py) with the probes of floor.py; report.py and plot.py show it.
+``plan.py`` validates the plan. ``contenders`` holds the implementations and their common workload. ``measurement.py``
+times them in turns (``figures/timing.py``) with the probes of ``figures/floor.py``. ``bench_report.py`` and ``plot.py``
+present the result.
 """

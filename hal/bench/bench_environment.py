@@ -1,4 +1,4 @@
-"""Where a benchmark ran."""
+"""A description of the machine and software that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hal.config import environment_options
 
 
 def environment(setting: Setting) -> dict[str, Any]:
-    """The machine, the threads, the versions of what computes, and the variables that configure hal."""
+    """Return the machine, the threads, the versions of libraries, and the environment variables that configure hal."""
     libraries = ("torch-hal", "torch", *setting.plan.against)
     return {
         "device": setting.backend.device.name,
@@ -36,7 +36,7 @@ def environment(setting: Setting) -> dict[str, Any]:
 
 
 def _emulated(setting: Setting) -> bool:
-    """Whether the driver's option ``emulator`` is set, if it has one."""
+    """Return whether the driver's option ``emulator`` is set."""
     options = {**environment_options(setting.backend.name), **setting.backend.config.options}
     return options.get("emulator") not in (None, False, 0, "", "off")
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a benchmark, and libraries that only benchmarks need."""
+"""The error of benchmarks, and the import of optional libraries."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from hal.errors import HalError
 
 
 class BenchmarkError(HalError):
-    """A benchmark that cannot be run here, or whose figures would mean nothing."""
+    """The benchmark cannot run here, or its results would be meaningless."""
 
 
 def need(module: str, option: str) -> Any:
-    """Import a library of the extra ``bench``.
-
-    By name, because nothing in hal depends on it: it is what ``option`` asks to compare with, or to draw with.
+    """Import a library of the extra ``bench``, which ``option`` needs.
 
     Raises:
-        BenchmarkError: it is not installed, or cannot be imported.
+        BenchmarkError: the library is not installed or cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -26,5 +24,5 @@ def need(module: str, option: str) -> Any:
         library = module.partition(".")[0]
         raise BenchmarkError(
             f"{option} needs {library}, which cannot be imported: {error}",
-            f"pip install {library} (or 'torch-hal[bench]'), or leave {option} out",
+            f"pip install {library} (or 'torch-hal[bench]'), or omit {option}",
         ) from error

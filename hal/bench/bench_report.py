@@ -1,4 +1,4 @@
-"""What a reader gets: a table, notes beneath it, and all figures as JSON."""
+"""The report of a benchmark: a table, notes, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
 
 FORMAT = 1
-"""Of the JSON; raised when a key changes its meaning or goes."""
+"""Version of the JSON format; incremented when a key is removed or changes its meaning."""
 NOISE = "~"
-"""Marks a ratio whose two times differ by less than they spread."""
+"""Marks a ratio of two times that differ by less than their spread."""
 
 
 def references(result: Result) -> list[str]:
-    """Whom ratios are taken against: every contender that is not ours, or else our first."""
+    """Return the contenders that ratios refer to: all except hal's, or hal's first one if it runs alone."""
     names = list(dict.fromkeys(each.contender for each in result.measurements))
     return [name for name in names if not name.startswith("hal ")] or names[:1]
 
 
 def find(result: Result, batch_size: int, contender: str) -> Measurement:
-    """The measurement of a contender at a batch size."""
+    """Return the measurement of a contender at a batch size."""
     return next(
         each for each in result.measurements if (each.batch_size, each.contender) == (batch_size, contender)
     )  # fmt: skip
 
 
 def speedup(result: Result, measurement: Measurement, reference: str) -> float:
-    """How many times faster it is than the reference at the same batch size, by medians."""
+    """Return the reference's median time divided by the measurement's, at the same batch size."""
     return find(result, measurement.batch_size, reference).summary.median / measurement.summary.median
 
 
 def tokens_per_second(result: Result, measurement: Measurement) -> float:
-    """New tokens (decode) or prompt tokens (prefill) a second, of all sequences together."""
+    """Return new tokens (decode) or prompt tokens (prefill) per second, over all sequences."""
     each = 1 if result.plan.workload == "decode" else result.plan.length
     return each * measurement.batch_size / measurement.summary.median
 
 
 def table(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; a batch size's floor is the last of its rows."""
+    """Return columns and rows; the last row of each batch size is its floor."""
     against = references(result)
     columns = ["batch", "contender", "median ms", "spread ms", "tokens/s", *(f"vs {name}" for name in against)]
     columns += ["x floor", "setup s"]
@@ -65,7 +65,7 @@ def table(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def launches_table(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a batch size's kernels, those of layers first, and their sums."""
+    """Return columns and rows: the kernels of each batch size, those of layers first, and their sums."""
     contenders = list(dict.fromkeys(each.contender for each in result.launches))
     columns = ["batch", "kernel", *(f"{name}, {where}" for name in contenders for where in ("a layer", "outside"))]
     rows = []
@@ -79,10 +79,10 @@ def launches_table(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def launches_notes(result: Result) -> Iterator[str]:
-    """What the table of launches does not say by itself."""
-    yield "a layer: what a second layer adds to a model of one; outside: the rest, copies of inputs included"
+    """Yield notes on the table of launches."""
+    yield "a layer: the kernels that a second layer adds to a model of one; outside: the rest, including input copies"
     if result.plan.workload == "decode":
-        yield from (f"others, per layer: {number} by {peer}" for peer, number in PEERS.items())
+        yield from (f"other implementations, per layer: {number} by {peer}" for peer, number in PEERS.items())
 
 
 def _ms(seconds: float) -> str:
@@ -98,9 +98,9 @@ def _ratio(result: Result, measurement: Measurement, reference: str) -> str:
 
 
 def heading(result: Result) -> str:
-    """What was measured, on what."""
+    """Return lines that name the workload, the hardware and the versions."""
     plan, where = result.plan, result.environment
-    what = "tokens in the cache" if plan.workload == "decode" else "tokens a prompt"
+    what = "tokens in the cache" if plan.workload == "decode" else "tokens per prompt"
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     return (
         f"{plan.workload}: {plan.name}, {result.dtype}, {result.weight_bytes / 1e6:.1f} MB of weights, {plan.length} "
@@ -110,28 +110,28 @@ def heading(result: Result) -> str:
 
 
 def notes(result: Result) -> Iterator[str]:
-    """What the table does not say by itself."""
+    """Yield notes on the table of times."""
     yield from _agreements(result)
     for floor in result.floors:
         yield _floor_note(floor)
     for one, other in _noisy_pairs(result):
         yield (
             f"batch {one.batch_size}: {one.contender} and {other.contender} differ by "
-            f"{_ms(abs(one.summary.median - other.summary.median))} ms, less than their times spread "
-            f"({_ms(max(one.summary.spread, other.summary.spread))} ms): claim no difference ({NOISE})"
+            f"{_ms(abs(one.summary.median - other.summary.median))} ms, less than their spread "
+            f"({_ms(max(one.summary.spread, other.summary.spread))} ms): no difference can be claimed ({NOISE})"
         )
     below = [each for each in result.measurements if each.summary.median < _floor_of(result, each).seconds]
     if below:
         yield (
             "faster than the floor: the weights stay in the processor's caches, or the machine was busier while the "
-            "floor was measured; the floor means nothing here"
+            "floor was measured; ignore the floor"
         )
     if result.plan.workload == "prefill" and "transformers" in result.plan.against:
-        yield "transformers compiles decode steps only, so its prefill is eager"
+        yield "transformers compiles only decode steps, so its prefill is eager"
     if result.environment["emulated"]:
-        yield "the device is emulated: how long a step takes there says nothing about hardware"
+        yield "the device is emulated: its times say nothing about hardware"
     if result.plan.repeats < FEWEST_REPEATS:
-        yield f"{result.plan.repeats} repeats are a try-out: take at least {FEWEST_REPEATS} before quoting a figure"
+        yield f"{result.plan.repeats} repeats are too few to quote a figure: use at least {FEWEST_REPEATS} (--repeats)"
 
 
 def _agreements(result: Result) -> Iterator[str]:
@@ -140,9 +140,9 @@ def _agreements(result: Result) -> Iterator[str]:
             worst = max(found, key=lambda each: each.difference)
             same = sum(each.same_tokens for each in found)
             yield (
-                f"batch {size}: all compute the same: logits differ by at most {worst.difference:.2g} of their norm "
-                f"({worst.contender}; {worst.tolerance:.2g} is allowed), and {same} of "
-                f"{sum(each.sequences for each in found)} next tokens are the same"
+                f"batch {size}: all contenders agree: logits differ by at most {worst.difference:.2g} of their norm "
+                f"({worst.contender}; the tolerance is {worst.tolerance:.2g}), and {same} of "
+                f"{sum(each.sequences for each in found)} next tokens are equal"
             )
 
 
@@ -177,7 +177,7 @@ def _noisy_pairs(result: Result) -> Iterator[tuple[Measurement, Measurement]]:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """All raw figures, and what was made of them. Times are in seconds, memory in bytes."""
+    """Return all measured and derived figures. Times are in seconds, memory in bytes."""
     against = references(result)
     measurements = [
         {

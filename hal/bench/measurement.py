@@ -1,4 +1,4 @@
-"""Running a plan: per batch size, every contender made ready, compared, and timed in turns with the probes."""
+"""Running a plan: for each batch size, prepare all contenders, compare their logits, and time them in turns."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import attrs
 import torch
 
 from hal.bench.bench_environment import environment
-from hal.bench.contenders.ours import Ours
-from hal.bench.contenders.theirs import Transformers
+from hal.bench.contenders.hal_side import HalSide
+from hal.bench.contenders.transformers_side import TransformersSide
 from hal.bench.contenders.workload import Contender, Inputs, Side
 from hal.bench.figures import floor, launches, peak_memory, token_agreement
 from hal.bench.figures.timing import Summary, interleave
-from hal.bench.plan import Plan, Setting, settle
+from hal.bench.plan import Plan, Setting, prepare
 
-SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": Ours, "transformers": Transformers}
+SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
 
 
 @attrs.frozen
 class Measurement:
-    """A contender at a batch size.
+    """The times of a contender at a batch size.
 
     Attributes:
-        contender: its name: the implementation, and its mode.
-        batch_size: sequences.
-        seconds: of each timed step.
-        setup_seconds: what making it ready took, captures, compiling and first step included, loading excluded.
-        peak_bytes: what its process's memory grew by at most, weights included; None if that was not asked for or the
-            device does not say.
+        contender: implementation and mode.
+        batch_size: number of sequences.
+        seconds: duration of each timed step.
+        setup_seconds: duration of preparation, with capture, compilation and the first step, without loading weights.
+        peak_bytes: peak growth of its process's memory, with weights; None if not requested or not reported by the
+            device.
     """
 
     contender: str
@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def summary(self) -> Summary:
-        """Median and quartiles of the seconds."""
+        """Return median and quartiles of the durations."""
         return Summary.of(self.seconds)
 
 
@@ -51,11 +51,11 @@ class Floor:
     """The floor at a batch size.
 
     Attributes:
-        batch_size: sequences.
-        work: what cannot be avoided.
-        probe: what measured the rate.
-        probe_amount: bytes or operations of a turn of the probe.
-        probe_seconds: of each of its turns.
+        batch_size: number of sequences.
+        work: unavoidable work of a step.
+        probe: description of the probe that measured the rate.
+        probe_amount: bytes or operations per turn of the probe.
+        probe_seconds: duration of each turn.
     """
 
     batch_size: int
@@ -66,21 +66,21 @@ class Floor:
 
     @property
     def rate(self) -> float:
-        """Bytes or operations a second, by the median turn."""
+        """Return bytes or operations per second, by the median turn."""
         return self.probe_amount / Summary.of(self.probe_seconds).median
 
     @property
     def seconds(self) -> float:
-        """What a step would take at that rate."""
+        """Return the duration of a step at that rate."""
         return self.work.total / self.rate
 
 
 @attrs.frozen
 class Result:
-    """Everything that a run found.
+    """All results of a run.
 
-    ``agreements`` are per batch size, against that batch size's first contender; ``launches`` is empty unless the plan
-    says ``trace``.
+    ``agreements`` compares contenders with the first one, by batch size. ``launches`` is empty unless the plan sets
+    ``trace``.
     """
 
     plan: Plan
@@ -94,18 +94,18 @@ class Result:
 
 
 def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Result:
-    """Measure.
+    """Measure the plan.
 
     Args:
-        plan: what.
-        say: told what is going on.
+        plan: plan to measure.
+        say: called with progress messages.
 
     Raises:
-        HalError: something cannot be done as asked.
-        BenchmarkError: contenders disagree.
+        HalError: the plan cannot be run.
+        BenchmarkError: contenders compute different results.
     """
     with _threads(plan.threads):
-        setting = settle(plan)
+        setting = prepare(plan)
         where = environment(setting)
         counted = launches.count(setting, say) if plan.trace else []
         say(f"loading {plan.name}")
@@ -130,13 +130,13 @@ def _measure(
 ) -> None:
     inputs = Inputs(setting, size)
     if "torch._dynamo" in sys.modules:
-        # Else what was compiled for another batch size would make this one compile for sizes that vary.
+        # Dynamo would otherwise compile the second batch size with dynamic shapes.
         torch.compiler.reset()
     with ExitStack() as stack:
         contenders = []
         for name, side in sides.items():
             for mode in side.modes:
-                say(f"batch {size}: making {name} {mode} ready")
+                say(f"batch {size}: preparing {name} {mode}")
                 contenders.append(side.contender(mode, inputs))
                 stack.callback(contenders[-1].close)
         _compare(setting, contenders, probe, size, result, say)
@@ -155,7 +155,7 @@ def _compare(
     peaks = {}
     if plan.memory:
         for each in contenders:
-            say(f"batch {size}: {each.name} in a process of its own")
+            say(f"batch {size}: measuring the memory of {each.name} in a separate process")
             peaks[each.name] = peak_memory.peak(plan, size, each.name)
     say(f"batch {size}: timing")
     seconds = interleave(

@@ -13,10 +13,10 @@ import torch
 
 from hal.bench.bench_errors import need
 from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.theirs import model_of
+from hal.bench.contenders.transformers_side import model_of
 from hal.bench.contenders.workload import Inputs
 from hal.bench.measurement import SIDES
-from hal.bench.plan import Plan, settle
+from hal.bench.plan import Plan, prepare
 from hal.config import read
 from hal.errors import HalError
 
@@ -33,7 +33,7 @@ def measure(order: dict[str, Any]) -> int | None:
     plan = read(Plan, order["plan"], "plan")
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    setting = settle(plan)
+    setting = prepare(plan)
     if order["side"] == "transformers":
         # Importing its model is no part of what running it takes.
         with only_imported_extensions(), torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What a benchmark is to measure. Everything that can be refused is refused here, before a weight is read."""
+"""The plan of a benchmark, validated before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from hal.step import StateSpec
 
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
-"""Fewer make a figure that nobody should quote; the report says so."""
+"""Smallest number of repeats for a figure that can be quoted; the report warns below it."""
 RIVALS = ("transformers",)
 
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What to measure, as the command's options say it.
+    """The options of ``hal bench``.
 
     Attributes:
-        workload: one decode step, or the prefill of whole prompts.
-        checkpoint: a checkpoint's folder; or else
-        shapes: a name in :data:`hal.bench.contenders.shapes.SHAPES`, whose weights are random.
-        backend: a driver's name, or ``auto``; None leaves it to the environment.
-        dtype: as in :class:`hal.Config`; None leaves it to the environment.
-        batch_sizes: each is measured by itself.
-        length: per sequence, tokens in the cache (decode) or tokens of the prompt (prefill).
-        compilers: our modes; empty takes all of the backend's for decode, and ``eager`` for prefill.
-        against: who else is measured, of :data:`RIVALS`.
-        repeats: timed steps of each contender.
-        threads: that torch computes with; None leaves it as it is.
+        workload: ``decode`` for one decode step, or ``prefill`` for whole prompts.
+        checkpoint: folder of a checkpoint; exclusive with ``shapes``.
+        shapes: key of :data:`hal.bench.contenders.shapes.SHAPES`; the weights are random.
+        backend: name of a driver, or ``auto``; None uses the environment's.
+        dtype: as in :class:`hal.Config`; None uses the environment's.
+        batch_sizes: batch sizes, measured separately.
+        length: tokens per sequence in the cache (decode) or in the prompt (prefill).
+        compilers: hal's compilers to measure; empty selects all of the backend's for decode, and ``eager`` for prefill.
+        against: other implementations to measure, from :data:`RIVALS`.
+        repeats: timed steps per contender.
+        threads: number of torch's threads; None keeps it.
         trace: also count the kernels that a step launches.
-        memory: also run each contender in a process of its own, for its peak memory.
-        options: of the driver, over what the environment says.
-        compilation: keys of :class:`hal.CompilationConfig` for every mode, but for those that are measured.
+        memory: also run each contender in a separate process to measure its peak memory.
+        options: options of the driver; they override the environment's.
+        compilation: keys of :class:`hal.CompilationConfig` for every compiler, except those that the benchmark sets.
     """
 
     workload: Workload
@@ -66,17 +66,15 @@ class Plan:
 
     def __attrs_post_init__(self) -> None:
         if (self.checkpoint is None) == (self.shapes is None):
-            given = (
-                "neither a checkpoint nor shapes were" if self.shapes is None else "both a checkpoint and shapes were"
-            )
+            problem = "no checkpoint and no shapes" if self.shapes is None else "both a checkpoint and shapes"
             raise ConfigError(
-                f"{given} given", f"give a checkpoint's folder, or --shapes with one of {', '.join(SHAPES)}"
+                f"{problem} given", f"give a checkpoint's folder, or --shapes with one of {', '.join(SHAPES)}"
             )
         if self.shapes is not None and self.shapes not in SHAPES:
-            raise ConfigError(f"there are no shapes {self.shapes!r}", nearest(self.shapes, SHAPES))
+            raise ConfigError(f"unknown shapes {self.shapes!r}", nearest(self.shapes, SHAPES))
         for name in self.against:
             if name not in RIVALS:
-                raise ConfigError(f"hal cannot be measured against {name!r}", nearest(name, RIVALS))
+                raise ConfigError(f"cannot measure against {name!r}", nearest(name, RIVALS))
         numbers = [("batch size", each) for each in self.batch_sizes]
         numbers += [("length", self.length), ("number of threads", 1 if self.threads is None else self.threads)]
         for what, number in numbers:
@@ -84,31 +82,32 @@ class Plan:
                 raise ConfigError(f"the {what} is {number}", "give 1 or more")
         if measured := sorted({"compiler", "capture_sizes", "decode", "prefill"} & set(self.compilation)):
             raise ConfigError(
-                f"the compilation config has {', '.join(measured)}, which the benchmark sets itself",
-                "leave it out; compilers and batch sizes are options of their own",
+                f"the compilation config sets {', '.join(measured)}, which the benchmark sets itself",
+                "remove it; use --compiler and --batch-size",
             )
         if self.repeats < 3:
             raise ConfigError(
-                f"{self.repeats} repeats have no spread", f"give at least 3; {FEWEST_REPEATS} to quote it"
+                f"{self.repeats} repeats are too few to measure a spread",
+                f"use --repeats with at least 3; {FEWEST_REPEATS} or more for a figure to quote",
             )
 
     @property
     def name(self) -> str:
-        """The shapes' name or the checkpoint's folder."""
+        """Return the name of the shapes or the checkpoint's folder."""
         return self.shapes or self.checkpoint or ""
 
 
 @attrs.frozen(eq=False)
 class Setting:
-    """A plan that was checked, and what was opened for that; weights were not read.
+    """A validated plan with its opened backend and checkpoint; no weights are loaded.
 
     Attributes:
         plan: the plan.
-        backend: opened and active; configured but for cache and compilation.
-        checkpoint: what both sides read their weights from.
-        meta: our model without values.
-        dtype: of weights and caches.
-        modes: our compilers.
+        backend: opened and active; cache and compilation are not configured yet.
+        checkpoint: source of all contenders' weights.
+        meta: hal's model on the meta device.
+        dtype: dtype of weights and caches.
+        modes: compilers to measure.
     """
 
     plan: Plan
@@ -120,27 +119,27 @@ class Setting:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, a tied one counted once."""
+        """Return the size of all weights in bytes; tied weights count once."""
         parameters = sum(each.numel() for each in self.meta.parameters()) * self.dtype.itemsize
         return parameters + sum(each.nbytes for each in self.meta.buffers())  # quantised weights, with their scales
 
 
-def settle(plan: Plan) -> Setting:
-    """Open what ``plan`` names and check it against that.
+def prepare(plan: Plan) -> Setting:
+    """Open the plan's backend and checkpoint, and validate the plan against them.
 
     Raises:
-        HalError: of the kind that the backend, the checkpoint or the configuration gives; :class:`BenchmarkError` where
-            a rival is not installed, or memory does not suffice.
+        HalError: the backend, the checkpoint or the configuration is invalid.
+        BenchmarkError: a library to measure against is not installed, or memory does not suffice.
     """
     settings = environment_mapping(driver_names=driver_names())
     options = {"backend": plan.backend, "dtype": plan.dtype}
     settings |= {key: value for key, value in options.items() if value is not None}
     settings["options"] = {**settings.get("options", {}), **plan.options}
-    settings.pop("compilation", None)  # it is what is measured
+    settings.pop("compilation", None)  # the benchmark sets it
     backend = hal.open(read(hal.Config, settings, "configuration"))
     served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
     if plan.workload == "prefill":
-        # Its steps are eager with the others, so that another name would stand over the same figures.
+        # The other compilers run prefill eagerly, so their figures would equal eager's.
         served, where = (
             tuple(each for each in served if each == EAGER or backend.compiler(each).any_shape),
             " for prefill",
@@ -151,7 +150,7 @@ def settle(plan: Plan) -> Setting:
             raise ConfigError(f"the backend {backend.name} has no compiler {mode!r}{where}", nearest(mode, served))
     if plan.trace:
         with backend.counting_launches():
-            pass  # which a backend that cannot tell refuses
+            pass  # raises if the backend cannot count launches
     for rival in plan.against:
         need(rival, f"--against {rival}")
     if plan.shapes is not None:
@@ -161,7 +160,10 @@ def settle(plan: Plan) -> Setting:
     meta = build_model(checkpoint)
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:
-        raise ConfigError(f"sequences of {longest} tokens; the model takes {meta.max_length}", "ask for shorter ones")
+        raise ConfigError(
+            f"sequences of {longest} tokens exceed the model's maximum of {meta.max_length}",
+            "use a smaller --context or --tokens",
+        )
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
@@ -171,7 +173,7 @@ def settle(plan: Plan) -> Setting:
 
 
 def _check_memory(setting: Setting) -> None:
-    """All contenders are there at once, so that they can take turns: each side's weights, and a cache for each mode."""
+    """Raise BenchmarkError unless the weights of each implementation and a cache per mode fit in memory together."""
     plan, meta, free = setting.plan, setting.meta, setting.backend.device.memory_stats().free
     weights = setting.weight_bytes * (1 + len(plan.against))
     token = StateSpec(tuple(meta.states), setting.dtype, num_blocks=2, block_size=1).token_bytes
@@ -179,7 +181,7 @@ def _check_memory(setting: Setting) -> None:
     caches = token * plan.length * max(plan.batch_sizes) * modes
     if weights + caches > free:
         raise BenchmarkError(
-            f"the weights of all contenders take {weights >> 20} MiB and their caches {caches >> 20} MiB, and "
+            f"the weights of all contenders take {weights >> 20} MiB and their caches {caches >> 20} MiB, but only "
             f"{free >> 20} MiB are free",
-            "free memory, or take smaller shapes, batches or lengths, or fewer compilers",
+            "free memory, or use smaller shapes, batch sizes or lengths, or fewer compilers",
         )

@@ -1,4 +1,4 @@
-"""A picture of a result: a bar for each contender's median, its quartiles, and the floor."""
+"""A plot of a result: each contender's median with its quartiles, and the floor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def require() -> None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Write the picture as PNG.
+    """Write the plot as PNG.
 
     Raises:
         BenchmarkError: matplotlib is not installed.
     """
-    figure_class = need("matplotlib.figure", "--plot").Figure  # which needs no display
+    figure_class = need("matplotlib.figure", "--plot").Figure  # needs no display
     sizes = [each.batch_size for each in result.floors]
     figure = figure_class(figsize=(2.5 + 2.5 * len(sizes), 4.5), layout="constrained")
     for axes, floor in zip(figure.subplots(1, len(sizes), squeeze=False)[0], result.floors, strict=True):

@@ -1,7 +1,7 @@
-"""The ``hal`` command: generate text, measure, list the installed drivers and what they have kernels for.
+"""The ``hal`` command: generate text, measure, compare, quantize, and inspect drivers and operations.
 
-``main`` is the console script. Each command is a module of its own, and imports what is heavy when it runs. Installed
-packages can contribute more, through the entry-point group ``hal.commands``.
+``main`` is the console script. Each command is a module and imports heavy packages only when it runs. Installed
+packages contribute commands through the entry-point group ``hal.commands``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hal.version import __version__
 
 
 @click.group(cls=ContributedCommands)
-@click.option("-v", "--verbose", is_flag=True, help="Log what hal does, not only what it warns of.")
+@click.option("-v", "--verbose", is_flag=True, help="Log progress as well as warnings.")
 @click.version_option(__version__, prog_name="hal", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context, verbose: bool) -> None:
-    """Run language models on whatever hardware has a driver."""
+    """Run language models on any hardware with a driver."""
     context.with_resource(logging_to_stderr("INFO" if verbose else "WARNING"))
 
 

@@ -1,4 +1,4 @@
-"""What the options of several commands say about the configuration."""
+"""Options that several commands share to set the configuration."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 from hal.errors import ConfigError
 
-COMPILATION_CONFIG = "Keys of the table `compilation`: a JSON object, or a path ending in .json or .toml."
-COMPILER = "eager, graph, piecewise, or one that the driver brings."
+COMPILATION_CONFIG = "Keys of the table `compilation`, as a JSON object or a path ending in .json or .toml."
+COMPILER = "eager, graph, piecewise, or a compiler of the driver."
 
 
 def settings_of(
     backend: str | None, dtype: str | None, compiler: str | None, compilation_config: str | None
 ) -> dict[str, Any]:
-    """The environment's configuration, and over it what the options say."""
+    """Return the environment's configuration, overridden by the options."""
     from hal.config import CompilationConfig, Config, environment_mapping, read
     from hal.drivers.registry import driver_names
 
     settings = environment_mapping(driver_names=driver_names())
-    read(Config, settings, "environment")  # so that an error in it is not blamed on an option
+    read(Config, settings, "environment")  # report errors in the environment as such
     options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
     compilation = {} if compilation_config is None else dict(compilation_of(compilation_config))
     read(CompilationConfig, compilation, "--compilation-config")
     if compiler is not None and compilation.setdefault("compiler", compiler) != compiler:
         raise ConfigError(
-            f"--compiler says {compiler}, and --compilation-config {compilation['compiler']}", "leave one of them out"
+            f"--compiler is {compiler}, but --compilation-config sets {compilation['compiler']}", "remove one of them"
         )
     return {**settings, **options, "compilation": {**settings.get("compilation", {}), **compilation}}
 
 
 def compilation_of(source: str) -> Mapping[str, Any]:
-    """The keys that ``--compilation-config`` gives.
+    """Return the keys that ``--compilation-config`` sets.
 
     Raises:
-        ConfigError: it is neither JSON nor a file that can be read.
+        ConfigError: the value is neither JSON nor a readable file.
     """
     from hal.config import parse_json, read_file
 
@@ -44,6 +44,6 @@ def compilation_of(source: str) -> Mapping[str, Any]:
     if source.endswith((".json", ".toml")):
         return read_file(Path(source))
     raise ConfigError(
-        f"--compilation-config is {source!r:.70}, neither JSON nor a file that can be read",
-        "write it as {...}, or give a path ending in .json or .toml",
+        f"--compilation-config is {source!r:.70}, neither a JSON object nor a path ending in .json or .toml",
+        "write it as {...}, or give such a path",
     )

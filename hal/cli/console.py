@@ -1,4 +1,4 @@
-"""What every command shares: errors, log records and tables as the reader meets them."""
+"""Output that all commands share: errors, log records and tables."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hal.cli.stdout import NoReader, echo, end_stdout, has_lost_its_reader, resu
 from hal.errors import HalError
 
 INTERRUPTED = 130
-"""128 and the number of SIGINT: what shells expect of a program that was interrupted."""
+"""Exit status of an interrupted program by shell convention: 128 plus the number of SIGINT."""
 NO_READER = 141
-"""Likewise for SIGPIPE, of which programs die whose reader has left."""
+"""Exit status of a program whose stdout has no reader: 128 plus the number of SIGPIPE."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""What the system says of a disk that takes no more."""
+"""Error numbers for a disk that cannot be written."""
 
 
 class Commands(click.Group):
-    """A group whose commands report what hal raises on purpose, and show the traceback of anything else."""
+    """A command group that prints hal's errors as problem and remedy, and the traceback of any other exception."""
 
     def main(
         self,
@@ -34,20 +34,20 @@ class Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the command line, and exit: with 0, what the command says, or 2, 130 or 141 for what is caught here."""
+        """Run the command line, and exit with the command's status, or 2, 130 or 141 for the errors caught here."""
         run = functools.partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:
             return run()
         sys.exit(_status(run))
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Read the command line."""
-        with _telling_readers_from_other_pipes():
+        """Parse the command line."""
+        with _detecting_lost_readers():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
-        with _telling_readers_from_other_pipes():
+        with _detecting_lost_readers():
             return super().invoke(ctx)
 
 
@@ -76,14 +76,14 @@ def _status(run: Callable[[], Any]) -> int:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        what = error.filename or "what the command writes"
-        return _failed(f"{what} cannot be written: {error.strerror}", "free space there, or write elsewhere")
+        what = error.filename or "the output"
+        return _failed(f"{what} cannot be written: {error.strerror}", "free disk space, or write elsewhere")
     return status
 
 
 @contextlib.contextmanager
-def _telling_readers_from_other_pipes() -> Iterator[None]:
-    """Raise NoReader for a broken pipe that is stdout or stderr. click ends quietly for any, such as a worker's."""
+def _detecting_lost_readers() -> Iterator[None]:
+    """Raise NoReader if stdout or stderr is a broken pipe; click exits silently for any pipe, such as a worker's."""
     try:
         yield
     except BrokenPipeError as error:
@@ -101,19 +101,19 @@ def _interrupted() -> int:
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # stderr itself may be what cannot be written
+    with contextlib.suppress(OSError):  # stderr itself may be unwritable
         click.echo(text, err=True)
 
 
 class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Asks for stderr anew each time, because a progress bar replaces it while it is drawn.
+        # Looks up stderr for each record, because a progress bar replaces it temporarily.
         click.echo(f"{record.levelname.lower()}: {self.format(record)}", err=True)
 
 
 @contextlib.contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """Inside the block, hal's log records from ``level`` on go to stderr."""
+    """Write hal's log records from ``level`` on to stderr inside the block."""
     log, handler = logging.getLogger("hal"), _Stderr()
     before = log.level
     log.addHandler(handler)
@@ -126,7 +126,7 @@ def logging_to_stderr(level: str) -> Iterator[None]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table to stdout: folded to a terminal's width, and one line a row where there is none."""
+    """Print a table to stdout, folded to the terminal's width; without a terminal, print one line per row."""
     from rich.console import Console
     from rich.table import Table
 

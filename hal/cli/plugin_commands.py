@@ -23,14 +23,14 @@ COMMANDS: Plugins[click.Command] = Plugins(GROUP, "command", _check, error=Drive
 
 
 class ContributedCommands(Commands):
-    """hal's own commands, and those of installed packages, which are loaded when they are run or shown in the help."""
+    """hal's commands and those of installed packages, which are imported when they run or appear in the help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Every command's name. Imports none."""
         return sorted({*super().list_commands(ctx), *COMMANDS.names()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name; hal's own cannot be replaced. One that cannot be loaded says so when it is run."""
+        """Return a command by name. hal's cannot be replaced; one that cannot be loaded raises when it runs."""
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in COMMANDS.names():
             return own

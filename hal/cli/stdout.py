@@ -1,7 +1,7 @@
-"""Stdout, which belongs to a command's result alone.
+"""Stdout, reserved for a command's result.
 
-Vendors' packages print, from Python and from C, and so do the processes that they start. While one of hal's own
-commands runs, all of that goes to stderr, and :func:`echo` alone writes to what stdout was.
+Vendors' packages print to stdout, from Python and C, and so do their child processes. While a hal command runs, that
+output is redirected to stderr, and only :func:`echo` writes to the original stdout.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import click
 from hal.errors import HalError
 
 STDOUT, STDERR = 1, 2
-"""Descriptors."""
+"""File descriptors."""
 
 _stream: ContextVar[TextIO | None] = ContextVar("_stream")
 
 
 class OutputError(HalError):
-    """Something cannot be written: a command's result, or a file."""
+    """A command's result or a file cannot be written."""
 
 
 class NoReader(Exception):
-    """Nobody reads stdout any more, as behind ``| head``."""
+    """The reader of stdout is gone, as with ``| head``."""
 
 
 class ResultCommand(click.Command):
-    """A command that writes its result by :func:`echo`. Everything else goes to stderr, whatever writes it."""
+    """A command that writes its result with :func:`echo`; all other output to stdout is redirected to stderr."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
@@ -43,14 +43,14 @@ class ResultCommand(click.Command):
 
 
 def result_stream() -> TextIO:
-    """The stream of results.
+    """Return the stream of results.
 
     Raises:
-        OutputError: the process was started without a stdout.
+        OutputError: the process has no stdout.
     """
     stream = _stream.get(sys.stdout)
     if stream is None:
-        raise OutputError("the result cannot be written: stdout is closed", "start hal with one")
+        raise OutputError("the result cannot be written: stdout is closed", "start hal with an open stdout")
     return stream
 
 
@@ -58,8 +58,8 @@ def echo(message: str | bytes = "", nl: bool = True) -> None:
     """Write a part of the result.
 
     Raises:
-        OutputError: it cannot be written, such as on a full disk.
-        NoReader: nobody reads it any more.
+        OutputError: it cannot be written, for example because the disk is full.
+        NoReader: the reader of stdout is gone.
     """
     try:
         click.echo(message, file=result_stream(), nl=nl)
@@ -69,7 +69,7 @@ def echo(message: str | bytes = "", nl: bool = True) -> None:
 
 @contextlib.contextmanager
 def stdout_for_results() -> Iterator[None]:
-    """Inside the block, whatever writes to stdout other than by :func:`echo` writes to stderr: Python, C, children."""
+    """Redirect stdout to stderr inside the block, for Python, C and child processes, except for :func:`echo`."""
     stream = sys.stdout
     if stream is not None:
         stream.flush()
@@ -79,27 +79,27 @@ def stdout_for_results() -> Iterator[None]:
             stream = stack.enter_context(_opened(kept, stream))
         token = _stream.set(stream)
         stack.callback(_stream.reset, token)
-        # Where there is no stderr, Python has None, which whoever prints by sys.stdout.write does not expect.
+        # Without a stderr, sys.stderr is None, which code that calls sys.stdout.write does not handle.
         noise = sys.stderr or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         stack.enter_context(contextlib.redirect_stdout(noise))
         yield
 
 
 def end_stdout() -> None:
-    """Write what Python and C hold back of the process's stdout, and send to stderr what comes after.
+    """Flush Python's and C's buffers of stdout, and redirect later output to stderr.
 
-    Libraries write when the process ends, too.
+    Libraries also print when the process exits.
 
     Raises:
-        OutputError: it cannot be written, and is lost.
-        NoReader: nobody reads it any more.
+        OutputError: buffered output cannot be written and is lost.
+        NoReader: the reader of stdout is gone.
     """
     if sys.stdout is None or not _is_the_process_own(sys.stdout):
         return
     try:
         _flush()
     except OSError as error:
-        _point_at_nothing(STDOUT)  # Python keeps what it could not write, and would try again
+        _point_at_nothing(STDOUT)  # Python would retry to write its buffer
         _flush()
         raise _failure(error) from error
     finally:
@@ -107,7 +107,7 @@ def end_stdout() -> None:
 
 
 def has_lost_its_reader() -> bool:
-    """Whether the process's stdout or stderr is a pipe that nobody reads."""
+    """Return whether the process's stdout or stderr is a pipe without a reader."""
     if not hasattr(select, "poll"):  # Windows
         return True
     poll = select.poll()
@@ -120,22 +120,22 @@ def _failure(error: OSError) -> Exception:
     if isinstance(error, BrokenPipeError):
         return NoReader()
     problem = f"the result cannot be written to stdout: {error.strerror}"
-    return OutputError(problem, "free space there, or send it elsewhere")
+    return OutputError(problem, "free disk space, or redirect it elsewhere")
 
 
 def _is_the_process_own(stream: TextIO) -> bool:
     try:
         return stream.fileno() == STDOUT
-    except (OSError, ValueError):  # it has no descriptor, or is closed
+    except (OSError, ValueError):  # no descriptor, or closed
         return False
 
 
 @contextlib.contextmanager
 def _descriptor_to_stderr() -> Iterator[int]:
-    """Inside the block, descriptor 1 leads to stderr. Gives one that leads where 1 did."""
+    """Redirect descriptor 1 to stderr inside the block; yield a duplicate of the original."""
     try:
         kept = os.dup(STDOUT)
-    except OSError:  # it is closed
+    except OSError:  # closed
         _point_at_nothing(STDOUT)
         kept = os.dup(STDOUT)
     _point_at_stderr(STDOUT)
@@ -149,12 +149,12 @@ def _descriptor_to_stderr() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _opened(descriptor: int, like: TextIO) -> Iterator[TextIO]:
-    """A stream like another, on another descriptor."""
+    """Open a stream with the encoding of ``like`` on another descriptor."""
     stream = open(descriptor, "w", encoding=like.encoding, errors=like.errors, closefd=False)  # noqa: SIM115
     try:
         yield stream
     finally:
-        with contextlib.suppress(OSError):  # echo has raised it before: it leaves nothing to be written
+        with contextlib.suppress(OSError):  # echo has already raised it
             stream.close()
 
 
@@ -168,7 +168,7 @@ def _flush() -> None:
 def _point_at_stderr(descriptor: int) -> None:
     try:
         os.dup2(STDERR, descriptor)
-    except OSError:  # it is closed
+    except OSError:  # closed
         _point_at_nothing(descriptor)
 
 

@@ -1,4 +1,4 @@
-"""Files that commands write. A target is tried before the work begins, so that no work is lost."""
+"""Checks that files can be written, made before the work begins so that no work is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hal.errors import ConfigError
 
 
 def check_file(file: Path) -> None:
-    """Raise ConfigError unless ``file`` can be written, or made; leave it as it is."""
+    """Raise ConfigError unless ``file`` can be written or created; leave it unchanged."""
     made = not os.path.lexists(file)
     try:
         with file.open("ab"):
@@ -25,7 +25,7 @@ def check_file(file: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless files can be made in ``folder``, or above it if it is not there; leave nothing."""
+    """Raise ConfigError unless files can be created in ``folder``, or in its nearest existing parent; leave nothing."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -36,15 +36,15 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise OutputError if what is written inside the block, to ``path`` or files in it, cannot be."""
+    """Raise OutputError if writing ``path``, or files in it, fails inside the block."""
     try:
         yield
     except OSError as error:
         problem = f"{error.filename or path} cannot be written: {error.strerror or error}"
-        raise OutputError(problem, "free space there, or name another place") from error
+        raise OutputError(problem, "free disk space, or choose another path") from error
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be written: {error.strerror}", "name another, in a folder that is there and that you may write"
+        f"{path} cannot be written: {error.strerror}", "choose a path in an existing folder with write permission"
     )

@@ -1,4 +1,5 @@
-"""Comparing a model's runs: one backend's with another's operation by operation, or the modes of one backend.
+"""Comparison of a model's runs: two backends operation by operation, or the compile modes of one backend.
 
-:mod:`backends` and :mod:`modes` do so, :mod:`report` shows what was found, and :mod:`saved` keeps a call to replay.
+``backends.py`` and ``modes.py`` run the comparisons, ``comparison_report.py`` formats the results, and
+``saved_call.py`` stores a call for replay.
 """

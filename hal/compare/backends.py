@@ -1,4 +1,4 @@
-"""Two backends on the same tokens: every operation's results, one call at a time, and the whole runs beside that."""
+"""Comparison of two backends on the same tokens: operation by operation, and as whole runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
+from hal.compare.call_comparison import CallComparer, CallRecorder, Side
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import OUTSIDE, Comparison, Outcome, Row
-from hal.compare.local import OurCalls, Side, TheirCalls
-from hal.compare.saved import check_folder, save
-from hal.compare.states import LOGITS, Drifts
+from hal.compare.drifts import LOGITS, Drifts
+from hal.compare.saved_call import check_folder, save
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig, DTypeName
@@ -31,41 +31,43 @@ def compare_backends(
     *,
     save_to: Path | None = None,
 ) -> Comparison:
-    """Run the prompts on both, eagerly, and compare. ``first`` is the reference, and active afterwards.
+    """Run the prompts eagerly on both backends and compare. ``first`` is the reference, and active afterwards.
 
     Args:
-        checkpoint: that both load.
-        first: opened; its config's dtype is the second's too.
-        second: opened likewise, another object.
-        prompts: all run together, in one prefill and decode steps of all.
-        save_to: the folder for the first call that is out of tolerance, which is made only then.
+        checkpoint: checkpoint that both load.
+        first: opened backend; the dtype of its config also applies to the second.
+        second: another opened backend.
+        prompts: prompts, run together: one prefill, then decode steps.
+        save_to: folder for the first call out of tolerance; created only if one exists.
 
     Raises:
-        ConfigError: the backends have no dtype or block size in common, or were opened in different dtypes.
-        CompareError: a kernel raises, or the model calls other operations on one of them.
-        NumericsError: the reference gives NaN.
+        ConfigError: the backends have no common dtype or block size, or were opened with different dtypes.
+        CompareError: a kernel raises, or the model calls different operations on the two backends.
+        NumericsError: the reference's logits contain NaN.
     """
     if save_to is not None:
         check_folder(save_to)
     if first is second:
-        raise CompareError("a backend was given to be compared with itself", "open it twice, or compare its modes")
+        raise CompareError(
+            "the two backends to compare are the same object", "open the driver twice, or compare its modes"
+        )
     sides = _sides(checkpoint, first, second, prompts)
     ours, theirs = sides
     dtype = ours.runner.spec.dtype
     watched, other = Watch(ours.model), Watch(theirs.model)
-    comparing, recording = OurCalls(ours, theirs, keep=save_to is not None), TheirCalls(theirs)
+    comparing, recording = CallComparer(ours, theirs, keep=save_to is not None), CallRecorder(theirs)
     disturbance, beside = disturbing(dtype), new_runner(ours.model, first)
     texts, drifts = Texts(prompts, ours.runner.spec.block_size, ours.model.max_length), Drifts()
     while running := texts.running:
         recording.calls.clear()
-        comparing.theirs = recording.calls
+        comparing.recorded = recording.calls
         second.activate()
         try:
             with other.step(texts.step, recording):
                 found = texts.run(theirs.runner)
         except CompareError as raised:
             first.activate()
-            with watched.step(texts.step, comparing), suppress(CompareError):  # at the call that was never made
+            with watched.step(texts.step, comparing), suppress(CompareError):  # raised at the missing call
                 texts.run(ours.runner)
             raise _with_what_came_before(raised, comparing) from raised
         first.activate()
@@ -91,10 +93,10 @@ def compare_backends(
 
 
 def common_block_size(first: Backend, second: Backend) -> int:
-    """A cache block size that both take, of those that the first prefers if it may be: slots are the same then.
+    """Return a cache block size that both backends support; both then use the same slots.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no block size is supported by both.
     """
     asked = [each.config.cache.block_size for each in (first, second) if each.config.cache.block_size]
     wanted = [*asked, *first.limits.block_sizes, *second.limits.block_sizes, first.block_size]
@@ -102,22 +104,22 @@ def common_block_size(first: Backend, second: Backend) -> int:
         if all(not each.limits.block_sizes or size in each.limits.block_sizes for each in (first, second)):
             return size
     raise ConfigError(
-        f"the backends {first.name} and {second.name} have no cache block size in common: "
+        f"the backends {first.name} and {second.name} have no common cache block size: "
         + " and ".join(", ".join(map(str, each.limits.block_sizes)) for each in (first, second)),
-        "compare each with one that takes any, such as cpu",
+        "compare each with a backend that supports any block size, such as cpu",
     )
 
 
 def common_dtype(checkpoint: Checkpoint, first: Backend, second: Backend) -> DTypeName:
-    """The dtype that both are to compute in: their config's, or else the checkpoint's.
+    """Return the dtype of the comparison: the one in the backends' configs, or the checkpoint's.
 
     Raises:
-        ConfigError: one of them does not compute in it, or their configs differ.
+        ConfigError: a backend does not support it, or the configs differ.
     """
     asked, other = first.config.dtype, second.config.dtype
     if asked != other:
         raise ConfigError(
-            f"{first.name} was opened for dtype {asked}, and {second.name} for {other}", "open both for one dtype"
+            f"{first.name} was opened for dtype {asked}, and {second.name} for {other}", "open both with the same dtype"
         )
     name = cast("DTypeName", str(checkpoint.dtype).removeprefix("torch.")) if asked == "auto" else asked
     names = [[str(dtype).removeprefix("torch.") for dtype in each.limits.dtypes] for each in (first, second)]
@@ -126,8 +128,8 @@ def common_dtype(checkpoint: Checkpoint, first: Backend, second: Backend) -> DTy
             common = [each for each in names[0] if each in names[1]]
             raise ConfigError(
                 f"the backend {backend.name} does not compute in {name}"
-                + (", the checkpoint's own dtype" if asked == "auto" else ""),
-                f"set dtype to one that both have: {', '.join(common)}" if common else "they have no dtype in common",
+                + (", the checkpoint's dtype" if asked == "auto" else ""),
+                f"set dtype to one that both support: {', '.join(common)}" if common else "they have no common dtype",
             )
     return name
 
@@ -135,7 +137,7 @@ def common_dtype(checkpoint: Checkpoint, first: Backend, second: Backend) -> DTy
 def configure(
     backend: Backend, prompts: Prompts, block_size: int, compilation: CompilationConfig, dtype: DTypeName
 ) -> None:
-    """Give a backend a cache of just the size that the prompts take, and a way to run."""
+    """Configure a backend with a compilation, and a cache of exactly the size that the prompts need."""
     config = backend.config
     num_tokens = len(prompts.token_ids) * prompts.blocks_each(block_size) * block_size
     cache = attrs.evolve(config.cache, block_size=block_size, num_tokens=num_tokens, reuse_prefixes=False)
@@ -155,15 +157,15 @@ def _sides(checkpoint: str | Path | Checkpoint, first: Backend, second: Backend,
     return made[0], made[1]
 
 
-def _with_what_came_before(raised: CompareError, comparing: OurCalls) -> CompareError:
-    """A kernel may raise because an earlier one gave it something wrong."""
+def _with_what_came_before(raised: CompareError, comparing: CallComparer) -> CompareError:
+    """Add the first call out of tolerance, which may have caused the exception."""
     if (broken := comparing.broken) is None:
         return raised
-    wrong = broken.error.problem or f"{broken.error.ratio:.3g} times what is allowed"
+    wrong = broken.error.problem or f"{broken.error.ratio:.3g} times the allowed error"
     return CompareError(
         f"{raised.problem}; before that, {broken.call.operation} in {broken.call.path}, step {broken.call.step}, "
-        f"left its tolerance: {wrong}",
-        f"repair {broken.call.operation} first",
+        f"was out of tolerance: {wrong}",
+        f"fix {broken.call.operation} first",
     )
 
 
@@ -172,7 +174,7 @@ def _states(watch: Watch, logits: Tensor) -> dict[str, Tensor]:
 
 
 def _rows(outcomes: list[Outcome], drifts: Drifts) -> tuple[Row, ...]:
-    """Of all numbered layers, and of what is outside them."""
+    """Return a row per numbered layer, and one for :data:`OUTSIDE`."""
     by_layer: dict[str, list[Outcome]] = {layer: [] for layer in drifts.layers if layer != LOGITS}
     for outcome in outcomes:
         by_layer.setdefault(outcome.call.layer, []).append(outcome)

@@ -1,4 +1,4 @@
-"""What goes wrong in a comparison, other than a difference, which is its result."""
+"""The error of comparisons that cannot be made; a difference is a result, and no error."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from hal.errors import HalError
 
 
 class CompareError(HalError):
-    """Runs that cannot be compared, such as of a kernel that raises."""
+    """Two runs cannot be compared, for example because a kernel raises."""

@@ -1,4 +1,4 @@
-"""A comparison for the reader: a verdict, the first operation that differs, tables; and the same as JSON."""
+"""The report of a comparison: a verdict, the first operation that differs, tables; and the same as JSON."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import attrs
 from hal.compare.comparison_results import OUTSIDE, Choice, Comparison, Departure, Outcome
 
 MOST_CHOICES = 8
-"""Lines about tokens that differ."""
+"""Maximum number of differing tokens listed."""
 UNEXPLAINED = (
-    "no operation is out of tolerance on the same arguments: look at what the model computes between operations, at "
-    "kernels whose results depend on what ran before, and at missing waits"
+    "no operation is out of tolerance on equal arguments: check what the model computes between operations, kernels "
+    "whose results depend on earlier calls, and missing waits"
 )
 
 
 def heading(found: Comparison) -> str:
-    """What was compared, and the verdict."""
+    """Return the verdict, and what was compared."""
     verdict = "within tolerance" if found.agrees else "NOT within tolerance"
     steps = f"a prefill and {found.steps - 1} decode steps"
     return f"{found.second} against {found.first}: {verdict} ({steps}, {found.tokens} tokens)"
 
 
 def lines(found: Comparison) -> Iterator[str]:
-    """The findings, one or a few lines each."""
+    """Yield the findings."""
     if found.broken is not None:
         yield from _broken(found.broken, found.first, found.second)
     elif _has_operations(found):
-        yield "operations: none is out of tolerance"
+        yield "operations: all are within tolerance"
     if found.departure is not None:
         yield from _departure(found.departure, found)
     yield from _tokens(found)
@@ -38,7 +38,7 @@ def lines(found: Comparison) -> Iterator[str]:
 
 
 def table(found: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: by layer."""
+    """Return columns and rows, by layer."""
     if not _has_operations(found):
         return ["state", "drift", "rounding"], [
             [row.layer, _size(row.drift), _size(row.rounding)] for row in found.rows
@@ -51,7 +51,7 @@ def table(found: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """All figures. One that is not finite is text, as JSON has no number for it."""
+    """Return all figures; non-finite numbers become strings, because JSON has none."""
     values = attrs.asdict(found)
     for choice, written in zip(found.choices, values["choices"], strict=True):
         written["tie"] = choice.tie
@@ -74,8 +74,8 @@ def _broken(outcome: Outcome, first: str, second: str) -> Iterator[str]:
     else:
         place = f"{error.result}{list(error.at)}"
         yield (
-            f"  {place}: {second} gives {error.found:.6g}, {first} {error.expected:.6g}; "
-            f"{error.allowed:.2g} apart is allowed, and this is {_times(error.ratio)} times that"
+            f"  {place}: {second} returns {error.found:.6g}, {first} {error.expected:.6g}; "
+            f"the difference is {_times(error.ratio)} times the allowed {error.allowed:.2g}"
         )
     given = ", ".join(f"{name} {value}" for name, value in outcome.arguments.items())
     yield f"  {given} -> {', '.join(outcome.results) or 'nothing'}"
@@ -83,14 +83,14 @@ def _broken(outcome: Outcome, first: str, second: str) -> Iterator[str]:
 
 def _departure(departure: Departure, found: Comparison) -> Iterator[str]:
     yield (
-        f"the runs left rounding first in {departure.layer}, {_step(departure.step)}: {_size(departure.drift)} apart, "
-        f"where rounding explains {_size(departure.limit)}"
+        f"the runs first differ by more than rounding in {departure.layer}, {_step(departure.step)}: the drift is "
+        f"{_size(departure.drift)}, and rounding explains {_size(departure.limit)}"
     )
     if not _has_operations(found):
         layers = [row.layer for row in found.rows]
         before = layers[: layers.index(departure.layer)]
-        since = f"from the attention over {before[-1]} on, " if before else "from its tokens on, "
-        yield f"  suspect what the model computes {since}up to {departure.layer}"
+        since = f"from the attention over {before[-1]} on, " if before else "from the tokens on, "
+        yield f"  check the computation {since}up to {departure.layer}"
     elif found.broken is None:
         yield f"  {UNEXPLAINED}"
 
@@ -105,12 +105,12 @@ def _tokens(found: Comparison) -> Iterator[str]:
     yield f"tokens: {', '.join(told)}"
     yield from (f"  {_choice(choice, found)}" for choice in found.choices[:MOST_CHOICES])
     if (more := len(found.choices) - MOST_CHOICES) > 0:
-        yield f"  and {more} more, which --json lists"
+        yield f"  and {more} more; --json lists all"
 
 
 def _choice(choice: Choice, found: Comparison) -> str:
     return (
-        f"prompt {choice.prompt}, {_step(choice.step)}: {found.first} takes {choice.first}, {found.second} "
+        f"prompt {choice.prompt}, {_step(choice.step)}: {found.first} chooses {choice.first}, {found.second} "
         f"{choice.second}; {'a' if choice.tie else 'no'} tie: the margin is {choice.margin:.3g}, and rounding explains "
         f"{choice.rounding:.3g}"
     )

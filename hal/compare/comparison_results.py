@@ -1,4 +1,4 @@
-"""What a comparison finds. All of it is plain values, for tables and for JSON."""
+"""The results of a comparison as plain values, for tables and JSON."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import attrs
 from hal.ops.tolerance import Error
 
 OUTSIDE = "outside the layers"
-"""Where embeddings, the last norm and the output projection are; their drift is that of the logits."""
+"""Location of the embedding, the final norm and the output projection; its drift is that of the logits."""
 
 
 @attrs.frozen
 class Call:
-    """One call of an operation by the model.
+    """A call of an operation by the model.
 
     Attributes:
-        step: 0 is the prefill, and each decode step counts one more.
-        number: of the call in its step, from 0.
-        operation: its name.
-        path: of the module that called it, or the model's class if that was the model itself.
-        layer: the path of the numbered layer that it belongs to, such as ``model.layers.3``; or :data:`OUTSIDE`.
+        step: 0 for the prefill, then the number of the decode step.
+        number: index of the call in its step.
+        operation: name of the operation.
+        path: path of the module that makes the call, or the model's class name.
+        layer: path of the numbered layer that contains the module, such as ``model.layers.3``; or :data:`OUTSIDE`.
     """
 
     step: int
@@ -31,7 +31,7 @@ class Call:
 
 @attrs.frozen
 class Outcome:
-    """A call, what became of it on the second backend, and its arguments' shapes by name."""
+    """A call, its error on the second backend, and descriptions of its arguments and results."""
 
     call: Call
     error: Error
@@ -41,15 +41,15 @@ class Outcome:
 
 @attrs.frozen
 class Row:
-    """A layer.
+    """The results of a layer.
 
     Attributes:
-        layer: its path, :data:`OUTSIDE`, or what else was compared.
-        operations: calls that were compared; 0 where only states were.
-        worst: that of the largest error.
-        drift: how far the whole runs are apart there: the largest difference in a row of values, over the row's root
-            mean square, of all steps.
-        rounding: the same between two runs of the first that differ by rounding alone.
+        layer: its path, :data:`OUTSIDE`, or the name of another state.
+        operations: number of compared calls; 0 if only states are compared.
+        worst: the call with the largest error.
+        drift: difference of the whole runs: the largest difference in a row of values, divided by the row's RMS, over
+            all steps.
+        rounding: the same for two runs of the first backend that differ only by rounding.
     """
 
     layer: str
@@ -61,13 +61,13 @@ class Row:
 
 @attrs.frozen
 class Departure:
-    """Where the whole runs first came further apart than rounding explains.
+    """The first place at which the drift of the whole runs exceeds rounding.
 
     Attributes:
         layer: as in :class:`Row`.
         step: as in :class:`Call`.
         drift: as in :class:`Row`, in this step.
-        limit: what rounding explains.
+        limit: drift that rounding explains.
     """
 
     layer: str
@@ -78,15 +78,15 @@ class Departure:
 
 @attrs.frozen
 class Choice:
-    """A token on which the two differ.
+    """A token that differs between the runs.
 
     Attributes:
-        prompt: whose.
+        prompt: index of the prompt.
         step: as in :class:`Call`.
-        first: the first's likeliest token.
-        second: the second's.
-        margin: by how much the two tokens' logits differ, in the run where they differ more.
-        rounding: what rounding explains of that.
+        first: the first run's most likely token.
+        second: the second run's.
+        margin: difference of the two tokens' logits, in the run where it is larger.
+        rounding: margin that rounding explains.
     """
 
     prompt: int
@@ -98,24 +98,24 @@ class Choice:
 
     @property
     def tie(self) -> bool:
-        """Whether rounding explains it."""
+        """Return whether rounding explains the difference."""
         return self.margin <= self.rounding
 
 
 @attrs.frozen
 class Comparison:
-    """All that was found.
+    """The result of a comparison.
 
     Attributes:
-        first: the reference's name.
-        second: the other's.
-        steps: that were run, the prefill included.
-        tokens: that were chosen.
-        rows: by layer, in the order of the model; the logits come last.
-        broken: the first call out of its tolerance.
-        departure: the first place where the runs left rounding.
-        choices: the tokens that differ.
-        not_compared: operations whose results could not be, and why.
+        first: name of the reference.
+        second: name of the other.
+        steps: number of steps, including the prefill.
+        tokens: number of chosen tokens.
+        rows: results by layer in the model's order; the logits are last.
+        broken: first call out of tolerance.
+        departure: first place where the drift exceeds rounding.
+        choices: tokens that differ.
+        not_compared: operations with results that cannot be compared, and why.
     """
 
     first: str
@@ -130,5 +130,5 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything is within tolerance."""
+        """Return whether everything is within tolerance."""
         return self.broken is None and self.departure is None and all(choice.tie for choice in self.choices)

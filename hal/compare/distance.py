@@ -16,7 +16,7 @@ from hal.ops.tolerance import Error, error
 
 
 def results_of(returned: Any) -> dict[str, Tensor]:
-    """The tensors that an operation returned, named."""
+    """Return the tensors that an operation returned, by name."""
     leaves = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
     if len(leaves) == 1:
         return {"result": leaves[0]}
@@ -29,11 +29,11 @@ def worst_error(
     """Return the worst error of a call's results. NaN is right where the reference gives it.
 
     Args:
-        operation: whose tolerance holds. Its absolute part is for results of about unit size: where a row's root mean
-            square is larger than 1, it grows with that.
-        dtype: that the model computes in.
-        found: on any device.
-        expected: likewise, by the same names.
+        operation: sets the tolerance. Its absolute part assumes results of unit size; it grows with a row's RMS if that
+            exceeds 1.
+        dtype: dtype that the model computes in.
+        found: results on any device.
+        expected: results with the same names.
     """
     if found.keys() != expected.keys():
         return Error(math.inf, problem=f"it gave {', '.join(found) or 'nothing'} and not {', '.join(expected)}")

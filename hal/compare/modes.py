@@ -1,7 +1,8 @@
-"""The modes of one backend on the same tokens. A compiled step calls no operations that could be compared one by one.
+"""Comparison of the compile modes of one backend.
 
-What it leaves in the KV cache can be read in every mode: each layer's keys and values, whichever their layout. The
-first layer whose keys and values differ has been given something wrong, or computes its own keys and values wrongly.
+A compiled step calls no operations that could be compared one by one, but every mode writes the KV cache: each layer's
+keys and values, in any layout. The first layer whose keys and values differ received wrong input, or computes them
+wrongly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hal.checkpoint.loading import load_model
 from hal.compare.backends import configure
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import Comparison, Row
-from hal.compare.states import LOGITS, Drifts
+from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig
@@ -33,31 +34,33 @@ EAGER = "eager"
 def compare_modes(
     checkpoint: str | Path | Checkpoint, backend: Backend, compilers: Sequence[str], prompts: Prompts
 ) -> tuple[Comparison, ...]:
-    """Run the prompts in every mode, and compare each with the first.
+    """Run the prompts in every mode, and compare each mode with the first.
 
     Args:
-        checkpoint: loaded once, so that all modes have the same weights in the same form.
-        backend: opened, and active. Its config's ``compilation`` holds for all modes but for the compiler.
-        compilers: the modes; the first is the reference.
-        prompts: all run together, in one prefill and decode steps of all.
+        checkpoint: loaded once, so that all modes share the weights.
+        backend: opened and active. The ``compilation`` of its config applies to all modes, except for the compiler.
+        compilers: modes; the first is the reference.
+        prompts: prompts, run together: one prefill, then decode steps.
 
     Returns:
-        One for each mode after the first.
+        One comparison per mode after the first.
 
     Raises:
-        CompareError: fewer than two modes, or one twice.
-        ConfigError: a mode that the backend does not have.
+        CompareError: fewer than two modes, or a mode twice.
+        ConfigError: the backend does not have a mode.
         CaptureError: a graph cannot be captured.
         CompileError: the model cannot be compiled.
-        NumericsError: the reference gives NaN.
+        NumericsError: the reference's logits contain NaN.
     """
     if len(set(compilers)) < 2 or len(set(compilers)) < len(compilers):
-        raise CompareError(f"the modes to compare are {', '.join(compilers) or 'none'}", "give two or more, each once")
+        raise CompareError(
+            f"the modes to compare are {', '.join(compilers) or 'none'}", "name at least two modes, each once"
+        )
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     base = backend.config.compilation
     sequences = len(prompts.token_ids)
     modes = {name: in_mode(base, name) for name in compilers}
-    for compilation in modes.values():  # what is refused is so before anything is loaded
+    for compilation in modes.values():  # refuse invalid modes before loading weights
         configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
     model = load_model(opened, backend)
     with ExitStack() as stack:
@@ -89,7 +92,7 @@ def _compared(
 
 
 def in_mode(config: CompilationConfig, compiler: str) -> CompilationConfig:
-    """The configuration with another compiler for decode steps, whichever it names for them itself."""
+    """Return the configuration with another compiler, also for decode steps."""
     return attrs.evolve(config, compiler=compiler, decode=attrs.evolve(config.decode, compiler=None))
 
 

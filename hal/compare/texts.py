@@ -1,4 +1,4 @@
-"""The prompts, the tokens that the first run chooses for them, and the batches that every run gets of both."""
+"""The prompts of a comparison, the tokens chosen by the reference, and the batches that all runs share."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hal.step import StateMemory
 from hal.step.state import DUMMY_BLOCK
 
 FILL = 16.0
-"""What a cache holds before it is written, as reused blocks hold others' keys: a read of it must show."""
+"""Initial value of all cache slots. It is nonzero, as in reused blocks, so that a premature read changes results."""
 
 
 @attrs.frozen
 class Prompts:
-    """What is run.
+    """The prompts to run.
 
     Attributes:
-        token_ids: of each prompt.
-        max_new_tokens: at most so many for each.
-        stop_token_ids: tokens that end a text.
+        token_ids: tokens of each prompt.
+        max_new_tokens: maximum number of new tokens per prompt.
+        stop_token_ids: tokens that end a sequence.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -37,21 +37,21 @@ class Prompts:
 
     def __attrs_post_init__(self) -> None:
         if not self.token_ids or not all(self.token_ids):
-            raise BatchError("there are no prompts, or an empty one", "give at least one, of at least one token")
+            raise BatchError("there are no prompts, or a prompt is empty", "give at least one nonempty prompt")
         if self.max_new_tokens < 1:
-            raise BatchError(f"{self.max_new_tokens} new tokens were asked for", "ask for at least 1")
+            raise BatchError(f"max_new_tokens is {self.max_new_tokens}", "use at least 1")
 
     def blocks_each(self, block_size: int) -> int:
-        """Blocks of cache that a prompt takes to its end."""
+        """Return the number of cache blocks that a prompt needs with all its new tokens."""
         return math.ceil((max(map(len, self.token_ids)) + self.max_new_tokens) / block_size)
 
 
 class Texts:
-    """The texts as they grow. All runs get the first's tokens, so that they can be compared to the end.
+    """The token sequences during a comparison. All runs continue with the reference's tokens, to stay comparable.
 
     Attributes:
-        step: the number of the next one; 0 is the prefill.
-        chosen: tokens so far.
+        step: number of the next step; 0 is the prefill.
+        chosen: number of tokens chosen so far.
     """
 
     def __init__(self, prompts: Prompts, block_size: int, max_length: int) -> None:
@@ -59,18 +59,18 @@ class Texts:
         self._texts = [list(each) for each in prompts.token_ids]
         self._running = list(range(len(self._texts)))
         self._max_length = max_length
-        # No more than the model's longest text takes: graphs refuse wider block tables.
+        # Limited by the model's maximum length: graphs refuse wider block tables.
         per = min(prompts.blocks_each(block_size), math.ceil(max_length / block_size))
         self._blocks = [list(range(1 + row * per, 1 + (row + 1) * per)) for row in self._running]
         self.step = self.chosen = 0
 
     @property
     def running(self) -> list[int]:
-        """The prompts that the next step continues: the rows of its logits."""
+        """Return the prompts that the next step continues, in the order of its logits' rows."""
         return list(self._running)
 
     def run(self, runner: Runner) -> Tensor:
-        """The next step on ``runner``; returns its logits, in float32 on the CPU."""
+        """Run the next step on ``runner``; return its logits ``[running, vocab_size]``, in float32 on the CPU."""
         blocks = [self._blocks[row] for row in self._running]
         if self.step == 0:
             batch = runner.batch([self._texts[row] for row in self._running], blocks)
@@ -82,7 +82,7 @@ class Texts:
             return logits.float().cpu().clone()
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Append each running prompt's token, and go on to the next step."""
+        """Append a token to each running prompt, and advance to the next step."""
         for row, token in zip(self._running, tokens, strict=True):
             self._texts[row].append(token)
         self.chosen += len(tokens)
@@ -96,21 +96,21 @@ class Texts:
         return new >= self._prompts.max_new_tokens or text[-1] in stops or len(text) >= self._max_length
 
 
-def likeliest(logits: Tensor) -> list[int]:
-    """The token of highest logit, of each row; the lowest of equal ones."""
+def most_likely(logits: Tensor) -> list[int]:
+    """Return the token with the highest logit of each row; of equal ones, the lowest."""
     tokens: list[int] = ops.operation("greedy_sample").reference(logits).tolist()
     return tokens
 
 
 def new_runner(model: CausalLM, backend: Backend, *, max_sequences: int | None = None) -> Runner:
-    """A runner as the backend is configured, whose cache shows what is read before it is written."""
+    """Create a runner with the backend's configuration, and fill its cache with :data:`FILL`."""
     runner = Runner(model, backend, max_sequences=max_sequences)
     fill(runner.states)
     return runner
 
 
 def fill(states: StateMemory) -> None:
-    """Put :data:`FILL` into all blocks but the dummy one."""
+    """Fill all blocks except the dummy block with :data:`FILL`."""
     with torch.inference_mode():
         for _, tensor in states.tensors():
             tensor[DUMMY_BLOCK + 1 :] = FILL

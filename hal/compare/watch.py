@@ -1,4 +1,4 @@
-"""Where a model is: which module calls an operation, and what each numbered layer gives."""
+"""Hooks on a model that report which module calls an operation, and the outputs of the numbered layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hal.ops.rounding import Disturbance
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)*\d+(?=\.|$)")
 
 Seen = Callable[[Call, Operation, Callable[..., Any], tuple[Any, ...]], Any]
-"""Told of a call, with the active backend's kernel and the arguments by position; returns the call's result."""
+"""Called with a call, its operation, the active backend's kernel and the arguments by position; returns the result."""
 
 
 def layer_of(path: str) -> str:
-    """The numbered layer that a module's path lies in, the outermost one; or :data:`OUTSIDE`."""
+    """Return the outermost numbered layer in a module's path, or :data:`OUTSIDE`."""
     found = _LAYER.match(path)
     return found.group() if found else OUTSIDE
 
@@ -32,7 +32,7 @@ class Watch:
     """Follows a model's forward by hooks on its modules.
 
     Attributes:
-        layers: what the numbered layers gave since :meth:`clear`, by path, in float32 on the CPU.
+        layers: outputs of the numbered layers in the last step, by path, in float32 on the CPU.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,10 +45,7 @@ class Watch:
 
     @contextmanager
     def step(self, step: int, seen: Seen) -> Iterator[None]:
-        """Inside the block, ``seen`` is told of every call of an operation by the model.
-
-        Calls that a kernel makes are its own business, and not told.
-        """
+        """Pass every call of an operation by the model to ``seen`` inside the block, except calls made by kernels."""
         self._step, self._number, self._given = step, 0, {}
         handles = []
         for path, module in self._model.named_modules():
@@ -91,7 +88,7 @@ class Watch:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
             given = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-            if layer_of(path) == path and given is not None:  # None where the module raised
+            if layer_of(path) == path and given is not None:  # None if the module raised
                 self._given.setdefault(path, []).append(given.float().cpu())
 
         return leave

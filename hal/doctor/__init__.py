@@ -1,5 +1,5 @@
-"""What ``hal doctor`` examines: Python, torch and packages here, and each driver in a process of its own.
+"""The implementation of ``hal doctor``: Python, torch and packages, and each driver in a separate process.
 
-``examine.py`` is the whole of it, ``together.py`` runs the processes, and ``subject.py`` is what runs in one and may
-crash. No vendor is known here.
+``examine.py`` is the entry point, ``driver_processes.py`` runs the processes, and ``driver_program.py`` is the program
+of one, which may crash. No vendor is named here.
 """

@@ -1,4 +1,4 @@
-"""What a device is asked to compute: a product, the operations of a decoder's step, attention, and a graph of them."""
+"""The checks of a device: a matrix product, the operations of a decoder step, attention, and a graph of them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from hal.ops.tolerance import assert_agree
 from hal.step.state import StateMemory, StateSpec, canonical_states
 
 OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_mul", "greedy_sample")
-"""With attention, what a decoder's step is made of. The conformance suite has them all."""
+"""The operations of a decoder step except attention; the conformance suite checks all operations."""
 SAMPLES = 2
 SIZE = 64
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 128
 BLOCKS = 2
-"""Of each of two sequences."""
+"""Number of cache blocks of each of the two sequences."""
 EPSILON = 1e-6
 
 
 class Skipped(Exception):
-    """The backend does not offer what was to be checked; says what."""
+    """The backend does not support what the check needs; the message is the reason."""
 
 
 def checks(backend: Backend) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Names, and functions that say what they did.
+    """Yield names and check functions, which return a description of their work.
 
-    They raise AssertionError where a result is wrong, and Skipped where there is nothing to check. ``backend`` must be
-    active.
+    A check raises AssertionError if a result is wrong, and Skipped if it does not apply. ``backend`` must be active.
     """
     yield "matmul", partial(_matmul, backend)
     for name in OPERATIONS:
@@ -47,7 +46,7 @@ def checks(backend: Backend) -> Iterator[tuple[str, Callable[[], str]]]:
 def _matmul(backend: Backend) -> str:
     for dtype in backend.limits.dtypes:
         draw = Draw(dtype)
-        # Of -1, 0 and 1, so that every dtype holds every sum exactly.
+        # With values -1, 0 and 1 every dtype represents every sum exactly.
         left, right = (draw.integers(-1, 2, SIZE, SIZE).to(dtype) for _ in range(2))
         found = left.to(backend.device.torch) @ right.to(backend.device.torch)
         torch.testing.assert_close(found.cpu(), (left.float() @ right.float()).to(dtype), rtol=0, atol=0)
@@ -60,7 +59,7 @@ def _operation(backend: Backend, name: str) -> str:
         drawn = (operation.samples(Draw(dtype, device)) for device in (backend.device.torch, "cpu"))
         for sample, again in islice(zip(*drawn, strict=True), SAMPLES):
             expected = operation.reference(*again)
-            given = dict(zip(operation.signature.parameters, sample, strict=False))  # defaults may be left out
+            given = dict(zip(operation.signature.parameters, sample, strict=False))  # samples may omit defaults
             for weight in operation.weights:
                 given[weight] = backend.prepare_weight(given[weight], WeightUse(name, weight, dtype))
             assert_agree(operation, dtype, operation.function(**given), expected)
@@ -76,7 +75,7 @@ def _attention(backend: Backend) -> str:
 
 def _graph(backend: Backend) -> str:
     if "graph" not in backend.compilers:
-        raise Skipped("the backend captures no graphs")
+        raise Skipped("the backend does not support graphs")
     dtype, device = backend.limits.dtypes[0], backend.device.torch
     norm, attention, draw = ops.operation("rms_norm"), _Attention(backend, dtype), Draw(dtype)
     first, second, weight = draw.normal(2, SIZE), draw.normal(2, SIZE), draw.normal(SIZE)
@@ -96,7 +95,7 @@ def _graph(backend: Backend) -> str:
 
 
 class _Attention:
-    """One decode step of two sequences, over a cache of the backend's own, and over a canonical one on the CPU."""
+    """A decode step of two sequences over a cache of the backend, and over a canonical cache on the CPU."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self.backend, self.dtype = backend, dtype
@@ -134,7 +133,7 @@ class _Attention:
             )
 
     def update(self, lengths: Tensor) -> dict[str, Tensor]:
-        """Give the sequences other lengths; returns the host values for a replay."""
+        """Set the sequences' lengths, and return the host values for a replay."""
         self._there[3].copy_(lengths)
         self.now.copy_(lengths)
         return {"query_start_loc_host": self.starts.clone(), "kv_lens_host": lengths.clone()}

@@ -1,4 +1,4 @@
-"""The findings as a person reads them: lines and tables."""
+"""The findings as text: lines and tables."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from hal.doctor.findings import Device, Driver, Findings
 from hal.doctor.host_facts import DISTRIBUTION
 
 Table = tuple[Sequence[str], list[Sequence[str]]]
-"""The columns' names, and rows."""
+"""Column names and rows."""
 PROBE_MS = 50
-"""Milliseconds that a probe may take."""
+"""Time limit of a probe in milliseconds."""
 
 
 def heading(findings: Findings) -> list[str]:
-    """Versions, the machine, and the variables that are set."""
+    """Return lines on versions, the machine and the variables."""
     torch = findings.torch
-    build = f"git {torch.git_version[:12]}, for {torch.accelerator or 'the CPU alone'}{', debug' * torch.debug}"
+    build = f"git {torch.git_version[:12]}, for {torch.accelerator or 'CPU only'}{', debug' * torch.debug}"
     lines = [
         f"hal {findings.hal}, driver API {findings.driver_api}, {findings.python}",
         f"torch {torch.version} ({build})" if torch.version else "torch cannot be imported",
@@ -27,7 +27,7 @@ def heading(findings: Findings) -> list[str]:
 
 
 def packages(findings: Findings) -> Table:
-    """What is needed of torch and by the drivers, and whatever else does not fit."""
+    """Return a table of torch, the drivers' requirements, and all requirements that are not met."""
     rows: list[Sequence[str]] = [
         (
             each.package,
@@ -43,7 +43,7 @@ def packages(findings: Findings) -> Table:
 
 
 def drivers(findings: Findings) -> Table:
-    """Each driver, and how it fared."""
+    """Return a table of the drivers and their status."""
     rows: list[Sequence[str]] = [
         (
             each.name,
@@ -60,14 +60,14 @@ def drivers(findings: Findings) -> Table:
 
 
 def _probe(ms: float | None) -> str:
-    """What the probe took, and whether that is more than it may."""
+    """Return the probe's duration, marked if it exceeds the limit."""
     if ms is None:
         return "-"
     return f"{ms:g} ms" if ms <= PROBE_MS else f"{ms:g} ms, over {PROBE_MS}"
 
 
 def devices(findings: Findings) -> Iterator[tuple[str, Table]]:
-    """A heading and a table for each device that was examined."""
+    """Yield a heading and a table for each examined device."""
     for driver in findings.drivers:
         for device in driver.devices:
             yield f"{driver.name}: {device.name} ({device.device})", _device(device)
@@ -84,12 +84,12 @@ def _device(device: Device) -> Table:
         rows += [
             ("host to device", f"{found.host_to_device_gb_per_s:g} GB/s", copied, ""),
             ("device to host", f"{found.device_to_host_gb_per_s:g} GB/s", copied, ""),
-            ("launch", f"{found.launch_us:g} us", "one small kernel, the host's part", ""),
+            ("launch", f"{found.launch_us:g} us", "host time of one small kernel", ""),
             ("memory free", f"{free:.1f} GiB", f"of {total:.1f} GiB", ""),
         ]
     return ("check", "result", "what", "what to do"), rows
 
 
 def logs(driver: Driver) -> list[str]:
-    """What a broken driver's process wrote, indented."""
-    return [f"the last that {driver.name} wrote:", *(f"  {line}" for line in driver.log)] if driver.log else []
+    """Return the last lines of a broken driver's stderr, indented."""
+    return [f"last output of {driver.name}:", *(f"  {line}" for line in driver.log)] if driver.log else []

@@ -1,4 +1,4 @@
-"""The examination: what is here, and the drivers, side by side."""
+"""The examination of this installation and its drivers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import cattrs
 
 from hal.doctor import host_facts
+from hal.doctor.driver_processes import Told, examine_in_parallel
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.doctor.privacy import without_names
 from hal.doctor.process import Ending
-from hal.doctor.together import Told, examine_together
 from hal.errors import ConfigError
 from hal.version import API_VERSION, __version__
 
-OVER = "the time for all drivers was over"
-LONGER = "give all of them more time by --total-timeout, or examine this one by --backend"
+OVER = "the time for all drivers ran out"
+LONGER = "use a larger --total-timeout, or examine one driver with --backend"
 
 
 def examine(
@@ -30,18 +30,18 @@ def examine(
     total: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> Findings:
-    """Examine everything.
+    """Examine the installation.
 
     Args:
-        only: the driver to examine; None for all. It must then be available, too, for all to be well.
-        options: of that driver, beyond its environment's. What it cannot read of them is an error.
-        seconds: that each driver may take.
-        total: seconds that everything may take together.
-        say: is told what begins.
+        only: driver to examine, which must then be available for :attr:`Findings.ok`; None for all.
+        options: options of that driver, in addition to its environment's.
+        seconds: time limit per driver.
+        total: time limit for everything.
+        say: called with progress messages.
 
     Raises:
-        DriverNotFound: there is no driver ``only``.
-        ConfigError: ``options`` are not for it.
+        DriverNotFound: no driver is called ``only``.
+        ConfigError: ``options`` are invalid for it.
     """
     deadline = time.monotonic() + total
     drivers = host_facts.installed_drivers(only)
@@ -78,9 +78,9 @@ def _examine(
     deadline: float,
     say: Callable[[str], None],
 ) -> bool:
-    """Examine all, side by side; False if the time for all was over before."""
+    """Examine all drivers in parallel; return False if the time ran out."""
     left = {each.name: each for each in drivers}
-    found = examine_together(
+    found = examine_in_parallel(
         list(left), options, seconds, deadline, say=lambda name: say(f"examining the driver {name}")
     )
     with contextlib.closing(found):
@@ -92,7 +92,7 @@ def _examine(
 
 
 def _take(driver: Driver, told: Told, options: Mapping[str, Any], seconds: float) -> None:
-    """Enter what was told of a driver."""
+    """Enter the lines that a driver's process wrote."""
     at, failed, done = "starting Python", None, False
     for key, value in told.lines:
         match key:
@@ -131,7 +131,7 @@ def _note(driver: Driver, key: str, value: Any) -> None:
 
 
 def _conclude(driver: Driver, at: str, failed: Mapping[str, str] | None, ending: Ending, done: bool) -> None:
-    """Say what is broken, if anything is."""
+    """Set the driver's status to broken, with the reason, if a check or the process failed."""
     wrong = _wrong(driver)
     if failed is not None:
         problem = failed["problem"]
@@ -139,7 +139,7 @@ def _conclude(driver: Driver, at: str, failed: Mapping[str, str] | None, ending:
         driver.hint = failed["remedy"]
     elif ending.code is None:
         driver.reason = f"{at}: {ending}"
-        driver.hint = "see in the log what it waits for; --timeout gives it more time"
+        driver.hint = "the log shows where it hangs; increase --timeout if it is only slow"
     elif ending.code != 0 or not done:
         driver.reason, driver.hint = f"{at}: {ending}", "see the log, and report it to the driver's vendor"
     elif wrong:
@@ -155,7 +155,7 @@ def _wrong(driver: Driver) -> list[str]:
 
 
 def summary(findings: Findings) -> str:
-    """One sentence on the whole."""
+    """Return a sentence on the overall result."""
     broken = [each.name for each in findings.drivers if each.status == "broken"]
     if broken:
         return f"broken: {', '.join(broken)}"
@@ -163,4 +163,4 @@ def summary(findings: Findings) -> str:
         return "torch cannot be imported"
     if findings.ok:
         return "everything that is available works"
-    return "no driver that was examined can run here"
+    return "no examined driver can run here"

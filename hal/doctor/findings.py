@@ -1,4 +1,4 @@
-"""What was found, as values. The JSON document of ``hal doctor`` has their attributes as its keys."""
+"""The findings as plain values; their attributes are the keys of the JSON document of ``hal doctor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 import cattrs
 
 SCHEMA = 1
-"""Of the JSON document: raised when a key goes or changes its meaning, not when one is added."""
+"""Version of the JSON document; incremented when a key is removed or changes its meaning."""
 
 Outcome = Literal["passed", "failed", "skipped"]
 Status = Literal["works", "unavailable", "broken"]
@@ -16,13 +16,13 @@ Status = Literal["works", "unavailable", "broken"]
 
 @attrs.frozen
 class Check:
-    """One thing that a device was asked to do.
+    """A check of a device.
 
     Attributes:
-        name: of the check.
-        outcome: skipped where the backend does not offer it.
-        detail: what was done, or what went wrong, or why it was skipped.
-        remedy: what to do, if it failed.
+        name: name of the check.
+        outcome: ``skipped`` if the backend does not support it.
+        detail: description of the work, of the failure, or of the reason for skipping.
+        remedy: what to do about a failure.
     """
 
     name: str
@@ -33,16 +33,16 @@ class Check:
 
 @attrs.frozen
 class Measures:
-    """How fast a device answers, all medians, and its memory.
+    """Speed and memory of a device; all times are medians.
 
     Attributes:
-        host_to_device_gb_per_s: 10**9 bytes a second, copied to the device.
-        device_to_host_gb_per_s: likewise, back.
-        copy_bytes: of one copy.
-        pinned: whether the host's memory was page-locked.
-        launch_us: microseconds for which the host is busy when it launches one small kernel.
-        memory_free_bytes: of the device.
-        memory_total_bytes: likewise.
+        host_to_device_gb_per_s: copy rate to the device, in 10**9 bytes per second.
+        device_to_host_gb_per_s: copy rate from the device.
+        copy_bytes: bytes per copy.
+        pinned: whether the host memory is page-locked.
+        launch_us: microseconds of host time to launch a small kernel.
+        memory_free_bytes: free device memory.
+        memory_total_bytes: total device memory.
     """
 
     host_to_device_gb_per_s: float
@@ -56,13 +56,13 @@ class Measures:
 
 @attrs.define
 class Device:
-    """One device of a driver that could be opened.
+    """A device of a driver that could be opened.
 
     Attributes:
-        device: torch's name of it.
-        name: the product's.
-        checks: in the order they were made.
-        measures: None if the examination did not come so far.
+        device: torch's name of the device.
+        name: product name.
+        checks: checks in the order of execution.
+        measures: None if the examination ended before measuring.
     """
 
     device: str
@@ -73,24 +73,24 @@ class Device:
 
 @attrs.define
 class Driver:
-    """One installed driver.
+    """An installed driver.
 
     Attributes:
-        name: the entry point's.
+        name: name of the entry point.
         entry_point: module and class.
-        package: that brings it, and ``version`` that package's; empty if the metadata does not say.
-        version: see there.
-        status: broken if it raised, exited, crashed or hung, or a check failed; unavailable if it cannot run here, or
-            if torch cannot be imported, or the time for all was over.
-        reason: what its probe said, or what went wrong.
+        package: distribution that provides it; empty if unknown.
+        version: version of the distribution; empty if unknown.
+        status: ``broken`` if it raised, exited, crashed or hung, or a check failed; ``unavailable`` if it cannot run
+            here, if torch cannot be imported, or if the time ran out.
+        reason: the probe's reason, or the failure.
         hint: what to do about it.
-        api_version: the driver API it was written for; None if it could not be loaded, as for the following.
-        priority: in ``auto``'s order.
-        requires: packages that it is known to work with.
-        variables: how the names of the environment variables begin that matter to it.
-        probe_ms: milliseconds that its probe took.
-        devices: those that were opened.
-        log: the last lines of its process's stderr, if it is broken.
+        api_version: driver API version; None, as for the following, if the driver could not be loaded.
+        priority: priority for ``auto``.
+        requires: requirements that it is tested with.
+        variables: prefixes of the environment variables that affect it.
+        probe_ms: duration of its probe in milliseconds.
+        devices: devices that were opened.
+        log: last lines of its process's stderr, if it is broken.
     """
 
     name: str
@@ -114,13 +114,13 @@ class Torch:
     """The installed torch.
 
     Attributes:
-        version: with the build, such as +cpu; empty if it cannot be imported at all.
-        git_version: the commit that it was built from.
+        version: with the build, such as +cpu; empty if torch cannot be imported.
+        git_version: commit of the build.
         debug: whether it is a debug build.
-        accelerator: the kind of device that it was built for; None for the CPU alone.
-        config: torch's own description of its build.
-        imports: whether ``import torch`` works here without hal, vendors' packages and all.
-        problem: why not.
+        accelerator: device type of the build; None for CPU only.
+        config: torch's description of its build.
+        imports: whether ``import torch`` works without hal, with all vendors' packages.
+        problem: why it fails.
         remedy: what to do about it.
     """
 
@@ -136,14 +136,14 @@ class Torch:
 
 @attrs.frozen
 class Package:
-    """A package, and what somebody needs of it.
+    """A required package.
 
     Attributes:
-        package: its name.
+        package: name of the distribution.
         required_by: torch-hal, or a driver.
-        requirement: the versions that are known to work; empty if any will do.
-        found: the installed version; None if there is none.
-        fits: whether that is one of those.
+        requirement: tested versions; empty if any version is accepted.
+        found: installed version; None if not installed.
+        fits: whether the installed version meets the requirement.
     """
 
     package: str
@@ -155,18 +155,18 @@ class Package:
 
 @attrs.frozen
 class Findings:
-    """Everything that was found.
+    """All findings.
 
     Attributes:
-        hal: its version, and ``driver_api`` the driver API's.
-        driver_api: see there.
+        hal: version of hal.
+        driver_api: version of the driver API.
         python: implementation and version.
         platform: system, release and machine.
-        cores: of the CPU.
-        torch: the installed one.
-        variables: the environment variables that matter.
-        packages: see :class:`Package`.
-        drivers: by name.
+        cores: number of CPU cores.
+        torch: installed torch.
+        variables: relevant environment variables.
+        packages: required packages.
+        drivers: installed drivers, by name.
         ok: whether everything that is available works.
         schema: see :data:`SCHEMA`.
     """
@@ -185,5 +185,5 @@ class Findings:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the document that ``--json`` prints."""
     return dict(cattrs.unstructure(findings))

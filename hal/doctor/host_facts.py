@@ -1,4 +1,4 @@
-"""What is here before any driver is asked: Python, torch, packages, variables, and which drivers are installed."""
+"""Facts about the host, before any driver is imported: Python, torch, packages, variables, installed drivers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DISTRIBUTION = "torch-hal"
 DRIVERS = "hal.drivers"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VISIBLE = "_VISIBLE_DEVICES"
-"""How the variables end by which the vendors' runtimes hide devices."""
+"""Suffix of the variables with which vendors' runtimes hide devices."""
 
 
 def installed_drivers(only: str | None) -> list[findings.Driver]:
-    """Every installed driver, or the one of that name. Imports none.
+    """Return all installed drivers, or the one called ``only``, without importing them.
 
     Raises:
-        DriverNotFound: there is none of that name.
+        DriverNotFound: no driver has that name.
     """
     found: dict[str, findings.Driver] = {}
     for each in registered(DRIVERS):
@@ -39,7 +39,7 @@ def installed_drivers(only: str | None) -> list[findings.Driver]:
 
 
 def torch_found(seconds: float) -> findings.Torch:
-    """What torch is installed, and whether ``import torch`` works here by itself, in at most ``seconds``."""
+    """Return the installed torch, and whether ``import torch`` works without hal, within ``seconds``."""
     facts, problem = _import_torch(seconds, os.environ)
     if not problem:
         return facts
@@ -49,7 +49,7 @@ def torch_found(seconds: float) -> findings.Torch:
     return attrs.evolve(
         facts,
         imports=False,
-        problem=f"without hal, `import torch` fails, because it imports a vendor's package that does: {problem}",
+        problem=f"`import torch` fails without hal, because it imports a vendor's package that fails: {problem}",
         remedy=f"set {AUTOLOAD}=0, or import hal before torch",
     )
 
@@ -65,10 +65,10 @@ def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.
 
 
 def packages(drivers: Iterable[findings.Driver]) -> list[findings.Package]:
-    """What hal and the drivers need, beside what is installed."""
+    """Return the packages that hal and the drivers require, with the installed versions."""
     try:
         own = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+    except importlib.metadata.PackageNotFoundError:  # hal runs from source
         own = []
     needed = [(DISTRIBUTION, each) for each in own]
     needed += [(each.name, requirement) for each in drivers for requirement in each.requires]
@@ -79,7 +79,7 @@ def _package(required_by: str, text: str) -> Iterator[findings.Package]:
     try:
         requirement = Requirement(text)
     except InvalidRequirement:
-        yield findings.Package(text, required_by, "not a requirement that packaging can read", None, False)
+        yield findings.Package(text, required_by, "invalid requirement", None, False)
         return
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
         return
@@ -93,6 +93,6 @@ def _package(required_by: str, text: str) -> Iterator[findings.Package]:
 
 
 def variables(drivers: Iterable[findings.Driver], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables that matter: hal's, those that hide devices, and those that the drivers name."""
+    """Return the relevant environment variables: hal's, those that hide devices, and those that drivers name."""
     prefixes = ("HAL_", AUTOLOAD, *(prefix for each in drivers for prefix in each.variables if prefix))
     return {name: text for name, text in sorted(environ.items()) if name.startswith(prefixes) or name.endswith(VISIBLE)}

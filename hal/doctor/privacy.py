@@ -1,4 +1,4 @@
-"""What a bug report need not say: whose machine it is."""
+"""Removal of personal names from findings, for bug reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hal.doctor.findings import Findings
 
 
 def without_names(findings: Findings) -> Findings:
-    """The same, with ``~`` for the user's home, and ``USER`` where a path has the user's name."""
+    """Return the findings with the home folder replaced by ``~``, and the user's name in paths by ``USER``."""
     hidden = [(re.compile(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])"), "~") for home in _home()]
     hidden += [(re.compile(rf"(?<=[/\\]){re.escape(user)}(?![\w.-])"), "USER") for user in _user()]
 
@@ -30,7 +30,7 @@ def without_names(findings: Findings) -> Findings:
 
 
 def _home() -> list[str]:
-    """The user's home, if there is one that says anything."""
+    """Return the home folder, unless it is missing or the root folder."""
     try:
         home = Path.home()
     except RuntimeError:
@@ -39,7 +39,7 @@ def _home() -> list[str]:
 
 
 def _user() -> list[str]:
-    """The user's name, if there is one that says anything."""
+    """Return the user's name, unless it is unknown or root."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # as in some containers

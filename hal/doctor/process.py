@@ -1,4 +1,4 @@
-"""Running a Python program that may raise, exit, crash or hang, and telling how it ended."""
+"""A child process that runs Python and may raise, exit, crash or hang, and how it ended."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Ending:
     """How a process ended.
 
     Attributes:
-        code: its exit status, negative for a signal; None if it was killed for taking too long.
-        seconds: the time that it was given.
-        log: the last lines that it wrote to stderr.
+        code: exit status, negative for a signal; None if it was killed for exceeding its time.
+        seconds: time that it was given.
+        log: last lines of its stderr.
     """
 
     code: int | None
@@ -34,18 +34,18 @@ class Ending:
         if self.code is None:
             return f"it was killed after {self.seconds:g} s"
         if self.code < 0:
-            return f"it died of {_signal(-self.code)}"
+            return f"it was terminated by {_signal(-self.code)}"
         return f"it exited with status {self.code}"
 
 
 class Process:
-    """Python that was started with ``arguments``; nothing that it does reaches this process.
+    """A Python process with ``arguments``, isolated from this one.
 
-    What it writes to stdout is dropped. The current folder is not on its path.
+    Its stdout is discarded, and the current folder is not on its path.
     """
 
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
-        # To a file: whoever holds the end of a pipe, such as a child that it left behind, could keep us reading.
+        # A file and not a pipe: an orphaned grandchild that holds the pipe's end would block reading.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", *arguments], stdin=subprocess.DEVNULL,
@@ -53,16 +53,16 @@ class Process:
         )  # fmt: skip
 
     def poll(self) -> int | None:
-        """Its exit status, if it has ended."""
+        """Return its exit status, or None while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or for so long."""
+        """Wait until it ends, for at most ``seconds``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
     def end(self, seconds: float) -> Ending:
-        """Kill it if it still runs, after the ``seconds`` that it was given. The last call."""
+        """Kill it if it still runs, and return how it ended. ``seconds`` is the time that it was given."""
         code = self._process.poll()
         if code is None:
             _kill(self._process)
@@ -73,7 +73,7 @@ class Process:
 
 
 def run_python(arguments: Sequence[str], seconds: float, environ: Mapping[str, str] = os.environ) -> Ending:
-    """Run Python with ``arguments`` for at most ``seconds``, as :class:`Process` does."""
+    """Run Python with ``arguments`` for at most ``seconds``; see :class:`Process`."""
     process = Process(arguments, environ)
     try:
         process.wait(seconds)
@@ -83,17 +83,17 @@ def run_python(arguments: Sequence[str], seconds: float, environ: Mapping[str, s
 
 
 def package_file(name: str) -> str:
-    """The path of a program beside this module, which Python then runs without importing hal."""
+    """Return the path of a program next to this module, which Python runs without importing hal."""
     return str(Path(__file__).with_name(name))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With everything that it started, unless that went its own ways."""
+    """Kill the process and its process group."""
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
-    # One that a broken device holds in the kernel dies when that lets go.
+    # A process that is blocked in the kernel by a device ends only when the kernel returns.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
 

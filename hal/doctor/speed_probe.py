@@ -1,4 +1,4 @@
-"""What a device costs: copies to it and from it, a launch, and what memory it has."""
+"""Measurement of a device: copy rates, launch time and memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COPIES = 7
 LAUNCHES = 200
 WARM = 20
 IN_FLIGHT = 50
-"""Launches between two waits: a full queue would make the host wait, which is not what a launch costs."""
+"""Launches between two synchronizations; with a full queue, the measurement would include waiting."""
 
 
 def measures(backend: Backend) -> Measures:
-    """Measure the device of ``backend``; medians of a few repeats."""
+    """Measure the device of ``backend``; times are medians of several repeats."""
     memory = backend.device.memory_stats()
     size = max(1, min(COPY_BYTES, memory.free // 8))
     host, pinned = _host_memory(size, backend.device.torch)
@@ -40,12 +40,12 @@ def measures(backend: Backend) -> Measures:
 
 
 def _host_memory(size: int, device: torch.device) -> tuple[Tensor, bool]:
-    """Memory of the host to copy from, and whether it is page-locked."""
+    """Return host memory to copy from, and whether it is page-locked."""
     if device.type != "cpu":
         try:
             return torch.zeros(size, dtype=torch.uint8, pin_memory=True), True
         except (RuntimeError, NotImplementedError):
-            pass  # not every runtime locks pages; the answer says whether this one did
+            pass  # the runtime does not support pinned memory
     return torch.zeros(size, dtype=torch.uint8), False
 
 

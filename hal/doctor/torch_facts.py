@@ -1,4 +1,4 @@
-"""A program: import torch as this environment would without hal, and write what it is to the file that it is given."""
+"""A program that imports torch as the environment would without hal, and writes its build to the given file."""
 
 import json
 import sys

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @attrs.frozen
 class Bounds:
-    """How far a run's logits may be from the exact ones, in units of the measured rounding (:class:`Truth`).
+    """How far a run's logits may be from the exact ones, in units of the measured rounding (:class:`ReferenceLogits`).
 
     Attributes:
         token: root mean square of one token's logits, in units of the rounding there and in the mean, added up: some
@@ -32,8 +32,8 @@ SUITE = Bounds(token=4.0)
 MANY_TOKENS = Bounds(token=2.0, mean=1.05)
 """For thousands of tokens."""
 TIE_RATIO = 6.0
-"""Margin of a tie in units of the root mean square rounding there (:class:`Truth`), or in the mean if that is larger:
-each rounding moves both logits, so these are three standard deviations of what the margin may differ by."""
+"""Margin of a tie in units of the root mean square rounding there (:class:`ReferenceLogits`), or in the mean if that is
+larger: each rounding moves both logits, so these are three standard deviations of what the margin may differ by."""
 DRIFT_RATIO = 4.0
 """Drift of a correct run in units of the disturbed run's. Backends that compute the same were up to 1.3 times as far
 apart on int8 weights, and 0.7 times otherwise."""
@@ -89,7 +89,7 @@ class Disturbance:
 
 
 @attrs.frozen
-class Truth:
+class ReferenceLogits:
     """What a reference makes of some texts, and how far rounding takes it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Truth:
     mean: float
 
     @classmethod
-    def of(cls, rounded: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> Truth:
+    def of(cls, rounded: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> ReferenceLogits:
         """Measure how far rounding to ``dtype`` takes logits: at the least what rounding the logits themselves does.
 
         Raises:
@@ -141,7 +141,7 @@ class Agreement:
     ties: int
 
 
-def check_logits(found: Mapping[tuple[int, int], Tensor], known: Truth, bounds: Bounds = SUITE) -> Agreement:
+def check_logits(found: Mapping[tuple[int, int], Tensor], known: ReferenceLogits, bounds: Bounds = SUITE) -> Agreement:
     """Hold logits ``[vocab_size]``, by text and token, against a reference's.
 
     Raises:
@@ -169,7 +169,7 @@ def check_logits(found: Mapping[tuple[int, int], Tensor], known: Truth, bounds: 
     return agreement
 
 
-def check_choice(where: str, token: int, known: Truth, row: int, at: int) -> bool:
+def check_choice(where: str, token: int, known: ReferenceLogits, row: int, at: int) -> bool:
     """Demand the reference's choice, or one that is equal but for rounding; return whether it is such a tie.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the linear layers of a model are given when it reads a text: the ranges that static quantisation needs."""
+"""Calibration: the input ranges of a model's linear layers on a text, which static quantisation needs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from hal.execution.runner import Runner
 from hal.nn import CausalLM
 
 WINDOW = 512
-"""Tokens that are read at once, each time from an empty cache."""
+"""Maximum number of tokens per prefill; each starts with an empty cache."""
 
 
 def input_ranges(
     model: CausalLM, backend: Backend, tokens: Sequence[int], *, window: int = WINDOW
 ) -> dict[str, tuple[float, float]]:
-    """The smallest and largest input of each linear layer over ``tokens``, by the layer's path in the model.
+    """Return the smallest and largest input of each linear layer over ``tokens``, by the layer's path in the model.
 
     Args:
-        model: loaded on ``backend``, in floating point.
-        backend: active.
-        tokens: at least one.
-        window: tokens of each prefill, at most; never more than the model was made for.
+        model: floating-point model, loaded on ``backend``.
+        backend: active backend.
+        tokens: at least one token.
+        window: maximum number of tokens per prefill; the model's maximum length also limits it.
 
     Raises:
-        CheckpointError: there are no tokens.
+        CheckpointError: ``tokens`` is empty.
         NumericsError: an input is not finite.
     """
     if not tokens:
-        raise CheckpointError("the calibration text holds no tokens", "give a text like those that the model is for")
+        raise CheckpointError(
+            "the calibration text has no tokens", "use a text that is representative of the model's use"
+        )
     length = min(window, model.max_length, len(tokens))
     config = backend.config
     backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=length)))
@@ -55,7 +57,7 @@ def input_ranges(
     if wrong := [path for path, span in ranges.items() if not torch.tensor(span).isfinite().all()]:
         raise NumericsError(
             f"the input of {wrong[0]} is not finite on the calibration text",
-            "check the weights; float16 overflows where bfloat16 and float32 do not",
+            "check the weights; float16 overflows more easily than bfloat16 and float32",
         )
     return ranges
 

@@ -1,4 +1,4 @@
-"""Making an int8 checkpoint of a floating-point one, shard by shard."""
+"""Creation of an int8 checkpoint from a floating-point one, shard by shard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
     "generation_config.json", "LICENSE*",
 )  # fmt: skip
-"""The files beside the weights that a checkpoint is used with."""
+"""Patterns of the files to copy beside the weights."""
 CALIBRATION_TOKENS = 8192
 
 log = logging.getLogger("hal.quantize")
@@ -47,13 +47,13 @@ log = logging.getLogger("hal.quantize")
 
 @attrs.frozen
 class Quantized:
-    """What :func:`quantize_checkpoint` made.
+    """The result of :func:`quantize_checkpoint`.
 
     Attributes:
         path: the new checkpoint.
-        layers: linear layers that are now int8.
-        bytes_before: of all weights.
-        bytes_after: of all weights.
+        layers: number of quantised linear layers.
+        bytes_before: size of all weights before.
+        bytes_after: size of all weights after.
     """
 
     path: Path
@@ -67,36 +67,36 @@ def quantize_checkpoint(
     target: str | Path,
     scheme: str,
     *,
-    format: Format = "compressed-tensors",  # noqa: A002 - what both formats call it
+    format: Format = "compressed-tensors",  # noqa: A002 - the term of both formats
     calibration: str | None = None,
     calibration_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Write a checkpoint whose linear layers, all but the output projection, are quantised.
+    """Write a checkpoint in which all linear layers except the output projection are quantised.
 
-    In hal's own schemes weights get a scale for each output channel, ``max|row| / 127``. For ``w8a8`` the model reads a
-    text, on the CPU and in its own dtype, and each layer's smallest and largest input give its activations' scale; with
-    ``w8a8_dynamic`` that is found for each token while the model runs. Weights are read and written file by file.
+    In hal's own schemes, weights have one scale per output channel, ``max|row| / 127``. ``w8a8`` runs the model on a
+    calibration text, on the CPU and in the model's dtype; each layer's smallest and largest input set the scale of its
+    activations. ``w8a8_dynamic`` computes that scale per token at run time. Weights are read and written file by file.
 
     Args:
-        source: a checkpoint in floating point.
-        target: a folder that does not exist yet, or is empty. It appears when everything is written.
-        scheme: ``w8a8``, ``w8a8_dynamic``, or a registered one of another package that can be written.
+        source: a floating-point checkpoint.
+        target: a folder that does not exist or is empty. It is created only once everything is written.
+        scheme: ``w8a8``, ``w8a8_dynamic``, or another package's registered scheme that can be written.
         format: ``compressed-tensors`` or ``modelslim``.
-        calibration: the text that ``w8a8`` needs, like those that the model is for.
-        calibration_tokens: so many tokens of it are read, from its beginning; None reads 8192.
-        progress: told the bytes of weights read so far, and in all.
+        calibration: text that is representative of the model's use; required by ``w8a8``.
+        calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.
+        progress: called with the bytes of weights read so far and in total.
 
     Raises:
-        ConfigError: the scheme or format is unknown, or there is a text, or a number of its tokens, where none is used,
-            or no text where one is.
-        CheckpointError: the source cannot be read or is quantised already, or the target cannot be written.
+        ConfigError: the scheme or format is unknown; the scheme requires a calibration text, and none is given; or a
+            text or a number of tokens is given to a scheme that uses none.
+        CheckpointError: the source cannot be read or is already quantised, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
     chosen = _check_request(scheme, format, calibration, calibration_tokens)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
-        raise ConfigError(f"{checkpoint.path} is quantised already", "use a checkpoint in floating point")
+        raise ConfigError(f"{checkpoint.path} is already quantised", "use a floating-point checkpoint")
     folder = Path(os.path.expanduser(target)).absolute()
     _check_target(folder)
     model = build_model(checkpoint)
@@ -106,7 +106,7 @@ def quantize_checkpoint(
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
         job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job))
-    with _appearing(folder) as partial:
+    with _atomic_folder(folder) as partial:
         tensors = _write_weights(job, partial, progress)
         _write_rest(job, model, tensors, partial)
     after = Checkpoint.open(folder)
@@ -116,11 +116,11 @@ def quantize_checkpoint(
 
 @attrs.frozen
 class _Job:
-    """What is to be written.
+    """The checkpoint to write.
 
     Attributes:
-        layers: of the checkpoint, by name, which are to be quantised: the path in the model of what holds them.
-        activations: by path in the model, where they are static.
+        layers: layers to quantise, by name in the checkpoint; the values are paths in the model.
+        activations: static scales of activations, by path in the model.
     """
 
     checkpoint: Checkpoint
@@ -141,29 +141,29 @@ def _check_request(scheme: str, format: Format, calibration: str | None, tokens:
         raise ConfigError(f"unknown format {format!r}", nearest(format, WRITERS))
     if format not in chosen.writes:
         raise ConfigError(
-            f"the scheme {scheme} is not written in the format {format}", f"use {' or '.join(sorted(chosen.writes))}"
+            f"the scheme {scheme} cannot be written in the format {format}", f"use {' or '.join(sorted(chosen.writes))}"
         )
     others = " or ".join(name for name, each in writable.items() if each.calibrated != chosen.calibrated)
     if chosen.calibrated and calibration is None:
         raise ConfigError(
-            f"the scheme {scheme} fixes the scales of activations beforehand, and needs a calibration text for that",
-            f"give one (--calibration FILE), or use {others}, which needs none",
+            f"the scheme {scheme} requires a calibration text",
+            f"use --calibration FILE, or {others}, which needs none",
         )
     if not chosen.calibrated and calibration is not None:
-        raise ConfigError(f"the scheme {scheme} uses no calibration text", f"leave it out, or use {others}")
+        raise ConfigError(f"the scheme {scheme} uses no calibration text", f"omit it, or use {others}")
     if not chosen.calibrated and tokens is not None:
         raise ConfigError(
-            f"the scheme {scheme} uses no calibration text, and {tokens} tokens of one were asked for",
-            f"leave them out, or use {others}",
+            f"the scheme {scheme} uses no calibration text, but calibration_tokens is {tokens}",
+            f"omit --calibration-tokens, or use {others}",
         )
     if tokens is not None and tokens < 1:
-        raise ConfigError(f"{tokens} tokens of calibration were asked for", "ask for at least 1")
+        raise ConfigError(f"the number of calibration tokens is {tokens}", "use at least 1")
     return chosen
 
 
 @contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``folder`` if the block ends well, and is removed if not."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to ``folder`` if the block succeeds, else remove it."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -175,7 +175,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
             raise
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be written: {error}", "choose a folder that can be, with room"
+            f"{folder} cannot be written: {error}", "choose a writable folder with enough space"
         ) from None
 
 
@@ -183,7 +183,7 @@ def _check_target(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if os.path.lexists(folder):
-        raise CheckpointError(f"{folder} exists already", "choose a folder that does not exist, or remove it first")
+        raise CheckpointError(f"{folder} exists already", "choose another folder, or remove it first")
 
 
 def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dict[str, Activation]:
@@ -199,15 +199,13 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dic
             before.activate()
     missing = sorted(set(job.layers.values()) - set(ranges))
     if missing:
-        raise CheckpointError(
-            f"the model computed nothing with {missing[0]} when it read the calibration text", "use w8a8_dynamic"
-        )
+        raise CheckpointError(f"the model does not run {missing[0]} on the calibration text", "use w8a8_dynamic")
     dtype = checkpoint.dtype
     return {path: job.scheme.activation(job.format, low, high, dtype) for path, (low, high) in ranges.items()}
 
 
 def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[str, bool]:
-    """Write the files of weights, and their index. All tensors' names, and whether each is of a quantised layer."""
+    """Write the weight files and index; return, by tensor name, whether it belongs to a quantised layer."""
     checkpoint = job.checkpoint
     infos = checkpoint.tensors
     quantised: dict[str, bool] = {}
@@ -230,7 +228,7 @@ def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[s
                 quantised |= {f"{layer}.{each}": True for each in found}
         try:
             save_file(written, str(folder / file.name), metadata={"format": "pt"})
-        except SafetensorError as error:  # such as a full disk; an OSError is what others raise of it
+        except SafetensorError as error:  # such as a full disk, for which other writers raise OSError
             raise OSError(error) from error
         weight_map |= dict.fromkeys(written, file.name)
         size += sum(tensor.nbytes for tensor in written.values())

@@ -1,8 +1,8 @@
-"""The conformance suite: what every driver must do, as a pytest plugin that vendors install.
+"""The conformance suite: a pytest plugin that checks a driver against its contract.
 
-conformance.py is the hook, suite.py and report.py are pytest's side of it with the plugin, :mod:`pytest_hal`, and each
-other module holds the cases of an area, or what they share. Cases are made from declarations, so an operation is
-covered the day it is declared.
+``conformance.py`` holds the hook that a vendor's test module defines. ``suite.py``, ``conformance_report.py`` and the
+plugin :mod:`pytest_hal` connect the suite to pytest. The other modules hold the cases of one area, or helpers.
+Cases are generated from the declarations, so every declared operation is covered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Conformance"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because the report is made without any case.
+    # Imported lazily: the report needs no cases.
     if name != "Conformance":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hal.testing.conformance import Conformance

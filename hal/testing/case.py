@@ -1,4 +1,4 @@
-"""A case: one thing that a driver must do, under a name that lists of exceptions can match."""
+"""A case: one named check of a driver."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hal.drivers.backend import active_backend
 
 
 class NotApplicable(Exception):
-    """A case does not concern this backend, for the reason given; it counts as skipped."""
+    """The case does not apply to this backend; pytest reports it as skipped, with the message as the reason."""
 
 
 class Failure(AssertionError):
-    """An operation that does not do what it declares.
+    """An operation violates its declaration.
 
     Args:
-        problems: what is wrong, a sentence each.
-        operation: its name.
-        shapes: its arguments, readable.
-        size: elements of all its arguments, to find the smallest that fails.
+        problems: one sentence per violation.
+        operation: name of the operation.
+        shapes: readable description of its arguments.
+        size: number of elements of all arguments; the report selects the smallest failing call by it.
     """
 
     def __init__(self, problems: list[str], operation: str, shapes: str, size: int) -> None:
@@ -32,11 +32,11 @@ class Failure(AssertionError):
 
 @attrs.frozen
 class Case:
-    """One case.
+    """A named check.
 
     Attributes:
-        name: ``area/subject/...``, stable from run to run.
-        check: raises what is wrong.
+        name: ``area/subject/...``, stable between runs.
+        check: raises an exception if the driver violates its contract.
     """
 
     name: str
@@ -44,15 +44,15 @@ class Case:
 
     @property
     def area(self) -> str:
-        """The first part of the name."""
+        """Return the first part of the name."""
         return self.name.partition("/")[0]
 
     def run(self) -> None:
-        """Check it; whichever backend was active before is so again afterwards.
+        """Run the check, then reactivate the backend that was active before.
 
         Raises:
-            AssertionError: the driver does other than it must.
-            NotApplicable: the case does not concern this backend.
+            AssertionError: the driver violates its contract.
+            NotApplicable: the case does not apply to this backend.
         """
         before = active_backend()
         try:
@@ -63,9 +63,9 @@ class Case:
 
 
 def unsupported(case: Case, pattern: str, reason: str) -> Case:
-    """A case that its driver does without, tried all the same: where it fails, it counts as skipped.
+    """Return a case that runs ``case`` and counts as skipped if it fails.
 
-    If it passes, it says that ``pattern``, the entry that names it, is out of date.
+    The returned case fails if ``case`` passes: the entry ``pattern`` of ``unsupported`` is then out of date.
     """
 
     def check() -> None:
@@ -76,15 +76,15 @@ def unsupported(case: Case, pattern: str, reason: str) -> Case:
         except Exception as error:
             raise NotApplicable(reason) from error
         raise AssertionError(
-            f"it passes, and the entry {pattern!r} of `unsupported` says: {reason}; take the entry out, or let its "
-            "pattern match only what the driver still does without"
+            f"the case passes, but the entry {pattern!r} of `unsupported` says: {reason}; remove the entry, or narrow "
+            "its pattern to the cases that the driver does not support"
         )
 
     return attrs.evolve(case, check=check)
 
 
 def raised_in(error: BaseException) -> str:
-    """The name of the module whose code raised ``error``."""
+    """Return the name of the module that raised ``error``."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

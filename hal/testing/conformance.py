@@ -1,4 +1,4 @@
-"""The hook: what a vendor says about a driver, and the cases that come of it."""
+"""The hook with which a vendor configures the suite, and the cases generated from it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ AREAS: tuple[ModuleType, ...] = (
     device_cases, stream_cases, memory_cases, operation_cases, rewrite_cases, graph_cases, runner_cases, model_cases,
     error_cases, limit_cases, leak_cases, closing_cases,
 )  # fmt: skip
-"""The modules that make cases."""
+"""Modules that generate cases."""
 
 
 @attrs.frozen(kw_only=True)
 class Conformance:
-    """A driver to be examined; a test module has one under the name ``conformance``.
+    """The driver under test and its known exceptions; a test module assigns one to the name ``conformance``.
 
-    Patterns match names of cases as file names are matched (``fnmatch``): ``operations/rms_norm/float16/*``. One that
-    matches no case is an error.
+    Patterns match case names with ``fnmatch``, for example ``operations/rms_norm/float16/*``. A pattern that matches no
+    case is an error.
 
     Attributes:
-        backend: the driver's name.
-        config: keys of the configuration that it is opened with, such as ``{"options": {"device_index": 0}}``.
-        unsupported: by pattern, why the driver does without. Such cases are run, and count as skipped where they fail;
-            one that passes is an error.
-        failing: by pattern, why cases fail for now. One that passes is an error, too.
-        untried: by pattern, why cases may not even be run: they hang, or take the process or the device with them. They
-            are skipped, so nothing tells when they would pass.
-        only: patterns of the cases to make; empty makes all. For a second configuration of a driver, where the first
-            has all.
-        open: opens the backend in place of the driver's entry point, each time a new one.
+        backend: name of the driver.
+        config: configuration keys used to open the backend, for example ``{"options": {"device_index": 0}}``.
+        unsupported: pattern to reason, for features that the driver does not support. These cases run. A failure counts
+            as skipped; a pass is an error.
+        failing: pattern to reason, for cases that fail at present. A pass is an error.
+        untried: pattern to reason, for cases that hang or that crash the process or the device. They do not run, so the
+            suite cannot report when they would pass.
+        only: patterns of the cases to generate; empty generates all. Use it to test a second configuration of a driver.
+        open: returns a new backend at each call, in place of the driver's entry point.
     """
 
     backend: str
@@ -58,32 +57,32 @@ class Conformance:
     def __attrs_post_init__(self) -> None:
         if "backend" in self.config:
             raise ConfigError(
-                f"the hook's config names a backend, {self.config['backend']!r}, beside backend={self.backend!r}",
-                "leave it out of config",
+                f"`config` sets backend={self.config['backend']!r}, but `backend` is {self.backend!r}",
+                "remove `backend` from `config`",
             )
         for pattern, reason in [*self.untried.items(), *self.unsupported.items(), *self.failing.items()]:
             if not (isinstance(reason, str) and reason.strip()):
-                raise ConfigError(f"the exception {pattern!r} has no reason", "say why, in words")
+                raise ConfigError(f"the exception {pattern!r} has no reason", "give the reason as a non-empty string")
 
     @property
     def title(self) -> str:
-        """What the report calls it: the driver's name, and what it is configured with."""
+        """Return the driver's name followed by its configuration, for the report."""
         return " ".join([self.backend, *(f"{key}={value}" for key, value in self.config.items())])
 
     @cached_property
     def target(self) -> Target:
-        """What is examined."""
+        """Return the driver under test."""
         return Target(self.backend, self.config, self.open)
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """Every case for this backend. Opens it, because its limits and compilers decide which there are.
+        """Return the cases for this backend, which is opened to read its limits and compilers.
 
-        A driver that cannot run here has one case, which says so; one that cannot be opened has one that fails.
+        An unavailable driver yields one skipped case; a driver that fails to open yields one failing case.
         """
         try:
             self.target.backend  # noqa: B018 (opens it)
-        except Exception as error:  # reported by the case, so that the run goes on
+        except Exception as error:  # reported by the case, so that collection continues
             return (Case("devices/open", partial(_not_opened, error)),)
         return (Case("devices/open", lambda: None), *self._made())
 
@@ -94,18 +93,18 @@ class Conformance:
                     yield case
 
     def case(self, name: str) -> Case:
-        """The case of a name.
+        """Return the case with the given name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no case has this name.
         """
         for each in self.cases:
             if each.name == name:
                 return each
-        raise ConfigError(f"there is no case {name!r}", nearest(name, (each.name for each in self.cases)))
+        raise ConfigError(f"no case is called {name!r}", nearest(name, (each.name for each in self.cases)))
 
     def exception(self, name: str) -> tuple[str, str, str] | None:
-        """The first exception whose pattern matches a case's name, or None.
+        """Return the first exception whose pattern matches the case ``name``, or None.
 
         Returns:
             ``"untried"``, ``"unsupported"`` or ``"failing"``; the pattern; the reason.
@@ -117,7 +116,7 @@ class Conformance:
         return None
 
     def check_patterns(self) -> None:
-        """Raise ConfigError if a pattern matches no case, unless the driver could not be opened here."""
+        """Raise ConfigError if a pattern matches no case, unless the driver cannot be opened on this machine."""
         names = [each.name for each in self.cases]
         if len(names) == 1:
             return
@@ -125,7 +124,7 @@ class Conformance:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
                     f"the pattern {pattern!r} matches none of the {len(names)} cases of the backend {self.backend}",
-                    f"take it out, or correct it; {nearest(pattern, {_subject(name) for name in names})}",
+                    f"remove or correct it; {nearest(pattern, {_subject(name) for name in names})}",
                 )
 
 
@@ -135,10 +134,10 @@ def _subject(name: str) -> str:
 
 def _not_opened(error: Exception) -> None:
     if isinstance(error, DriverUnavailable):
-        # What hal made of an exception that the driver did not expect, after its probe had said that it can run here.
+        # `opening` converts an unexpected exception of a driver whose probe reports it as available.
         if error.__cause__ is not None and raised_in(error) == opening.__name__:
             raise AssertionError(
-                f"its probe says that it can run here, and {error.problem}; let the probe look for that, or raise "
+                f"the probe reports the driver as available, but {error.problem}; check this in the probe, or raise "
                 "DriverUnavailable with a remedy"
             ) from error
         raise NotApplicable(f"{error.problem}; {error.remedy}")

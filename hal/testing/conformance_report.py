@@ -1,4 +1,4 @@
-"""The report of a run: a table by area, and for each operation that fails the smallest shapes that show it."""
+"""The report of a run: a table by area, and the smallest failing shapes of each operation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _COLUMN_OF = {
 
 @attrs.frozen
 class Outcome:
-    """What came of a case.
+    """The result of one case.
 
     Attributes:
-        backend: that it is a case of, as the hook's title has it.
-        area: of the case.
-        name: of the case.
-        column: of the table, that it counts in.
-        operation: that failed, or nothing.
-        shapes: that it failed at.
-        size: elements of these.
+        backend: title of the hook that the case belongs to.
+        area: area of the case.
+        name: name of the case.
+        column: column of the table that counts the case.
+        operation: name of the operation that failed, or an empty string.
+        shapes: arguments with which it failed.
+        size: number of elements of these arguments.
     """
 
     backend: str
@@ -39,14 +39,14 @@ class Outcome:
 
     @classmethod
     def of(cls, kind: str, properties: Mapping[str, Any], key: str) -> Outcome:
-        """From pytest's word for it, and what the plugin noted on the report."""
+        """Create an outcome from pytest's outcome and the properties that the plugin recorded on the report."""
         backend, area, name = properties[key]
-        shown = properties.get(f"{key}_shapes", ("", "", 0)) if kind == "failed" else ("", "", 0)
-        return cls(backend, area, name, _COLUMN_OF[kind], *shown)
+        failure = properties.get(f"{key}_shapes", ("", "", 0)) if kind == "failed" else ("", "", 0)
+        return cls(backend, area, name, _COLUMN_OF[kind], *failure)
 
 
 def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The lines of the report on one backend."""
+    """Yield the lines of the report on one backend."""
     areas = dict.fromkeys(each.area for each in sorted(outcomes, key=lambda each: each.area))
     yield f"{'area':<12}" + "".join(f"{column:>{len(column) + 3}}" for column in COLUMNS)
     for area in areas:
@@ -57,7 +57,7 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
         if each.operation and (each.operation not in smallest or each.size < smallest[each.operation].size):
             smallest[each.operation] = each
     for each in smallest.values():
-        yield f"{each.operation} fails; the smallest shapes that show it: {each.shapes} ({each.name})"
+        yield f"{each.operation} fails; smallest failing shapes: {each.shapes} ({each.name})"
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> str:

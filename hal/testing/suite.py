@@ -1,4 +1,4 @@
-"""What a vendor's test module imports: one test, which the plugin runs for each case of its ``conformance``."""
+"""The test that a vendor's module imports; the plugin parametrizes it with the cases of ``conformance``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["test_conformance"]
 
 
 def test_conformance(conformance_case: Case) -> None:
-    """One case of the suite."""
+    """Run one case of the suite."""
     try:
         conformance_case.run()
     except NotApplicable as reason:

@@ -1,4 +1,4 @@
-"""What the suite examines: a backend, opened as a vendor's hook says, as often as a case needs it."""
+"""The backend under test, opened with the configuration of the vendor's hook."""
 
 from __future__ import annotations
 
@@ -22,66 +22,70 @@ Opener = Callable[[], Backend]
 
 
 class Target:
-    """A driver under examination.
+    """The driver under test.
 
     Args:
-        name: of the driver.
-        config: what every opening has in its configuration.
-        opener: opens it in place of the driver's entry point; the suite configures what it gives.
+        name: name of the driver.
+        config: configuration that every opened backend shares.
+        opener: returns a new backend, in place of the driver's entry point; the suite configures it.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], opener: Opener | None) -> None:
         self.name = name
         self._config = dict(config)
         self._opener = opener
-        self.kept: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     @cached_property
     def backend(self) -> Backend:
-        """Opened with nothing but the hook's configuration; not made active."""
+        """Return the backend opened with the hook's configuration only; it is not activated."""
         return self._opened({}, activate=False)
 
     @property
     def driver(self) -> Driver | None:
-        """The driver, unless the hook opens the backend by itself."""
+        """Return the driver, or None if the hook opens the backend itself."""
         return None if self._opener else registry.load_driver(self.name)
 
     @property
     def device(self) -> Device:
-        """Of the backend."""
+        """Return the backend's device."""
         return self.backend.device
 
     def activated(self) -> Backend:
-        """The backend, active."""
+        """Activate the backend and return it."""
         self.backend.activate()
         return self.backend
 
     def require_canonical(self, operation: Operation) -> None:
-        """Raise NotApplicable if the backend lays out a state of the operation's as no sample has it."""
+        """Raise NotApplicable if the operation uses a cache whose layout on this backend differs from the samples'."""
         layout = self.backend.state_layout
         if layout != "canonical" and KEY_VALUE.intersection(operation.state):
-            raise NotApplicable(f"the cache's layout is {layout}, which samples do not have; runners and models do")
+            raise NotApplicable(f"the samples use the canonical cache layout, and the backend uses {layout}")
 
     def open(self, **config: Any) -> Backend:
-        """A new backend with these keys of the configuration beside the hook's, active."""
+        """Open and activate a new backend with these configuration keys added to the hook's."""
         return self._opened(config, activate=True)
 
-    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, made once for ``key``; until :meth:`forget`."""
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the object cached under ``key``; call ``make`` to create it if it is absent."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
-    def forget(self) -> None:
-        """Drop all that is kept, and what the device's allocator holds of it."""
-        self.kept.clear()
+    def drop(self, key: Any) -> None:
+        """Remove one object from the cache, if present."""
+        self._cache.pop(key, None)
+
+    def clear_cache(self) -> None:
+        """Drop all cached objects and free the device memory that its allocator reserves."""
+        self._cache.clear()
         gc.collect()
         self.device.empty_cache()
 
     def release(self) -> None:
-        """Drop what is kept, if anything was ever opened."""
-        if self.kept:
-            self.forget()
+        """Clear the cache, unless it is empty; an unavailable driver is not opened."""
+        if self._cache:
+            self.clear_cache()
 
     def _opened(self, given: Mapping[str, Any], *, activate: bool) -> Backend:
         merged = {**self._config}
@@ -99,12 +103,12 @@ class Target:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``bfloat16``."""
+    """Return the name of a dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def reference_backend(dtype: torch.dtype, num_tokens: int, block_size: int, max_prefill_tokens: int = 2048) -> Backend:
-    """A backend without a kernel: every operation runs its declaration, on the CPU. Not made active."""
+    """Return a CPU backend without kernels, which runs the body of every operation; it is not activated."""
     from hal.device.host_device import HostDevice
 
     backend = Backend("reference", HostDevice(), kernels={})

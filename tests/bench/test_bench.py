@@ -27,9 +27,9 @@ import hal
 from hal import ops
 from hal.bench import bench_report, measurement, plan
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders import random_weights, theirs
+from hal.bench.contenders import random_weights, transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.ours import Ours
+from hal.bench.contenders.hal_side import HalSide
 from hal.bench.contenders.shapes import SHAPES
 from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.figures import floor, launches, peak_memory, timing, token_agreement
@@ -89,7 +89,7 @@ class TestDecode:
         assert [each["contender"] for each in figures["measurements"]] == ours
         assert [each["contender"] for each in figures["agreements"]] == ours[1:]
         assert all(each["difference"] < 1e-4 for each in figures["agreements"])
-        assert "- batch 3: all compute the same: logits differ by at most " in result.stdout
+        assert "- batch 3: all contenders agree: logits differ by at most " in result.stdout
 
     def test_every_batch_size_has_its_rows(self, tmp_path: Path) -> None:
         file = tmp_path / "decode.json"
@@ -104,7 +104,7 @@ class TestDecode:
             (1, "hal graph"), (3, "hal graph"),
         ]  # fmt: skip
         for size in (1, 3):
-            assert f"- batch {size}: all compute the same: logits differ by at most " in result.stdout
+            assert f"- batch {size}: all contenders agree: logits differ by at most " in result.stdout
 
     def test_the_table(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
         lines = ran[0].stdout.splitlines()
@@ -116,7 +116,7 @@ class TestDecode:
         assert [" ".join(row.split())[: len(start)] for row, start in zip(rows, starts, strict=True)] == starts
 
     def test_the_notes_say_that_results_were_compared(self, ran: tuple[Result, dict[str, Any]]) -> None:
-        assert "- batch 3: all compute the same: logits differ by at most " in ran[0].stdout
+        assert "- batch 3: all contenders agree: logits differ by at most " in ran[0].stdout
         assert "- batch 3: floor: weights " in ran[0].stdout
 
     def test_the_figures(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
@@ -170,8 +170,8 @@ class TestPrefill:
         (each, _), (floor_,) = figures["measurements"], figures["floors"]
         assert each["tokens_per_second"] == pytest.approx(40 / each["median_seconds"])
         assert floor_["work"]["unit"] == "operations"
-        assert "- transformers compiles decode steps only, so its prefill is eager" in result.stdout
-        assert "- 3 repeats are a try-out: take at least 15 before quoting a figure" in result.stdout
+        assert "- transformers compiles only decode steps, so its prefill is eager" in result.stdout
+        assert "- 3 repeats are too few to quote a figure: use at least 15 (--repeats)" in result.stdout
 
     def test_of_another_family_against_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers", reason="transformers is what is measured against")
@@ -311,7 +311,7 @@ class TestAgreement:
         [
             (torch.tensor([[3.0, 5.0]]), "do not compute the same: their logits differ by 0.2 of their norm"),
             (torch.tensor([[1.0, math.nan]]), "do not compute the same"),
-            (torch.ones(1, 3), r"gave logits \[1, 3\], and a \[1, 2\]"),
+            (torch.ones(1, 3), r"returned logits \[1, 3\], and a \[1, 2\]"),
         ],
     )
     def test_another_result_is_refused(self, other: Tensor, message: str) -> None:
@@ -334,10 +334,10 @@ class TestAgreement:
         self, monkeypatch: pytest.MonkeyPatch, wrong: str, dtype: str
     ) -> None:
         """The second mode takes the position, or the length, of the token before."""
-        contender = Ours.contender
+        contender = HalSide.contender
         build = hal.Runner.batch
 
-        def faulty(self: Ours, mode: str, inputs: Inputs) -> Contender:
+        def faulty(self: HalSide, mode: str, inputs: Inputs) -> Contender:
             def one_less(*args: Any, **keys: Any) -> hal.Batch:
                 batch = build(*args, **keys)
                 changes = {wrong: getattr(batch, wrong) - 1}
@@ -350,7 +350,7 @@ class TestAgreement:
                     patch.setattr(hal.Runner, "batch", one_less)
                 return contender(self, mode, inputs)
 
-        monkeypatch.setattr(Ours, "contender", faulty)
+        monkeypatch.setattr(HalSide, "contender", faulty)
         monkeypatch.setattr(measurement, "interleave", lambda *args, **keys: pytest.fail("a wrong result was timed"))
         with pytest.raises(BenchmarkError, match="hal graph and hal eager do not compute the same"):
             measurement.run(tiny(compilers=("eager", "graph"), dtype=dtype))
@@ -358,8 +358,8 @@ class TestAgreement:
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
     def test_steps_leave_no_trace(self, workload: plan.Workload) -> None:
         pytest.importorskip("transformers", reason="transformers is what is measured against")
-        setting = plan.settle(tiny(workload=workload, batch_sizes=(2,)))
-        for side in (Ours(setting), theirs.Transformers(setting)):
+        setting = plan.prepare(tiny(workload=workload, batch_sizes=(2,)))
+        for side in (HalSide(setting), transformers_side.TransformersSide(setting)):
             contender = side.contender("eager", Inputs(setting, 2))
             contender.reset()
             first = contender.step().clone()
@@ -372,21 +372,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--shapes", "qwen3-0.6"], "there are no shapes 'qwen3-0.6'\nremedy: did you mean 'qwen3-0.6b'?"),
-            ([], "neither a checkpoint nor shapes were given"),
-            (["somewhere", "--shapes", "tiny"], "both a checkpoint and shapes were given"),
+            (["--shapes", "qwen3-0.6"], "unknown shapes 'qwen3-0.6'\nremedy: did you mean 'qwen3-0.6b'?"),
+            ([], "no checkpoint and no shapes given"),
+            (["somewhere", "--shapes", "tiny"], "both a checkpoint and shapes given"),
             (["nowhere"], "no checkpoint at nowhere"),
             (["--shapes", "tiny", "--compiler", "grahp"], "has no compiler 'grahp'\nremedy: did you mean 'graph'?"),
-            (["--shapes", "tiny", "--against", "vllm"], "hal cannot be measured against 'vllm'"),
+            (["--shapes", "tiny", "--against", "vllm"], "cannot measure against 'vllm'"),
             (["--shapes", "tiny", "--batch-size", "0"], "the batch size is 0"),
             (["--shapes", "tiny", "--threads", "0"], "the number of threads is 0"),
             (
                 ["--shapes", "tiny", "--repeats", "2"],
-                "2 repeats have no spread\nremedy: give at least 3; 15 to quote it",
+                "2 repeats are too few to measure a spread\nremedy: use --repeats with at least 3",
             ),
             (["--shapes", "tiny", "--dtype", "int8"], "unknown value 'int8'"),
             (["--shapes", "tiny", "--backend", "abacus"], "no driver 'abacus' is installed"),
-            (["--shapes", "tiny", "--context", "256"], "sequences of 257 tokens; the model takes 256"),
+            (["--shapes", "tiny", "--context", "256"], "sequences of 257 tokens exceed the model's maximum of 256"),
             (["--shapes", "tiny", "--backend", "cpu", "--trace"], "the backend cpu does not count launches"),
             (["--shapes", "tiny", "--json", "no/such/folder/x"], "no/such/folder/x cannot be written: No such file or"),
             (["--shapes", "tiny", "--json", "/"], "/ cannot be written: Is a directory"),
@@ -421,21 +421,21 @@ class TestRefusals:
         monkeypatch.setenv("HAL_COMPILATION__DEBUG", "true")
         result = succeeds("decode", "--shapes", "tiny", "--context", 8, "--compiler", "eager", "--repeats", 3)
         assert (
-            "warning: compilation.debug of the environment is not read: it is modes that are measured; give it with "
+            "warning: compilation.debug of the environment is not read, because the benchmark sets the compiler; use "
             "--compilation-config"
         ) in result.stderr
 
     def test_weights_or_caches_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers", reason="transformers is what is measured against")
         one = {"length": 1, "compilers": ("eager",)}
-        free = 2 * plan.settle(tiny(**one)).weight_bytes
+        free = 2 * plan.prepare(tiny(**one)).weight_bytes
         stats = hal.MemoryStats(allocated=0, peak=0, reserved=0, free=free, total=1 << 30)
         monkeypatch.setattr(hal.HostDevice, "memory_stats", lambda self: stats)
-        plan.settle(tiny(**one))
+        plan.prepare(tiny(**one))
         with pytest.raises(BenchmarkError, match="the weights of all contenders take"):
-            plan.settle(tiny(**one, against=("transformers",)))
-        with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batches"):
-            plan.settle(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
+            plan.prepare(tiny(**one, against=("transformers",)))
+        with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batch sizes"):
+            plan.prepare(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
 
     @pytest.mark.parametrize(
         ("library", "options"), [("transformers", ["--against", "transformers"]), ("matplotlib", ["--plot", "x.png"])]
@@ -447,15 +447,15 @@ class TestRefusals:
         assert result.returncode == 2
         assert result.stderr.startswith(f"error: {' '.join(options[:1])}")
         assert f" needs {library}, which cannot be imported" in result.stderr
-        assert f"remedy: pip install {library} (or 'torch-hal[bench]'), or leave " in result.stderr
+        assert f"remedy: pip install {library} (or 'torch-hal[bench]'), or omit " in result.stderr
         assert result.stdout == ""
 
     def test_a_rival_that_does_not_know_the_model(self) -> None:
         pytest.importorskip("transformers", reason="transformers is what is measured against")
-        setting = plan.settle(tiny())
+        setting = plan.prepare(tiny())
         unknown = attrs.evolve(setting.checkpoint, config={**TINY, "model_type": "no_such_model"})
-        with pytest.raises(BenchmarkError, match="transformers does not know the model"):
-            theirs.Transformers(attrs.evolve(setting, checkpoint=unknown))
+        with pytest.raises(BenchmarkError, match="transformers does not support the model"):
+            transformers_side.TransformersSide(attrs.evolve(setting, checkpoint=unknown))
 
 
 class TestShapes:
@@ -516,8 +516,8 @@ class TestReport:
         result = self.result(eager=[2.0, 2.1, 2.2], graph=[1.0, 2.0, 3.0], other=[4.0, 4.1, 4.2])
         _, rows = bench_report.table(result)
         assert [row[5] for row in rows] == ["1", "1.05 ~", "0.51", ""]
-        (noise,) = [note for note in bench_report.notes(result) if "claim no difference" in note]
-        assert noise.startswith("batch 1: hal graph and hal eager differ by 100.0 ms, less than their times spread")
+        (noise,) = [note for note in bench_report.notes(result) if "no difference can be claimed" in note]
+        assert noise.startswith("batch 1: hal graph and hal eager differ by 100.0 ms, less than their spread")
 
     def test_faster_than_the_floor(self) -> None:
         assert any("faster than the floor" in note for note in bench_report.notes(self.result(eager=[0.5, 0.5, 0.5])))
@@ -574,7 +574,7 @@ class TestLaunches:
 
     @pytest.fixture
     def setting(self) -> Iterator[plan.Setting]:
-        settled = plan.settle(tiny(backend="cpu", batch_sizes=(1, 3)))
+        settled = plan.prepare(tiny(backend="cpu", batch_sizes=(1, 3)))
         counting = self.Counting()
         counting.configure(settled.backend.config)
         counting.activate()
@@ -597,10 +597,10 @@ class TestLaunches:
         assert found[0].per_layer == 9
 
     def test_a_config_that_says_its_layers_elsewhere_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        setting = plan.settle(tiny(backend="cpu"))
+        setting = plan.prepare(tiny(backend="cpu"))
         meta = random_weights.meta_model(TINY)
         monkeypatch.setattr(launches, "meta_model", lambda config: meta)
-        with pytest.raises(BenchmarkError, match="asked for a model of 1 layers, and num_hidden_layers gives one of 2"):
+        with pytest.raises(BenchmarkError, match="needs a model of 1 layers, but num_hidden_layers=1 gives 2"):
             launches.count(setting, lambda text: None)
 
     def test_the_table_and_what_stands_beneath(self) -> None:
@@ -618,7 +618,7 @@ class TestLaunches:
             ["2", "linear", "4", "0", "4", "0"], ["2", "copy", "1", "0", "1", "6"], ["2", "all", "5", "0", "5", "6"],
         ]  # fmt: skip
         assert list(bench_report.launches_notes(result))[1:] == [
-            "others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"
+            "other implementations, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"
         ]
         figures = bench_report.as_json(result)
         assert figures["launches"][2] == {

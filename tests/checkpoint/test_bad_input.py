@@ -309,7 +309,7 @@ def test_bad_input(case: Case, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         (["--compilation-config", '{"capture_sizes": "1"}'], "expected a list, found str '1'"),
         (["--compilation-config", '{"on_capture_error": "raise", "on_capture_error": "eager"}'], "given twice"),
         (["--compilation-config", "{"], "--compilation-config is not valid JSON"),
-        (["--compilation-config", "graph"], "neither JSON nor a file"),
+        (["--compilation-config", "graph"], "neither a JSON object nor a path"),
         (["--compilation-config", "no_such_file.toml"], "cannot read the config file no_such_file.toml"),
         (["--temperature", "-1"], "temperature is -1.0, out of its range"),
         (["--temperature", "nan"], "temperature is nan, out of its range"),

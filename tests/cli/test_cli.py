@@ -206,7 +206,7 @@ class TestGenerate:
 
     def test_what_has_no_effect_is_said(self, checkpoint: Path) -> None:
         result = generate(checkpoint, "--top-k", "5", "--seed", "3")
-        assert "warning: --top-k, --seed: without effect, because temperature 0" in result.stderr
+        assert "warning: --top-k, --seed: no effect, because temperature 0" in result.stderr
         assert "warning" not in generate(checkpoint, "--top-k", "5", "--seed", "3", "--temperature", "1").stderr
 
     def test_a_short_end_is_a_warning_on_stderr(self, checkpoint: Path) -> None:
@@ -305,7 +305,7 @@ class TestLists:
         assert "has the priority None, which is no integer" in lines["nopriority"]
         assert "Misspelt" in lines["misspelt"]
         assert "no_such_module" in lines["unimportable"]
-        assert "* what auto takes: good" in result.stdout
+        assert "* selected by auto: good" in result.stdout
         assert result.stderr == ""
 
     @pytest.mark.usefixtures("drivers")
@@ -356,8 +356,8 @@ class TestEmulate:
             for command in (("generate", checkpoint, "--prompt", "a"), ("bench", "decode", "--shapes", "tiny")):
                 result = run(*command, "--emulate")
                 assert result.exit_code == 2
-                assert result.stderr.startswith("error: --emulate was given, and no driver to emulate a device for\n")
-                assert "remedy: name one, by --backend NAME or HAL_BACKEND" in result.stderr
+                assert result.stderr.startswith("error: --emulate needs a driver, and none is named\n")
+                assert "remedy: use --backend NAME or HAL_BACKEND" in result.stderr
 
     @pytest.mark.parametrize("variable", [False, True])
     def test_a_driver_without_an_emulator_is_named(
@@ -369,8 +369,8 @@ class TestEmulate:
         for command in (("generate", checkpoint, "--prompt", "a"), ("bench", "decode", "--shapes", "tiny")):
             result = run(*command, "--emulate", *backend)
             assert result.exit_code == 2
-            assert result.stderr.startswith("error: --emulate was given, and the driver cpu has no emulated device: ")
-            assert "remedy: leave --emulate out, or choose another backend" in result.stderr
+            assert result.stderr.startswith("error: the driver cpu has no emulated device (--emulate): ")
+            assert "remedy: omit --emulate, or choose another --backend" in result.stderr
             assert result.stdout == ""
 
     @pytest.mark.usefixtures("emulating_driver")

@@ -134,7 +134,7 @@ def test_the_templates_are_in_the_package(repository: Path) -> None:
 def test_installed_it_is_found(installed: Installed) -> None:
     (row,) = [line for line in installed.hal("backends").splitlines() if line.startswith(NAME)]
     assert row.split()[:4] == [NAME, "yes", "-1", "2.0"]
-    assert "the CPU stands in" in row
+    assert "uses the CPU" in row
     header, *rows = installed.hal("ops").splitlines()
     column = header.index(NAME)
     assert {row.split()[0] for row in rows if row[column:].strip() == "kernel"} == {"rms_norm", "silu_and_mul"}
@@ -161,34 +161,34 @@ def test_installed_it_passes_conformance(installed: Installed) -> None:
 def test_a_name_must_be_an_identifier(name: str, tmp_path: Path) -> None:
     result = new_driver(name, tmp_path / "folder")
     assert result.exit_code == 2
-    assert f"error: a driver cannot be called {name!r}" in result.output
-    assert "remedy: take a lower-case Python identifier" in result.output
+    assert f"error: {name!r} is not a valid driver name" in result.output
+    assert "remedy: choose a lower-case Python identifier" in result.output
     assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("cpu", "a driver 'cpu' is installed already"),
+        ("cpu", "a driver 'cpu' is already installed"),
         ("auto", "configurations"),
         ("compilation", "configurations"),
-        ("torch", "its package would be called torch-hal"),
+        ("torch", "its distribution would be torch-hal"),
     ],
 )
 def test_a_name_must_be_free(name: str, problem: str, tmp_path: Path) -> None:
     result = new_driver(name, tmp_path / "folder")
     assert result.exit_code == 2
     assert problem in result.output
-    assert "remedy: take another name" in result.output
+    assert "remedy: choose another name" in result.output
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    for folder, problem in ((tmp_path, "is not empty"), (tmp_path / "mine.txt", "is no folder")):
+    for folder, problem in ((tmp_path, "is not empty"), (tmp_path / "mine.txt", "is not a folder")):
         result = new_driver("acme", folder)
         assert result.exit_code == 2
         assert problem in result.output
-        assert "remedy: name another" in result.output
+        assert "remedy: choose another" in result.output
     assert files(tmp_path) == {"mine.txt"}
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
@@ -198,4 +198,4 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) 
     result = new_driver("acme", tmp_path / "file" / "acme")
     assert result.exit_code == 2
     assert "error: the package cannot be written" in result.output
-    assert "remedy: name a folder that you may write to" in result.output
+    assert "remedy: choose a writable folder" in result.output

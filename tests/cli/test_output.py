@@ -56,7 +56,7 @@ EVERYWHERE = [
     for where in ("import", "probe", "open", "exit")
     for what in ("Python", "a stream that was kept", "a descriptor", "C", "a child")
 ]
-NO_ROOM = re.compile("^error: .* cannot be written.*: No space left on device\nremedy: free space there, or ", re.M)
+NO_ROOM = re.compile("^error: .* cannot be written.*: No space left on device\nremedy: free disk space, or ", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,8 @@ class TestClosed:
     def test_stdout(self, run: Any) -> None:
         result = run("ops", stdout=None, preexec_fn=lambda: os.close(1))
         assert result.returncode == 2
-        assert "error: the result cannot be written: stdout is closed\nremedy: start hal with one\n" in result.stderr
+        said = "error: the result cannot be written: stdout is closed\nremedy: start hal with an open stdout\n"
+        assert said in result.stderr
 
     @pytest.mark.parametrize("arguments", [["backends"], ["ops", "--help"]])
     def test_a_reader_that_has_left(self, run: Any, arguments: Sequence[str]) -> None:

@@ -16,13 +16,13 @@ import hal
 from hal import ops
 from hal.cli import main
 from hal.compare.backends import compare_backends
+from hal.compare.call_comparison import Evidence, transplant
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import OUTSIDE, Call
 from hal.compare.distance import worst_error
-from hal.compare.local import Evidence, transplant
+from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.modes import compare_modes, in_mode
-from hal.compare.saved import CALL, TENSORS, SavedCall, save
-from hal.compare.states import LOGITS, Drifts
+from hal.compare.saved_call import CALL, TENSORS, SavedCall, save
 from hal.compare.texts import Prompts
 from hal.compare.watch import layer_of
 from hal.config import CompilationConfig, PhaseConfig
@@ -131,7 +131,7 @@ class TestWhatIsPlanted:
         comparison = found(*arguments, status=1)
         assert comparison["broken"] is None
         assert (comparison["departure"]["layer"], comparison["departure"]["step"]) == ("model.layers.0", 0)
-        assert "look at what the model computes between operations" in hal_compare(*arguments, status=1).stdout
+        assert "check what the model computes between operations" in hal_compare(*arguments, status=1).stdout
 
     def test_a_kernel_that_raises_is_named(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="raises")
@@ -144,7 +144,7 @@ class TestWhatIsPlanted:
         faulty(fault="crash")
         stderr = hal_compare(small, "--backends", "cpu,faulty", "--prompt", "the cat", status=2).stderr
         assert "paged_attention of the backend faulty raised RuntimeError" in stderr
-        assert "before that, rotary_embedding in model.layers.0.self_attn, step 0, left its tolerance" in stderr
+        assert "before that, rotary_embedding in model.layers.0.self_attn, step 0, was out of tolerance" in stderr
 
     def test_int8(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
         quantised = quantize_checkpoint(small, tmp_path / "w8a8", "w8a8", calibration=TEXT).path
@@ -176,7 +176,7 @@ class TestWhatIsRight:
         faulty(fault="prepared")
         arguments = (small, "--backends", "cpu,faulty", "--prompt", "the cat")
         (note,) = found(*arguments, status=0)["not_compared"]
-        assert note.startswith("store_kv_cache: cpu and faulty lay their caches out differently")
+        assert note.startswith("store_kv_cache: cpu and faulty have different cache")
         assert f"not compared: {note}" in hal_compare(*arguments, status=0).stdout
         turned = found(small, "--backends", "faulty,cpu", "--prompt", "the cat", status=0)
         assert turned["rows"][0]["operations"] == comparison_calls(small)
@@ -250,7 +250,7 @@ class TestSaved:
     def test_nothing_to_save(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
         faulty(fault="nothing")
         arguments = (small, "--backends", "cpu,faulty", "--prompt", "the cat", "--save", tmp_path / "call")
-        assert "nothing was saved" in hal_compare(*arguments, status=0).stderr
+        assert "nothing saved" in hal_compare(*arguments, status=0).stderr
         assert not (tmp_path / "call").exists()
 
     def test_every_kind_of_argument(self, tmp_path: Path) -> None:
@@ -274,12 +274,12 @@ class TestSaved:
         faulty(fault="nothing")
         (tmp_path / CALL).write_text("{}")
         arguments = (small, "--backends", "cpu,faulty", "--prompt", "the cat", "--save")
-        assert "holds a saved call already" in hal_compare(*arguments, tmp_path, status=2).stderr
-        assert "there is no folder for" in hal_compare(*arguments, tmp_path / "a" / "b", status=2).stderr
-        with pytest.raises(HalError, match="holds no saved call"):
+        assert "already contains a saved call" in hal_compare(*arguments, tmp_path, status=2).stderr
+        assert "the parent folder of" in hal_compare(*arguments, tmp_path / "a" / "b", status=2).stderr
+        with pytest.raises(HalError, match="contains no saved call"):
             SavedCall.load(tmp_path / "a")
         (tmp_path / TENSORS).write_bytes(b"cut off")
-        with pytest.raises(HalError, match="holds no saved call"):
+        with pytest.raises(HalError, match="contains no saved call"):
             SavedCall.load(tmp_path)
         (tmp_path / TENSORS).unlink()
         assert not (tmp_path / TENSORS).exists()
@@ -310,7 +310,7 @@ class TestModes:
         assert (departure["layer"], departure["step"]) == ("layer 1 (states)", 1)
         text = hal_compare(*arguments, status=1).stdout
         assert "NOT within tolerance" in text
-        assert "the runs left rounding first in layer 1 (states), step 1 (decode)" in text
+        assert "the runs first differ by more than rounding in layer 1 (states), step 1 (decode)" in text
         assert "from the attention over layer 0 (states) on, up to layer 1 (states)" in text
 
     def test_a_mode_that_has_nothing_stale(self, faulty: Faulty, small: Path) -> None:
@@ -330,21 +330,24 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ((), "--backends names 0 backends, and two are compared"),
-            (("--backends", "cpu"), "--backends names 1 backend, and two are compared"),
+            ((), "--backends names 0 backends; a comparison needs two"),
+            (("--backends", "cpu"), "--backends names 1 backend; a comparison needs two"),
             (("--backends", "cpu,faulty,cpu"), "--backends names 3 backends"),
-            (("--backends", "cpu,"), "give names with commas between them"),
+            (("--backends", "cpu,"), "use a comma-separated list of names"),
             (("--backends", "cpu,fualty"), "no driver 'fualty' is installed\nremedy: did you mean 'faulty'?"),
             (("--backends", "cpu,faulty", "--compilers", "eager,graph"), "--backends names 2"),
-            (("--backends", "cpu", "--compilers", "eager"), "the modes to compare are eager\nremedy: give two or more"),
-            (("--backends", "cpu", "--compilers", "eager,eager"), "give two or more, each once"),
+            (
+                ("--backends", "cpu", "--compilers", "eager"),
+                "the modes to compare are eager\nremedy: name at least two",
+            ),
+            (("--backends", "cpu", "--compilers", "eager,eager"), "name at least two modes, each once"),
             (("--backends", "cpu", "--compilers", "eager,grahp"), "did you mean 'graph'?"),
             (("--backends", "cpu", "--compilers", "eager,graph", "--save", "x"), "calls no operations"),
             (("--backends", "cpu,faulty", "--compilation-config", "{}"), "given without --compilers"),
             (("--backends", "cpu,faulty", "--emulate"), "has no emulated device"),
             (("--backends", "cpu,faulty", "--dtype", "bfloat16"), "faulty does not compute in torch.bfloat16"),
             (("--backends", "cpu,faulty", "--dtype", "float8"), "unknown value 'float8'"),
-            (("--backends", "cpu,faulty", "--max-new-tokens", "0"), "0 new tokens were asked for"),
+            (("--backends", "cpu,faulty", "--max-new-tokens", "0"), "max_new_tokens is 0"),
         ],
     )
     def test_arguments(self, faulty: Faulty, small: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -352,23 +355,23 @@ class TestErrors:
         assert message in hal_compare(small, *arguments, "--prompt", "the cat", status=2).stderr
 
     def test_no_prompt(self, small: Path) -> None:
-        assert "There is no prompt" in hal_compare(small, "--backends", "cpu,cpu", status=2).stderr
+        assert "No prompt given" in hal_compare(small, "--backends", "cpu,cpu", status=2).stderr
 
     def test_the_checkpoints_own_dtype(self, faulty: Faulty, tmp_path: Path) -> None:
         faulty(fault="narrow")
         path = random_checkpoint(tmp_path / "half", dtype="bfloat16")
         result = hal_compare(path, "--backends", "cpu,faulty", "--prompt", "the cat", status=2)
-        assert "faulty does not compute in bfloat16, the checkpoint's own dtype" in result.stderr
-        assert "set dtype to one that both have: float32" in result.stderr
+        assert "faulty does not compute in bfloat16, the checkpoint's dtype" in result.stderr
+        assert "set dtype to one that both support: float32" in result.stderr
 
     def test_a_reference_that_gives_nan(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="nan")
         result = hal_compare(small, "--backends", "faulty,cpu", "--prompt", "the cat", status=2)
-        assert "the reference gave NaN logits in step 0" in result.stderr
+        assert "the reference's logits contain NaN in step 0" in result.stderr
 
     def test_from_python(self, cpu: hal.Backend, small: Path) -> None:
         prompts = Prompts(((5, 6),), 2)
-        with pytest.raises(CompareError, match="compared with itself"):
+        with pytest.raises(CompareError, match="the same object"):
             compare_backends(small, cpu, cpu, prompts)
         with pytest.raises(HalError, match="was opened for dtype auto, and cpu for bfloat16"):
             compare_backends(small, cpu, hal.open({"backend": "cpu", "dtype": "bfloat16"}, activate=False), prompts)

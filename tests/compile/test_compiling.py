@@ -648,7 +648,7 @@ class TestExplain:
     @pytest.mark.parametrize(
         ("config", "said"),
         [
-            ({"compiler": "eager"}, "the model's own Python is run as it is; no rewrite is applied"),
+            ({"compiler": "eager"}, "the model's Python code is run eagerly; no rewrite is applied"),
             (
                 {"compiler": "piecewise_eager"},
                 "the model's own Python is captured in pieces, 5 of them; the 4 calls between them run eagerly, of "
@@ -656,7 +656,8 @@ class TestExplain:
             ),
             (
                 {"compiler": "graph", "torch_compile_max_bs": 1},
-                "the model's own Python is captured as it is, since torch_compile_max_bs is 1; no rewrite is applied",
+                "the model's Python code is captured without compiling, because torch_compile_max_bs is 1; "
+                "no rewrite is applied",
             ),
         ],
         ids=["eager", "piecewise_eager", "torch_compile_max_bs"],
@@ -665,14 +666,14 @@ class TestExplain:
         folder = tmp_path / "dump"
         options = "--compilation-config", json.dumps(config), "--dump", str(folder)
         lines = self.run(str(trained), "--backend", "cpu", *options)
-        assert lines[1:] == ["", said, "", f"there is no graph to write to {folder}"]
+        assert lines[1:] == ["", said, "", f"no graph to write to {folder}"]
         assert not folder.exists()
 
     def test_inductor(self, trained: Path, tmp_path: Path) -> None:
         """Its trace is another one, of smaller operations, and no rewrite is looked for."""
         lines = self.run(str(trained), "--backend", "cpu", "--compiler", "inductor", "--dump", str(tmp_path))
         assert any(
-            "no rewrite is applied; the driver's kernels run for linear, paged_attention" in each for each in lines
+            "no rewrite is applied; it calls the driver's kernels of linear, paged_attention" in each for each in lines
         )
         assert not any("add_rms_norm" in each for each in lines)
         (dumped,) = tmp_path.iterdir()

@@ -20,7 +20,7 @@ import pytest
 
 import hal
 from hal.cli import main
-from hal.doctor import checks, doctor_report, findings, host_facts, together
+from hal.doctor import checks, doctor_report, driver_processes, findings, host_facts
 from hal.doctor.findings import Findings
 
 ACME = """
@@ -205,7 +205,7 @@ def of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
         ),
         ("exits", "importing the driver: the driver exits cannot be imported: SystemExit: 0", "raise SystemExit(0)"),
         ("vanishes", "importing the driver: it exited with status 0", ""),
-        ("crashes", "importing the driver: it died of SIGSEGV", "Fatal Python error: Segmentation fault"),
+        ("crashes", "importing the driver: it was terminated by SIGSEGV", "Fatal Python error: Segmentation fault"),
     ],
 )
 def test_a_package_that_fails_at_import_is_reported(
@@ -250,7 +250,7 @@ class TestTogether:
 
     def test_the_limit_for_all(self, doctor: Doctor) -> None:
         """More than there are places for."""
-        many = [f"a_hangs{number}" for number in range(together.MOST)]
+        many = [f"a_hangs{number}" for number in range(driver_processes.MOST_PROCESSES)]
         doctor.install(dict.fromkeys(many, "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
         document = doctor.found("--total-timeout", "30", code=1)
         assert document["ok"] is False
@@ -260,13 +260,13 @@ class TestTogether:
             assert "it was killed after " in found["reason"]
             assert "--total-timeout" in found["hint"]
         cpu = of(document, "cpu")
-        assert (cpu["status"], cpu["reason"]) == ("unavailable", "not examined: the time for all drivers was over")
+        assert (cpu["status"], cpu["reason"]) == ("unavailable", "not examined: the time for all drivers ran out")
         assert "--total-timeout" in cpu["hint"]
 
     def test_one_that_only_waited_is_not_broken(self, doctor: Doctor) -> None:
         doctor.install({"hangs": "broken_hangs:Driver"}, broken_hangs=BROKEN["hangs"])
         cpu = of(doctor.found("--timeout", "400", "--total-timeout", "60", code=1), "cpu")
-        assert (cpu["status"], cpu["reason"]) == ("works", "not measured: the time for all drivers was over")
+        assert (cpu["status"], cpu["reason"]) == ("works", "not measured: the time for all drivers ran out")
         assert {each["outcome"] for each in cpu["devices"][0]["checks"]} == {"passed"}
         assert cpu["devices"][0]["measures"] is None
 
@@ -383,9 +383,9 @@ def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, 
         ("RaisesInProbe", "probing: it raised OSError('bus error')", "report it"),
         ("NoProbe", "probing: the probe returned None, not a hal.Probe", "report it"),
         ("RaisesInOpen", "opening the driver: the driver RaisesInOpen: the firmware is old", "update it"),
-        ("NoDevices", "opening the driver: the driver could be opened, and its `devices` says", "report it"),
-        ("DiesInOpen", "opening the driver: it died of SIGABRT", "see the log"),
-        ("DiesAtTheEnd", "ending the process: it died of SIGABRT", "see the log"),
+        ("NoDevices", "opening the driver: the driver can be opened, but its `devices` returns none", "report it"),
+        ("DiesInOpen", "opening the driver: it was terminated by SIGABRT", "see the log"),
+        ("DiesAtTheEnd", "ending the process: it was terminated by SIGABRT", "see the log"),
     ],
 )
 def test_a_driver_that_fails_later_than_at_import(
@@ -416,7 +416,7 @@ class TestOneDriver:
         result = doctor.run("--backend", "absent", code=1)
         assert "there is no Acme card" in result.stdout
         assert "buy one" in result.stdout
-        assert result.stdout.splitlines()[-1] == "no driver that was examined can run here"
+        assert result.stdout.splitlines()[-1] == "no examined driver can run here"
 
     def test_an_unknown_one_names_the_known(self, doctor: Doctor) -> None:
         doctor.install({"acme": "acme_driver:Acme"})
@@ -431,7 +431,7 @@ class TestOneDriver:
         doctor.install({"acme": "acme_driver:Acme"})
         assert doctor.driver("acme", "--emulate")["status"] == "works"
         assert "the driver cpu has no emulated device" in doctor.run("--backend", "cpu", "--emulate", code=2).stderr
-        assert "--emulate was given, and no driver" in doctor.run("--emulate", code=2).stderr
+        assert "--emulate needs a driver" in doctor.run("--emulate", code=2).stderr
 
 
 class TestPrivacy:

@@ -298,8 +298,8 @@ class TestOperations:
             check_declaration(ops.operation(name))
             return
         problem = {
-            "names one": "it hands its argument value_cache to another operation as state",
-            "names none": "it hands its argument key_cache to another operation as state",
+            "names one": "it passes its argument value_cache to another operation as state",
+            "names none": "it passes its argument key_cache to another operation as state",
             "writes by itself": "it reads or writes its state key_cache by itself",
         }[how]
         with pytest.raises(AssertionError, match=problem):
@@ -401,11 +401,11 @@ class TestConformance:
             ({"dtypes": {"x": FLOATING, "weight": "x", "return": torch.int8}}, lambda x, weight: x * weight,
              "result 0 is float32, and declared int8"),
             ({"rowwise": "tokens"}, lambda x, weight: x - x.mean(0),
-             "result 0 of one row along tokens is not the first"),
+             "result 0 of one row along tokens differs from the first row"),
             ({"sizes": ((1, 8), (0, 6))}, lambda x, weight: x * weight, "no sample has two rows along tokens"),
             ({"mutates": ("x",), "buffers": ("x",)}, lambda x, weight: x * weight,
-             "`mutates` names its argument x, which no sample writes"),
-            ({}, lambda x, weight: x.mul_(weight) + 1, "it writes its argument x, which `mutates` does not name"),
+             "`mutates` names its argument x, but no sample writes it"),
+            ({}, lambda x, weight: x.mul_(weight) + 1, "it writes its argument x; add 'x' to `mutates`"),
         ],
     )  # fmt: skip
     def test_what_is_found(self, given: dict[str, Any], body: Any, message: str | None) -> None:

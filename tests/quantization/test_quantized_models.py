@@ -681,15 +681,15 @@ def test_nothing_to_scale() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scheme", "w8a8"], "needs a calibration text"),
+        (["--scheme", "w8a8"], "requires a calibration text"),
         (["--scheme", "w4a16"], "unknown scheme 'w4a16'"),
         (["--scheme", "w8a8_dynamic", "--format", "gguf"], "unknown format 'gguf'"),
         (["--scheme", "w8a8_dynamic", "--calibration", "{text}"], "uses no calibration text"),
-        (["--scheme", "w8a8_dynamic", "--calibration-tokens", "5"], "uses no calibration text, and 5 tokens of one"),
+        (["--scheme", "w8a8_dynamic", "--calibration-tokens", "5"], "text, but calibration_tokens is 5"),
         (["--scheme", "w8a8", "--calibration", "{missing}"], "cannot be read"),
-        (["--scheme", "w8a8", "--calibration", "{empty}"], "holds no tokens"),
+        (["--scheme", "w8a8", "--calibration", "{empty}"], "has no tokens"),
         (["--scheme", "w8a8", "--calibration", "{bytes}"], "cannot be read"),
-        (["--scheme", "w8a8", "--calibration", "{text}", "--calibration-tokens", "0"], "0 tokens"),
+        (["--scheme", "w8a8", "--calibration", "{text}", "--calibration-tokens", "0"], "calibration tokens is 0"),
     ],
 )
 def test_the_command_refuses(arguments: list[str], message: str, plain: Path, tmp_path: Path) -> None:
@@ -742,7 +742,7 @@ def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:
     refused(plain, taken / "a file" / "below", "cannot be written")
     refused(tmp_path / "nothing", tmp_path / "out", "no checkpoint at")
     made = make(plain, tmp_path / "made", "modelslim", "w8a8_dynamic")
-    refused(made, tmp_path / "out", "quantised already")
+    refused(made, tmp_path / "out", "already quantised")
     assert {file.name for file in taken.iterdir()} == {"a file"}
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -803,7 +803,7 @@ def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         arguments = [str(trained), str(found[each_format, scheme]), "--scheme", scheme, "--format", each_format]
         result = CliRunner().invoke(main, ["quantize", *arguments, *calibration])
         assert result.exit_code == 0, result.stderr
-        assert "28 layers in int8; weights of 6.3 MB are 4." in result.stderr
+        assert "28 layers in int8; weights: 6.3 MB before, 4." in result.stderr
     yield found
     shutil.rmtree(folder)
 

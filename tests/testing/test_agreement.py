@@ -12,7 +12,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.ops import tolerance
-from hal.ops.rounding import MANY_TOKENS, SUITE, Agreement, Bounds, Truth, check_choice, check_logits
+from hal.ops.rounding import MANY_TOKENS, SUITE, Agreement, Bounds, ReferenceLogits, check_choice, check_logits
 from hal.ops.tolerance import assert_agree, error
 
 SEED, TEXTS, TOKENS, VOCAB = 5, 3, 20, 50
@@ -26,7 +26,7 @@ def drawn(seed: int) -> list[Tensor]:
 
 
 EXACT = drawn(SEED)
-KNOWN = Truth.of([a + ERROR * b for a, b in zip(EXACT, drawn(SEED + 1), strict=True)], EXACT, torch.float32)
+KNOWN = ReferenceLogits.of([a + ERROR * b for a, b in zip(EXACT, drawn(SEED + 1), strict=True)], EXACT, torch.float32)
 
 
 def off_by(size: float, seed: int = SEED + 2) -> dict[tuple[int, int], Tensor]:
@@ -57,7 +57,7 @@ def test_the_mean_is_that_of_the_tokens_compared() -> None:
 
 def test_a_token_that_is_too_far_is_named() -> None:
     found = off_by(1.0) | {(1, 7): off_by(20.0)[1, 7]}
-    with pytest.raises(AssertionError, match=r"sequence 1, token 7: logits are 0\.0\d+ from the exact ones"):
+    with pytest.raises(AssertionError, match=r"sequence 1, token 7: the logits' error is 0\.0\d+"):
         check(found)
     with pytest.raises(AssertionError, match="sequence 0, token 0: logits are"):
         check(off_by(1.0), Bounds(0.1))
@@ -76,26 +76,26 @@ def test_what_is_no_number_is_refused(value: float) -> None:
     found[2, 3][9] = value
     with pytest.raises(AssertionError, match="sequence 2, token 3: not all logits are finite"):
         check(found)
-    with pytest.raises(AssertionError, match="the reference's logits are not all finite, and prove nothing"):
-        Truth.of([torch.tensor([[1.0, value]])], [torch.tensor([[1.0, 1.0]])], torch.float32)
+    with pytest.raises(AssertionError, match="the reference's logits are not all finite"):
+        ReferenceLogits.of([torch.tensor([[1.0, value]])], [torch.tensor([[1.0, 1.0]])], torch.float32)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
 def test_rounding_the_logits_themselves_is_the_least_error(dtype: torch.dtype, error: float) -> None:
     """A reference that comes out exact by chance does not demand that of others."""
-    known = Truth.of([torch.ones(4, 8)], [torch.ones(4, 8)], dtype)
+    known = ReferenceLogits.of([torch.ones(4, 8)], [torch.ones(4, 8)], dtype)
     assert known.mean == pytest.approx(error / 12**0.5)
 
 
 def test_another_choice_must_be_a_tie() -> None:
     rounded, exact = torch.tensor([[1.0, 2.05, 2.0]]), torch.tensor([[1.0, 2.0, 2.04]])
-    known = Truth.of([rounded], [exact], torch.float32)  # an error of 0.04
+    known = ReferenceLogits.of([rounded], [exact], torch.float32)  # an error of 0.04
     assert not check_choice("here", 1, known, 0, 0)
     assert check_choice("here", 2, known, 0, 0)
-    with pytest.raises(AssertionError, match=r"here: token 0 in place of 1, which are 1\.05 apart, with an error of"):
+    with pytest.raises(AssertionError, match=r"here: token 0, and .* chooses 1; their logits differ by 1\.05"):
         check_choice("here", 0, known, 0, 0)
-    sure = Truth.of([rounded], [rounded], torch.float32)  # the same gap, and hardly an error
-    with pytest.raises(AssertionError, match=r"here: token 2 in place of 1, which are 0\.05 apart"):
+    sure = ReferenceLogits.of([rounded], [rounded], torch.float32)  # the same gap, and hardly an error
+    with pytest.raises(AssertionError, match=r"here: token 2, and .* chooses 1; their logits differ by 0\.05"):
         check_choice("here", 2, sure, 0, 0)
 
 
@@ -174,7 +174,7 @@ def test_steps_are_counted_under_python_o_too() -> None:
 def test_no_check_is_an_assert_statement() -> None:
     """Those that are there narrow a type, and check nothing."""
     package = Path(hal.__file__).parent
-    files = [*package.glob("testing/*.py"), *package.glob("compare/*.py"), *package.glob("doctor/*.py")]
+    files = [each for room in ("testing", "compare", "doctor") for each in (package / room).rglob("*.py")]
     found = [
         f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
         for file in (*files, package / "ops/tolerance.py", package / "ops/rounding.py")

@@ -43,59 +43,61 @@ LIMITS = {"a limit told wrong": THREE, "a limit of streams told wrong": SIXTEEN}
 FLAWS = (
     Flaw(
         "a wrong epsilon", kernel("rms_norm", lambda: broken.wrong_epsilon),
-        {"operations/rms_norm/float32/sample-5": "result 0 is off"},
+        {"operations/rms_norm/float32/sample-5": "result 0 is outside the tolerance"},
         ("operations/rms_norm/float16/sample-0",),
     ),
     Flaw(
         "float16 accumulation", kernel("linear", lambda: broken.accumulates_in_half),
-        {"operations/linear/float16/sample-2": "result 0 is off"},
+        {"operations/linear/float16/sample-2": "result 0 is outside the tolerance"},
         ("operations/linear/float32/sample-2", "operations/linear/bfloat16/sample-2"),
     ),
     Flaw(
         "squares that overflow float16", kernel("rms_norm", lambda: broken.sums_squares_in_half),
-        {"operations/rms_norm/float16/large": "result 0 is off"}, ("operations/rms_norm/float32/large",),
+        {"operations/rms_norm/float16/large": "result 0 is outside the tolerance"},
+        ("operations/rms_norm/float32/large",),
     ),
     Flaw(
         "lengths not updated at replay", lambda: Twin(tape=broken.StaleLengths),
         {
             "graphs/host-values/lengths": "a replay with lengths",
-            "runners/graph/padding": "logits are",
+            "runners/graph/padding": "the logits' error is",
         },
         ("graphs/inputs-in-place", "runners/eager/padding"),
     ),
     Flaw(
         "host values that are not recorded", lambda: Twin(tape=broken.ForgetsHostValues),
-        {"graphs/host-values/lengths": "recorded no query_start_loc_host and no kv_lens_host, which paged_attention"},
+        {"graphs/host-values/lengths": "did not record query_start_loc_host and kv_lens_host, which"},
         ("graphs/inputs-in-place",),
     ),
     Flaw(
         "host values looked at after the launch", lambda: Twin(tape=broken.LaunchesFirst),
-        {"graphs/host-values/short": "something was launched all the same"}, ("graphs/host-values/lengths",),
+        {"graphs/host-values/short": "refused the host values, but launched work"}, ("graphs/host-values/lengths",),
     ),
     Flaw(
         "an output that aliases an input", kernel("rotary_embedding", lambda: broken.rotates_in_place),
-        {"operations/rotary_embedding/float32/sample-1": "result 0 lies in the memory of the argument query"},
+        {"operations/rotary_embedding/float32/sample-1": "result 0 aliases the argument query"},
     ),
     Flaw(
         "a stale buffer read", kernel("silu_and_mul", broken.KeepsScratch),
-        {"operations/silu_and_mul/float32/sample-1": "result 0 is off"}, ("operations/silu_and_mul/float32/sample-0",),
+        {"operations/silu_and_mul/float32/sample-1": "result 0 is outside the tolerance"},
+        ("operations/silu_and_mul/float32/sample-0",),
     ),
     Flaw(
         "results of two calls in one memory", kernel("silu_and_mul", broken.KeepsResult),
-        {"operations/silu_and_mul/float32/sample-1": "two calls gave results in the same memory"},
+        {"operations/silu_and_mul/float32/sample-1": "two calls returned results in the same memory"},
     ),
     Flaw(
         "a row never written", kernel("rms_norm", lambda: broken.leaves_a_row),
-        {"operations/rms_norm/float32/sample-1": "result 0 is off"},
+        {"operations/rms_norm/float32/sample-1": "result 0 is outside the tolerance"},
     ),
     Flaw(
         "a wrong padding row", kernel("paged_attention", lambda: broken.fills_padding),
-        {"operations/paged_attention/float32/sample-4": "result 0 is off"},
+        {"operations/paged_attention/float32/sample-4": "result 0 is outside the tolerance"},
         ("operations/paged_attention/float32/sample-3", "limits/block_sizes/16/float32"),
     ),
     Flaw(
         "padding written where a sequence lives", kernel("store_kv_cache", lambda: broken.pads_into_block_1),
-        {"runners/graph/padding": "a step wrote to block 1, offset 0|logits are"}, ("runners/eager/padding",),
+        {"runners/graph/padding": "a step wrote block 1, offset 0|the logits' error is"}, ("runners/eager/padding",),
     ),
     Flaw(
         "an off-by-one at a cache block's edge", kernel("paged_attention", lambda: broken.stops_before_the_edge),
@@ -125,7 +127,7 @@ FLAWS = (
     Flaw("graphs that never die", lambda: Twin(tape=broken.NeverDies), {"leaks/graphs": "after 24 graphs"}),
     Flaw(
         "an error swallowed", kernel("silu_and_mul", lambda: broken.swallows),
-        {"errors/kernel/silu_and_mul": "an error is lost"}, ("errors/kernel/rms_norm",),
+        {"errors/kernel/silu_and_mul": "it must raise"}, ("errors/kernel/rms_norm",),
     ),
     Flaw(
         "an error swallowed by a capture", lambda: Twin(tape=broken.ForgetsErrors),
@@ -133,7 +135,7 @@ FLAWS = (
     ),
     Flaw(
         "an error wrapped by a capture", lambda: Twin(tape=broken.WrapsErrors),
-        {"graphs/error-inside/own": "raised Planted\\('planted'\\), and capture\\(\\) CaptureError"},
+        {"graphs/error-inside/own": "raised Planted\\('planted'\\), but capture\\(\\) raised CaptureError"},
         ("graphs/error-inside/interrupt", "graphs/error-inside/hal-error"),
     ),
     Flaw(
@@ -151,11 +153,11 @@ FLAWS = (
     ),
     Flaw(
         "a mutation not declared", kernel("rms_norm", lambda: broken.scratches_its_input),
-        {"operations/rms_norm/float32/sample-1": "it changed the argument x, which is not declared mutated"},
+        {"operations/rms_norm/float32/sample-1": "it changed the argument x, which `mutates` does not name"},
     ),
     Flaw(
         "a slot too many", kernel("store_kv_cache", lambda: broken.writes_a_slot_more),
-        {"operations/store_kv_cache/float32/sample-1": "it wrote into key_cache where the declaration does not"},
+        {"operations/store_kv_cache/float32/sample-1": "it wrote elements of key_cache that the reference"},
     ),
     Flaw(
         "NaN hidden", kernel("rms_norm", lambda: broken.hides_nan),

@@ -118,7 +118,7 @@ def test_unsupported_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
     result = run(pytester, "streams/", 'unsupported={"streams/o*": "one queue only"}')
     result.assert_outcomes(passed=6, failed=1)
     result.stdout.fnmatch_lines([
-        "*it passes, and the entry 'streams/o[*]' of `unsupported` says: one queue only; take the entry out, or *",
+        "*the case passes, but the entry 'streams/o[*]' of `unsupported` says: one queue only; remove the entry, or *",
         "streams * 7 * 6 * 0 * 0 * 1",
     ])  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_failing_is_expected_to_fail_and_the_smallest_shapes_are_shown(pytester:
     assert result.parseoutcomes()["failed"] >= 5
     result.stdout.fnmatch_lines([
         "*conformance of cpu*",
-        "rms_norm fails; the smallest shapes that show it: x float32[[]1, 64], weight float32[[]64], eps 1e-06 "
+        "rms_norm fails; smallest failing shapes: x float32[[]1, 64], weight float32[[]64], eps 1e-06 "
         "(operations/rms_norm/float32/sample-0)",
     ])  # fmt: skip
     known = 'failing={"operations/rms_norm/float32/*[!y0]": "issue 12"}, open=opened'
@@ -190,7 +190,9 @@ def test_a_library_that_the_probe_did_not_miss_fails(pytester: pytest.Pytester) 
     """Else a misspelt import would look like a machine without the device."""
     result = run(pytester, "test_conformance", before=WITHOUT_LIBRARY, backend="acme", apart=True)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*its probe says that it can run here, and * No module named 'a_library_that_is_*"])
+    result.stdout.fnmatch_lines(
+        ["*the probe reports the driver as available, but * No module named 'a_library_that_is_*"]
+    )
 
 
 def test_a_failure_is_told_without_the_suites_own_lines(pytester: pytest.Pytester) -> None:
@@ -210,12 +212,12 @@ def test_a_kernel_that_raises_is_shown_with_its_line_and_shapes(pytester: pytest
     result.stdout.fnmatch_lines([
         '>*raise RuntimeError("no such kernel")',
         "E * it raised RuntimeError: no such kernel",
-        "rms_norm fails; the smallest shapes that show it: x float32[[]1, 64], *",
+        "rms_norm fails; smallest failing shapes: x float32[[]1, 64], *",
     ])  # fmt: skip
 
 
 def test_a_hook_that_names_two_backends_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="names a backend, 'cuda', beside backend='cpu'"):
+    with pytest.raises(ConfigError, match="`config` sets backend='cuda', but `backend` is 'cpu'"):
         Conformance(backend="cpu", config={"backend": "cuda"})
 
 
@@ -223,7 +225,7 @@ def test_a_module_without_the_hook_is_told(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_vendor="from hal.testing.suite import *  # noqa: F403\n")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*has no `conformance`*"])
+    result.stdout.fnmatch_lines(["*defines no `conformance`*"])
 
 
 def test_an_operation_is_covered_the_day_it_is_declared(pytester: pytest.Pytester) -> None:

@@ -1,1 +1,1 @@
-"""What a benchmark compares: hal, transformers and extensions, on one workload with the same random weights."""
+"""The implementations that a benchmark compares, and the workload that they share."""

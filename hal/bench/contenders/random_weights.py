@@ -1,4 +1,4 @@
-"""Checkpoints of random weights that never touch a disk."""
+"""Checkpoints with random weights that exist only in memory."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from hal.nn import CausalLM
 
 @attrs.frozen
 class RandomCheckpoint(Checkpoint):
-    """A checkpoint whose values are drawn when they are read, always the same ones for a name and shape.
+    """A checkpoint whose values are generated on reading, and depend only on a tensor's name and shape.
 
-    Matrices are drawn such that hidden states keep their size from layer to layer; vectors are ones, as norms begin.
+    Matrices are scaled to preserve the magnitude of hidden states; vectors are ones, as initial norm weights are.
     """
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any]) -> RandomCheckpoint:
-        """A checkpoint with the tensors that the model registered for ``config`` takes, in the config's dtype."""
+        """Create a checkpoint with the tensors and the dtype of the model registered for ``config``."""
         pieces = [piece for binding in bindings_of(meta_model(config)) for piece in binding.pieces()]
         tensors = {piece.source: TensorInfo(Path(name), piece.source_shape, "BF16") for piece in pieces}
         return cls(Path(name), config, tensors)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The values of ``names``, in that order, as CPU tensors of the checkpoint's dtype."""
+        """Yield the named tensors in that order, on the CPU in the checkpoint's dtype."""
         for name in names:
             shape = self.tensors[name].shape
             values = torch.ones(shape, dtype=self.dtype)
@@ -44,18 +44,18 @@ class RandomCheckpoint(Checkpoint):
             yield name, values
 
     def read_slices(self, wanted: Sequence[TensorSlice]) -> Iterator[tuple[int, int, Tensor]]:
-        """Of each slice its place, 0 and all of its values, in that order."""
+        """Yield, for each slice in order, its index, 0 and all of its values."""
         for place, each in enumerate(wanted):
             for _, values in self.read([each.name]):
                 yield place, 0, values[tuple(slice(*taken) for taken in each.taken)]
 
 
 def meta_model(config: Mapping[str, Any]) -> CausalLM:
-    """The model registered for a config.json, with shapes and no values.
+    """Create the model registered for a config.json on the meta device.
 
     Raises:
         CheckpointError: no model is registered for it.
-        ConfigError: the config is not one that the model takes.
+        ConfigError: the config is invalid for the model.
     """
     architecture = Checkpoint(Path("config.json"), config, {}).architecture
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Named shapes: the config.json of models that are often measured. Their weights are random; see weights.py."""
+"""Configurations of models that are often measured; ``random_weights.py`` generates their weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         },
     },
-    # Of no known model: small enough to try the command itself.
+    # No existing model: small, for trying the command.
     "tiny": _QWEN3 | {
         "dtype": "float32", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,

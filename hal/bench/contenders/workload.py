@@ -1,4 +1,4 @@
-"""What every contender computes: the same tokens over the same cache, drawn from fixed seeds."""
+"""The inputs that all contenders share: the same tokens and cache, generated from fixed seeds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from hal.bench.plan import Setting, Workload
 
 DRAWN = 16
-"""Sequences whose cache is drawn; those of a larger batch share them in turn, as drawing takes longer than a step."""
+"""Number of sequences with distinct caches; larger batches repeat them, because generation takes longer than a step."""
 
 
 @attrs.frozen(eq=False)
 class Contender:
-    """One implementation in one mode, ready to run its step again and again.
+    """One implementation in one mode, ready to run its step repeatedly.
 
     Attributes:
-        name: as tables show it.
-        step: what is timed; gives the logits ``[batch, vocab_size]`` of each sequence's last token.
-        reset: not timed, before each step: brings the cache back to what it was.
-        setup_seconds: what making it ready took, its first step included; loading weights excluded.
-        close: frees what it holds beside the weights. It cannot run any more.
+        name: name in tables.
+        step: the timed function; returns the logits ``[batch, vocab_size]`` of each sequence's last token.
+        reset: restores the cache before each step; not timed.
+        setup_seconds: duration of preparation, with the first step, without loading weights.
+        close: frees all resources except the weights; the contender cannot run afterwards.
     """
 
     name: str
@@ -35,22 +35,22 @@ class Contender:
 
 
 class Side(Protocol):
-    """An implementation with its weights loaded."""
+    """An implementation with its weights."""
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """What it can be measured in."""
+        """Return the modes that can be measured."""
 
     def contender(self, mode: str, inputs: Inputs) -> Contender:
-        """Make one ready."""
+        """Prepare a contender."""
 
 
 @attrs.frozen(eq=False)
 class Inputs:
     """The inputs of one batch size.
 
-    The cache that a decode step finds is drawn too, rather than computed by a prefill: for what a step costs only its
-    size counts, and at a large batch a prefill would take longer than the whole measurement.
+    The cache of a decode step is random and not computed by a prefill. Only its size affects a step's duration, and
+    with a large batch a prefill would take longer than the measurement.
     """
 
     setting: Setting
@@ -58,22 +58,22 @@ class Inputs:
 
     @property
     def workload(self) -> Workload:
-        """decode or prefill."""
+        """Return ``decode`` or ``prefill``."""
         return self.setting.plan.workload
 
     @property
     def length(self) -> int:
-        """Tokens in each sequence's cache (decode) or prompt (prefill)."""
+        """Return the tokens per sequence in the cache (decode) or in the prompt (prefill)."""
         return self.setting.plan.length
 
     @property
     def tokens(self) -> Tensor:
-        """The new tokens, ``[batch, 1]`` or ``[batch, length]``, int64, on the CPU."""
+        """Return the new tokens ``[batch, 1]`` or ``[batch, length]``, int64, on the CPU."""
         shape = (self.batch_size, 1 if self.workload == "decode" else self.length)
         return torch.randint(self.setting.meta.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
     def cached(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, each ``[batch, length, num_kv_heads, head_dim]``, of the model's dtype."""
+        """Return a layer's keys and values, each ``[batch, length, num_kv_heads, head_dim]``, in the model's dtype."""
         model, device = self.setting.meta, self.setting.backend.device.torch
         generator = torch.Generator().manual_seed(1 + layer)
         drawn = min(self.batch_size, DRAWN)

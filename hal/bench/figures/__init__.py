@@ -1,1 +1,1 @@
-"""What a benchmark measures: times, launches, peak memory, and the floor that memory bandwidth sets."""
+"""The figures of a benchmark: times, kernel launches, peak memory, agreement of logits, and the hardware floor."""

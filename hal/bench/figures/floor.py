@@ -1,7 +1,7 @@
-"""The floor: what a step would take if the hardware did nothing but what cannot be avoided.
+"""The floor: the duration of a step if the hardware did only the unavoidable work.
 
-Decode reads every weight and every cached key and value once: bytes over the read bandwidth. Prefill multiplies:
-operations over the rate of a large matmul. Both rates are measured in the same rounds as the contenders.
+A decode step reads every weight and every cached key and value once, at the memory read bandwidth. A prefill
+multiplies, at the rate of a large matmul. Both rates are measured in the same rounds as the contenders.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from hal.nn import Attention, CausalLM, Embedding, Linear
 from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
-"""Of the buffer that is read: far more than any cache holds."""
+"""Initial size of the buffer to read, far larger than any cache."""
 SHORTEST_READ, MOST_READ_BYTES = 2e-3, 8 << 30
-"""Seconds that a read should take, so that launching it is little of that; a fast device reads more for it."""
+"""Minimum duration of a read in seconds, to make launch overhead small; a fast device reads a larger buffer for it."""
 MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
-"""Square matmuls that are tried. The fastest, by operations a second, is the one that counts."""
+"""Sizes of square matmuls to try; the one with the highest rate counts."""
 LONGEST_TRIAL = 0.1
-"""Seconds; a larger matmul is not tried once one took so long."""
+"""Duration in seconds after which no larger matmul is tried."""
 
 
 @attrs.frozen(eq=False)
 class Probe:
-    """A contender that does nothing but read, or multiply.
+    """A contender that only reads, or only multiplies.
 
     Attributes:
-        contender: takes its turn among the others.
-        amount: bytes or operations of a step.
-        description: what it does, for the reader.
+        contender: the contender to time.
+        amount: bytes or operations per step.
+        description: description for the report.
     """
 
     contender: Contender
@@ -48,10 +48,10 @@ class Probe:
 
 @attrs.frozen
 class Work:
-    """What cannot be avoided in a step.
+    """The unavoidable work of a step.
 
     Attributes:
-        parts: bytes or operations, by what they are for.
+        parts: bytes or operations by purpose.
         unit: ``bytes`` or ``operations``.
     """
 
@@ -60,12 +60,12 @@ class Work:
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
+        """Return the sum of the parts."""
         return sum(self.parts.values())
 
 
 def work(setting: Setting, batch_size: int) -> Work:
-    """The unavoidable work of the plan's step at a batch size."""
+    """Return the unavoidable work of the plan's step at a batch size."""
     model, length = setting.meta, setting.plan.length
     if setting.plan.workload == "decode":
         return decode_bytes(model, setting.dtype, batch_size, length)
@@ -73,9 +73,9 @@ def work(setting: Setting, batch_size: int) -> Work:
 
 
 def decode_bytes(model: CausalLM, dtype: torch.dtype, batch_size: int, context: int) -> Work:
-    """Bytes that a decode step reads: every weight once, and the keys and values of ``context`` tokens a sequence.
+    """Return the bytes that a decode step reads: all weights, and keys and values of ``context`` tokens per sequence.
 
-    Looking up embeddings is left out. A table that is the output projection too is read once, for that.
+    Embedding lookups are omitted. A table that is also the output projection counts once.
     """
     weights = sum(each.numel() for each in model.parameters())
     if not model.tied:
@@ -91,14 +91,14 @@ def decode_bytes(model: CausalLM, dtype: torch.dtype, batch_size: int, context: 
 
 
 def prefill_operations(model: CausalLM, num_heads: int, batch_size: int, tokens: int) -> Work:
-    """Multiplications and additions of a prefill: two for each weight of a projection and token, and attention's.
+    """Return the operations of a prefill: two per projection weight and token, and those of attention.
 
-    The output projection is for the last token of each sequence only. Attention is causal: token ``i`` meets ``i + 1``
-    keys, and takes part in two matmuls.
+    The output projection runs for the last token of each sequence only. Causal attention of token ``i`` multiplies with
+    ``i + 1`` keys, in two matmuls.
     """
     table = sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
     projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
-    inner = projections if model.tied else projections - table  # the output projection is as large as the table
+    inner = projections if model.tied else projections - table  # the output projection has the table's size
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     pairs = sum(_causal_pairs(tokens, each.sliding_window) * each.head_dim for each in attentions)
     return Work(
@@ -117,7 +117,7 @@ def _causal_pairs(tokens: int, window: int | None) -> int:
 
 
 def read_probe(device: Device) -> Probe:
-    """Reads a large buffer by whatever reduction reads it fastest."""
+    """Return a probe that reads a large buffer with the fastest reduction."""
     nbytes = min(READ_BYTES, device.memory_stats().free // 8)
     while True:
         buffer = torch.ones(nbytes // 4, device=device.torch)
@@ -136,7 +136,7 @@ def _reductions(buffer: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
-    """Multiplies square matrices of ``dtype``, of the size with the highest rate."""
+    """Return a probe that multiplies square matrices of the size with the highest rate."""
     best: Probe | None = None
     fastest = 0.0
     for size in MATMUL_SIZES:
@@ -162,7 +162,7 @@ def _multiplying(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
 
 
 def _seconds(run: Callable[[], Tensor], device: Device) -> float:
-    """The fastest of three, after one that warms up."""
+    """Return the fastest duration of three runs after a warm-up."""
     took = []
     for _ in range(4):
         device.synchronize()

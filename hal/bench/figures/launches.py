@@ -1,4 +1,4 @@
-"""How many kernels a step launches, per layer and outside the layers, on a backend that counts them."""
+"""The number of kernels that a step launches, per layer and outside the layers, on a backend that counts them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import attrs
 
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders.ours import Ours
+from hal.bench.contenders.hal_side import HalSide
 from hal.bench.contenders.random_weights import RandomCheckpoint, meta_model
 from hal.bench.contenders.workload import Inputs
 from hal.bench.plan import Setting
 from hal.checkpoint.checkpoint import Checkpoint
 
 PEERS: Mapping[str, int] = {"SGLang 0.5.23, Qwen3, graph mode": 10}
-"""Kernels that others launch per decode layer, in bfloat16, read in their sources.
+"""Kernels that other implementations launch per decode layer in bfloat16, according to their sources.
 
 SGLang: two norms with their additions, four projections, split with norms and rope, the cache write, attention, swiglu.
 """
@@ -26,13 +26,13 @@ SGLang: two norms with their additions, four projections, split with norms and r
 
 @attrs.frozen
 class Launches:
-    """What one step launches.
+    """The kernel launches of one step.
 
     Attributes:
-        contender: the mode, as in the table of times.
-        batch_size: sequences.
-        layer: by kernel, how often a layer launches it: what a second layer adds to a model of one.
-        outside: by kernel, the rest: inputs, embedding, last norm, logits, and what the first layer does otherwise.
+        contender: name, as in the table of times.
+        batch_size: number of sequences.
+        layer: launches per layer by kernel: those that a second layer adds to a model of one.
+        outside: other launches by kernel: inputs, embedding, final norm, logits, peculiarities of the first layer.
     """
 
     contender: str
@@ -42,20 +42,20 @@ class Launches:
 
     @property
     def per_layer(self) -> int:
-        """Launches of a layer."""
+        """Return the number of launches per layer."""
         return self.layer.total()
 
 
 def count(setting: Setting, say: Callable[[str], None]) -> list[Launches]:
-    """Count the launches of a step of models of one and of two layers: the first ones, if there is a checkpoint.
+    """Count the launches of a step, with models of one and of two layers (the checkpoint's first ones).
 
     Raises:
-        ConfigError: the backend counts no launches.
-        BenchmarkError: the model's config does not say ``num_hidden_layers``.
+        ConfigError: the backend cannot count launches.
+        BenchmarkError: ``num_hidden_layers`` does not set the model's number of layers.
     """
     steps: list[dict[tuple[int, str], Counter[str]]] = []
     for layers in (1, 2):
-        say(f"counting the launches of {layers} {'layer' if layers == 1 else 'layers'}")
+        say(f"counting the launches of a model of {layers} {'layer' if layers == 1 else 'layers'}")
         steps.append(_steps(_cut(setting, layers)))
     found = []
     for (size, contender), one in steps[0].items():
@@ -66,12 +66,12 @@ def count(setting: Setting, say: Callable[[str], None]) -> list[Launches]:
 
 def _difference(more: Counter[str], less: Counter[str]) -> Counter[str]:
     result = more.copy()
-    result.subtract(less)  # not -, which drops what is negative: a kernel that only the first layer launches, say
+    result.subtract(less)  # `-` drops negative counts, such as a kernel that only the first layer launches
     return Counter({name: number for name, number in result.items() if number})
 
 
 def _steps(setting: Setting) -> dict[tuple[int, str], Counter[str]]:
-    side, found = Ours(setting), {}
+    side, found = HalSide(setting), {}
     for size in dict.fromkeys(setting.plan.batch_sizes):
         for mode in side.modes:
             contender = side.contender(mode, Inputs(setting, size))
@@ -93,8 +93,8 @@ def _cut(setting: Setting, layers: int) -> Setting:
     meta = meta_model({name: value for name, value in config.items() if name in setting.checkpoint.model_config})
     if len(meta.states) != layers:
         raise BenchmarkError(
-            f"--trace asked for a model of {layers} layers, and num_hidden_layers gives one of {len(meta.states)}",
-            "leave --trace out",
+            f"--trace needs a model of {layers} layers, but num_hidden_layers={layers} gives {len(meta.states)}",
+            "omit --trace",
         )
     checkpoint = setting.checkpoint
     if isinstance(checkpoint, RandomCheckpoint):

@@ -13,15 +13,15 @@ from hal.bench.plan import Plan
 
 
 def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
-    """Bytes that memory grew by at most, from before the weights were loaded to after a few steps.
+    """Return the peak growth of memory in bytes, from before loading weights until after a few steps.
 
     Args:
         plan: the plan.
-        batch_size: the one to run.
-        contender: its name.
+        batch_size: batch size to run.
+        contender: name of the contender.
 
     Returns:
-        None if the device keeps no such figure.
+        None if the device does not report its peak.
 
     Raises:
         BenchmarkError: the process failed.
@@ -34,9 +34,7 @@ def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
     result = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchmarkError(
-            f"the process that measures the memory of {contender} failed: {last}", "leave out --memory"
-        )
+        raise BenchmarkError(f"the process that measures the memory of {contender} failed: {last}", "omit --memory")
     answer = json.loads(result.stdout.splitlines()[-1])
     if "problem" in answer:
         raise BenchmarkError(f"measuring the memory of {contender} failed: {answer['problem']}", answer["remedy"])

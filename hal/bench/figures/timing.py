@@ -1,4 +1,4 @@
-"""Timing in turns: what drifts on the machine drifts for all contenders alike."""
+"""Timing in turns, so that drift of the machine affects all contenders alike."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def interleave(
     synchronize: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time one step of each contender per round; seconds by name, in the order of rounds.
+    """Time one step of each contender per round, and return seconds by name, in the order of rounds.
 
-    Every other round goes backwards, so that nobody always follows the same neighbour. The garbage collector runs
-    between rounds only.
+    Every other round runs backwards, so that a contender does not always follow the same one. The garbage collector
+    runs only between rounds.
 
     Args:
-        contenders: with different names.
-        rounds: how many.
-        warm: let an untimed step of the contender go before each timed one, so that it finds in the processor's caches
-            what a loop of its own would leave there.
+        contenders: contenders with distinct names.
+        rounds: number of rounds.
+        warm: run an untimed step before each timed one, so that the processor's caches are filled as in a loop.
         synchronize: waits for the device.
-        clock: gives seconds.
+        clock: returns seconds.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
     collecting = gc.isenabled()
@@ -57,7 +56,7 @@ def interleave(
 
 @attrs.frozen
 class Summary:
-    """The middle of a sample of seconds, and its quartiles."""
+    """Median and quartiles of durations in seconds."""
 
     median: float
     first_quartile: float
@@ -65,16 +64,16 @@ class Summary:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Summary:
-        """Of at least two."""
+        """Summarise at least two durations."""
         first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, first, third)
 
     @property
     def spread(self) -> float:
-        """The interquartile range, in seconds."""
+        """Return the interquartile range in seconds."""
         return self.third_quartile - self.first_quartile
 
 
 def noisy(one: Summary, other: Summary) -> bool:
-    """Whether the medians differ by less than either sample spreads, so that no claim should rest on it."""
+    """Return whether the medians differ by less than either sample's spread."""
     return abs(one.median - other.median) < max(one.spread, other.spread)

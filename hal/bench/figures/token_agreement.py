@@ -1,4 +1,4 @@
-"""Whether the contenders compute the same: nothing is timed before that is known."""
+"""The check that all contenders compute the same logits, made before timing."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hal.bench.bench_errors import BenchmarkError
 from hal.bench.contenders.workload import Contender
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
-"""Largest difference that is taken for rounding, by the dtype of the weights.
+"""Largest difference attributed to rounding, by the dtype of the weights.
 
-Rounding is 6e-2 in bfloat16 for 28 layers of random weights; attending to one of 512 cached tokens too few is 3e-1.
+Rounding is 6e-2 in bfloat16 for 28 layers of random weights; omitting one of 512 cached tokens gives 3e-1.
 """
 
 
 @attrs.frozen
 class Agreement:
-    """What a contender's logits have to do with those of the first.
+    """The difference of a contender's logits from the first contender's.
 
     Attributes:
-        contender: its name.
-        difference: the norm of the difference over the norm of the first's logits, of the worst sequence.
-        tolerance: what was allowed.
-        same_tokens: sequences with the same likeliest token.
-        sequences: in all.
+        contender: name.
+        difference: largest norm of the difference of a sequence's logits, relative to the norm of the first's logits.
+        tolerance: largest difference allowed.
+        same_tokens: number of sequences with the same most likely token.
+        sequences: number of sequences.
     """
 
     contender: str
@@ -38,10 +38,10 @@ class Agreement:
 
 
 def check(contenders: Sequence[Contender], dtype: torch.dtype) -> list[Agreement]:
-    """Run a step of each and compare it with the first's.
+    """Run a step of each contender and compare its logits with the first contender's.
 
     Raises:
-        BenchmarkError: they differ by more than rounding does.
+        BenchmarkError: logits differ by more than rounding.
     """
     reference, *others = contenders
     expected = _logits(reference)
@@ -50,20 +50,20 @@ def check(contenders: Sequence[Contender], dtype: torch.dtype) -> list[Agreement
 
 def _logits(contender: Contender) -> Tensor:
     contender.reset()
-    return contender.step().float().cpu().clone()  # a replay's are valid until the next
+    return contender.step().float().cpu().clone()  # a replay overwrites its logits
 
 
 def _compare(reference: str, expected: Tensor, name: str, found: Tensor, tolerance: float) -> Agreement:
     if found.shape != expected.shape:
         raise BenchmarkError(
-            f"{name} gave logits {list(found.shape)}, and {reference} {list(expected.shape)}",
-            "leave one of them out, and report it",
+            f"{name} returned logits {list(found.shape)}, and {reference} {list(expected.shape)}",
+            "exclude one of them, and report this",
         )
     difference = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     if not difference <= tolerance:  # also if it is NaN
         raise BenchmarkError(
             f"{name} and {reference} do not compute the same: their logits differ by {difference:.2g} of their norm, "
-            f"where rounding explains {tolerance:.2g}; nothing was timed",
+            f"and the tolerance is {tolerance:.2g}; nothing was timed",
             "compare them in float32 (--dtype float32); if they still differ, one of them is wrong: report it",
         )
     same = int((found.argmax(-1) == expected.argmax(-1)).sum())

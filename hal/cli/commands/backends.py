@@ -1,4 +1,4 @@
-"""``hal backends``: every installed driver, and whether it can run here."""
+"""``hal backends``: list the installed drivers and their availability."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hal.cli.stdout import ResultCommand, echo
 def command() -> None:
     """List the installed drivers.
 
-    Says of each whether it can run here; if not, why, and what to do. An asterisk marks the one that the backend "auto"
-    takes.
+    Prints whether each is available, and if not, why and what to do. An asterisk marks the driver that "auto" selects.
     """
     from hal.drivers.registry import candidates
 
@@ -33,4 +32,4 @@ def command() -> None:
             )
         )
     print_table(("driver", "available", "priority", "API", "why", "what to do"), rows)
-    echo(f"\n* what auto takes: {chosen}" if chosen else "\nauto finds no driver that can run here")
+    echo(f"\n* selected by auto: {chosen}" if chosen else "\nauto finds no available driver")

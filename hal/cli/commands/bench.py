@@ -1,4 +1,4 @@
-"""``hal bench``: time decode and prefill, against other implementations and against what the hardware can do."""
+"""``hal bench``: time decode steps and prefills, against other implementations and hardware limits."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ log = logging.getLogger("hal.cli")
 
 FILE = click.Path(path_type=Path)
 HELP = {
-    "shapes": "Instead of a checkpoint: random weights of a model's shapes, such as qwen3-0.6b.",
+    "shapes": "Use random weights with the shapes of a model, such as qwen3-0.6b, in place of a checkpoint.",
     "backend": "A driver, or auto; see `hal backends`.",
-    "dtype": "auto (the checkpoint's own), float32, bfloat16 or float16.",
-    "batch_sizes": "Sequences. Repeatable.",
-    "compilers": "A mode of hal. Repeatable. By default decode takes all of the backend's; prefill takes eager.",
-    "against": "transformers: eager and, for decode, compiled over a static cache. Repeatable.",
-    "compilation_config": f"{COMPILATION_CONFIG} For all modes.",
+    "dtype": "auto (the checkpoint's), float32, bfloat16 or float16.",
+    "batch_sizes": "Number of sequences. Repeatable.",
+    "compilers": "A compiler of the backend. Repeatable. Default: all for decode, eager for prefill.",
+    "against": "transformers: eager and, for decode, compiled with a static cache. Repeatable.",
+    "compilation_config": f"{COMPILATION_CONFIG} For all compilers.",
     "repeats": "Timed steps of each contender.",
-    "threads": "Threads that torch computes with on the CPU.",
-    "trace": "Also count the kernels that a step launches, per layer; on devices that count them.",
-    "memory": "Also run each contender in a process of its own, for its peak memory.",
-    "json_file": "Write all figures there.",
-    "plot_file": "Draw them there; needs matplotlib.",
+    "threads": "Number of torch's CPU threads.",
+    "trace": "Also count kernel launches per layer, on devices that support it.",
+    "memory": "Also measure each contender's peak memory, in a separate process.",
+    "json_file": "Write all figures to this file.",
+    "plot_file": "Write a plot to this file; needs matplotlib.",
 }
 OPTIONS = (
     click.argument("checkpoint", required=False, metavar="[CHECKPOINT]"),
@@ -66,8 +66,8 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 def command() -> None:
     """Measure decode steps or prefills.
 
-    All contenders take turns in one run, round after round, and are compared by the medians of their times. Before
-    that, it is checked that they compute the same.
+    Contenders run in turns, round after round, and are compared by the medians of their times. First the command checks
+    that they compute the same logits.
     """
 
 
@@ -81,20 +81,20 @@ def decode(**options: Any) -> None:
 
 @command.command(cls=ResultCommand)
 @_options
-@click.option("--tokens", "length", type=int, default=512, show_default=True, help="Tokens of each prompt.")
+@click.option("--tokens", "length", type=int, default=512, show_default=True, help="Tokens per prompt.")
 def prefill(**options: Any) -> None:
     """Time the prefill of whole prompts of the model in the folder CHECKPOINT, or of --shapes."""
     _bench("prefill", **options)
 
 
-def _say_what_is_not_read() -> None:
+def _warn_of_unread_compilation() -> None:
     from hal.config import environment_mapping
     from hal.drivers.registry import driver_names
 
     given = environment_mapping(driver_names=driver_names()).get("compilation", {})
     if given:
         keys = ", ".join(f"compilation.{key}" for key in given) if isinstance(given, dict) else "compilation"
-        log.warning("%s of the environment is not read: it is modes that are measured; give it with "
+        log.warning("%s of the environment is not read, because the benchmark sets the compiler; use "
                     "--compilation-config", keys)  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     compilation = {} if given is None else dict(compilation_of(given))
     read(CompilationConfig, compilation, "--compilation-config")
     plan = Plan(workload=workload, compilation=compilation, **options)
-    _say_what_is_not_read()
+    _warn_of_unread_compilation()
     for file in (json_file, plot_file):
         if file is not None:
             check_file(file)
@@ -121,7 +121,7 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     print_table(*bench_report.table(result))
     echo("\n" + "\n".join(f"- {note}" for note in bench_report.notes(result)))
     if result.launches:
-        echo("\nkernels that a step launches\n")
+        echo("\nkernel launches of a step\n")
         print_table(*bench_report.launches_table(result))
         echo("\n" + "\n".join(f"- {note}" for note in bench_report.launches_notes(result)))
     if json_file is not None:

@@ -1,4 +1,4 @@
-"""``hal compare``: whether two backends, or the modes of one, compute the same; and if not, where that begins."""
+"""``hal compare``: compare two backends, or the compile modes of one, and locate the first difference."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from hal.compare.texts import Prompts
     from hal.drivers.backend import Backend
 
-BACKENDS = "Two drivers, as cpu,npu: the first is the reference. With --compilers, one."
-COMPILERS = "Modes of one backend, as eager,graph,piecewise: the first is the reference."
-EMULATE = "Run the drivers that can on an emulated device: the same as their option emulator."
-SAVE = "Write the first operation out of tolerance into the new folder DIR: its arguments and both results."
+BACKENDS = "Two drivers, as cpu,npu; the first is the reference. One driver with --compilers."
+COMPILERS = "Compilers of one backend, as eager,graph,piecewise; the first is the reference."
+EMULATE = "Run drivers with an emulator on an emulated device; sets their option emulator."
+SAVE = "Save the first operation out of tolerance to the new folder DIR: its arguments and both results."
 
 
-@click.command(cls=ResultCommand, short_help="Compare two backends, or the modes of one.")
+@click.command(cls=ResultCommand, short_help="Compare two backends, or the compilers of one.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backends", metavar="NAMES", help=BACKENDS)
 @click.option("--compilers", metavar="NAMES", help=COMPILERS)
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, taken as it is. Repeatable.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
-@click.option("--max-new-tokens", type=int, default=16, show_default=True, help="At most so many a prompt.")
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
+@click.option("--max-new-tokens", type=int, default=16, show_default=True, help="Maximum per prompt.")
+@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--compilation-config", metavar="JSON", help=f"{COMPILATION_CONFIG} For all modes of --compilers.")
+@click.option("--compilation-config", metavar="JSON", help=f"{COMPILATION_CONFIG} For all --compilers.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), metavar="DIR", help=SAVE)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -55,12 +55,12 @@ def command(
     save_to: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare what two backends compute with the model in the folder CHECKPOINT, or two modes of one backend.
+    """Compare two backends, or compilers of one backend, with the model in the folder CHECKPOINT.
 
-    All prompts run together, and their likeliest tokens are taken. Two backends are compared operation by operation, on
-    the same arguments; modes by what they write into the KV cache, layer by layer, and by their logits.
+    All prompts run together with greedy decoding. Two backends are compared operation by operation, on equal arguments.
+    Compilers are compared by the KV cache that they write, layer by layer, and by their logits.
 
-    The exit status is 0 if everything is within tolerance, 1 if not, and 2 if it could not be compared.
+    The exit status is 0 if everything is within tolerance, 1 if not, and 2 if the comparison failed.
     """
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.compare import comparison_report
@@ -83,7 +83,7 @@ def command(
     else:
         from hal.compare.backends import compare_backends
 
-        # Two backends run eagerly, whatever the environment says of compiling.
+        # Two backends run eagerly, whatever the environment's compilation is.
         first, second = _opened(named, {**settings, "compilation": {}}, emulate)
         found = (compare_backends(opened, first, second, prompted, save_to=save_to),)
     if as_json:
@@ -93,17 +93,17 @@ def command(
             _print(each)
     if save_to is not None:
         kept = any(each.broken for each in found)
-        click.echo(f"saved in {save_to}" if kept else "nothing was saved: no operation is out of tolerance", err=True)
+        click.echo(f"saved in {save_to}" if kept else "nothing saved: no operation is out of tolerance", err=True)
     context.exit(0 if all(each.agrees for each in found) else 1)
 
 
 def _names(option: str | None, what: str) -> list[str]:
-    """The names in an option's list."""
+    """Return the names in a comma-separated option."""
     if option is None:
         return []
     names = [name.strip() for name in option.split(",")]
     if not all(names):
-        raise ConfigError(f"{what} is {option!r}", "give names with commas between them")
+        raise ConfigError(f"{what} is {option!r}", "use a comma-separated list of names")
     return names
 
 
@@ -111,23 +111,23 @@ def _check_options(backends: list[str], modes: list[str], save_to: Path | None, 
     if modes:
         if len(backends) > 1:
             raise ConfigError(
-                f"--compilers compares modes of one backend, and --backends names {len(backends)}",
-                "name one, or leave --compilers out",
+                f"--compilers compares compilers of one backend, but --backends names {len(backends)}",
+                "name one backend, or omit --compilers",
             )
         if save_to is not None:
             raise ConfigError(
-                "--save was given with --compilers, and a compiled step calls no operations that could be saved",
-                "leave it out, or compare backends",
+                "--save cannot be used with --compilers: a compiled step calls no operations that could be saved",
+                "omit it, or compare two --backends",
             )
     elif len(backends) != 2:
         raise ConfigError(
-            f"--backends names {len(backends)} backend{'' if len(backends) == 1 else 's'}, and two are compared",
-            "name two, as in --backends cpu,npu; or compare the modes of one by --compilers eager,graph",
+            f"--backends names {len(backends)} backend{'' if len(backends) == 1 else 's'}; a comparison needs two",
+            "name two, as in --backends cpu,npu; or compare compilers of one, as in --compilers eager,graph",
         )
     elif compilation_config is not None:
         raise ConfigError(
-            "--compilation-config was given without --compilers; two backends are compared eagerly",
-            "leave it out, or compare modes of one backend",
+            "--compilation-config needs --compilers: two backends are compared eagerly",
+            "omit it, or compare --compilers of one backend",
         )
 
 
@@ -140,7 +140,7 @@ def _prompts(checkpoint: Checkpoint, texts: Sequence[str], max_new_tokens: int) 
 
 
 def _opened(names: Sequence[str], settings: Mapping[str, Any], emulate: bool) -> list[Backend]:
-    """Each opened, and none active; with ``--emulate`` on an emulated device where the driver has one."""
+    """Open each backend without activating it; with ``--emulate``, on an emulated device if the driver has one."""
     opened: list[Backend] = []
     refused: list[ConfigError] = []
     for name in names:

@@ -1,4 +1,4 @@
-"""``hal doctor``: what is installed here, whether it fits together, and whether each driver's devices compute."""
+"""``hal doctor``: check this installation and the devices of its drivers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.stdout import ResultCommand, echo
 
-TIMEOUT = "Seconds that the examination of a driver may take."
-TOTAL_TIMEOUT = "Seconds that all of it may take; three times --timeout by default."
+TIMEOUT = "Seconds that the examination of each driver may take."
+TOTAL_TIMEOUT = "Seconds that the whole examination may take.  [default: 3 times --timeout]"
 
 
 @click.command(cls=ResultCommand)
-@click.option("--backend", metavar="NAME", help="Examine this driver alone; see `hal backends`.")
+@click.option("--backend", metavar="NAME", help="Examine only this driver; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--json", "as_document", is_flag=True, help="Print one JSON document, for bug reports.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=120, show_default=True, help=TIMEOUT)
@@ -33,11 +33,11 @@ def command(
     """Examine this installation.
 
     Compares versions, probes every installed driver, and computes, captures, copies and launches on the devices of each
-    that can run here. Each driver is examined in a process of its own, side by side, and at most so long as --timeout
-    and --total-timeout say. Exits with 1 if anything that is available does not work, if the driver that --backend
-    names cannot run here, or if not all could be examined in time.
+    available driver. Each driver is examined in a separate process, in parallel, within --timeout and --total-timeout.
+    Exits with 1 if an available driver does not work, if the driver named by --backend is not available, or if the time
+    ran out.
     """
-    # None of these imports torch: what its import does, or a vendor's package, is for processes that may crash.
+    # These modules do not import torch or a vendor's package; only the child processes do, and they may crash.
     from hal.doctor import doctor_report
     from hal.doctor.examine import examine, summary
     from hal.doctor.findings import as_json

@@ -1,4 +1,4 @@
-"""``hal explain``: what compiling makes of a model's step, stage by stage."""
+"""``hal explain``: report how a model's step is compiled, stage by stage."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from hal.nn import CausalLM
 
 
-@click.command(cls=ResultCommand, short_help="Show what compiling makes of a decode step.")
+@click.command(cls=ResultCommand, short_help="Show how a decode step is compiled.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
+@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @click.option("--batch-size", type=click.IntRange(min=1), default=2, show_default=True, help="Of the decode step.")
 @click.option(
-    "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph."
+    "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph to DIR."
 )
 def command(
     checkpoint: Path,
@@ -46,11 +46,11 @@ def command(
     batch_size: int,
     dump: Path | None,
 ) -> None:
-    """Compile a decode step of the model in the folder CHECKPOINT, and say what was done to it.
+    """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
 
-    Prints each stage's calls and seconds; at how many places with a rewrite's structure it was applied, at how many it
-    was not, and why; where the step was split; and, on devices that count them, what a layer launches before and after.
-    Of a compiler that applies no rewrites it says so.
+    Prints the calls and duration of each stage; for each rewrite, the number of sites where it was applied, and of
+    matching sites where it was skipped, with reasons; where the step is split; and, on devices that count them, the
+    launches of a layer before and after. Reports if the compiler applies no rewrites.
     """
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
@@ -75,13 +75,13 @@ def command(
     if dump is not None and stages:
         with writing(dump):
             _dump(dump, stages, split)
-        echo(f"\nthe graphs are in {dump}")
+        echo(f"\ngraphs written to {dump}")
     elif dump is not None:
-        echo(f"\nthere is no graph to write to {dump}")
+        echo(f"\nno graph to write to {dump}")
 
 
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
-    """Which layers of hal's the driver replaced by its own, and how many."""
+    """Print which of hal's layers the driver replaced, and how many."""
     if not on.layers:
         return
     from hal.checkpoint.driver_layers import replaced
@@ -95,9 +95,9 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
 
 
 def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: dict[str, Any]) -> None:
-    """What a layer launches by the model's Python and compiled, on a backend that counts it."""
+    """Print a layer's launches, eager and compiled, on a backend that counts launches."""
     from hal.bench.figures.launches import count
-    from hal.bench.plan import Plan, settle
+    from hal.bench.plan import Plan, prepare
 
     config = on.config.compilation.of("decode")
     try:
@@ -105,13 +105,13 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
             pass
     except ConfigError:
         return
-    # What is captured of the model's own Python launches what that does.
+    # A captured eager step launches the same kernels as eager.
     modes = ("eager",) if config.compiler == "eager" or captures_python(config, size) else ("eager", config.compiler)
     kept = {"passes": dict(config.passes), "splitting_ops": config.splitting_ops}
     plan = Plan(workload="decode", checkpoint=str(path), backend=on.name, dtype=None if on.config.dtype == "auto" else
                 on.config.dtype, batch_sizes=(size,), length=20, compilers=modes, trace=True,
                 options={**on.config.options, **options}, compilation=kept)  # fmt: skip
-    found = count(settle(plan), say=lambda text: None)
+    found = count(prepare(plan), say=lambda text: None)
     echo()
     print_table(
         ("launches", "per layer", "kernels of a layer"),

@@ -1,4 +1,4 @@
-"""What becomes of a model's decode step in each way of running it, for ``hal explain``."""
+"""The report of ``hal explain`` on a model's decode step, for each compiler."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from hal.step import StateSpec
 
 MOST_REASONS = 3
-"""Of a rewrite's near misses, the commonest are shown."""
-UNTRACED = "the model's own Python is"
+"""Number of reasons printed per rewrite, the most frequent first."""
+UNTRACED = "the model's Python code is"
 NO_REWRITES = "no rewrite is applied"
 
 
 def explain_step(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage], SplitStep | None]:
-    """Print what the backend's compiler of decode steps does to one of ``size`` sequences.
+    """Print how the backend's compiler processes a decode step of ``size`` sequences.
 
     Returns:
-        The graphs that there are on the way, if any; and the pieces of the last, if it is captured in pieces.
+        The graphs of the stages, if any; and the split of the last one, if it is captured in pieces.
 
     Raises:
-        HalError: what a runner would raise, or warn of where ``on_capture_error`` is ``eager``.
+        HalError: what a runner would raise, or log as a warning if ``on_capture_error`` is ``eager``.
     """
     config = on.config.compilation.of("decode")
     if captures_python(config, size):
         limit = config.torch_compile_max_bs
-        echo(f"{UNTRACED} captured as it is, since torch_compile_max_bs is {limit}; {NO_REWRITES}")
+        echo(f"{UNTRACED} captured without compiling, because torch_compile_max_bs is {limit}; {NO_REWRITES}")
     elif config.compiler == "eager":
-        echo(f"{UNTRACED} run as it is; {NO_REWRITES}")
+        echo(f"{UNTRACED} run eagerly; {NO_REWRITES}")
     elif config.compiler == "piecewise_eager":
         _at_markers(model, on, size)
     elif config.compiler == "inductor":
@@ -50,7 +50,7 @@ def explain_step(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stag
 
 
 def captures_python(config: CompilationConfig, size: int) -> bool:
-    """Whether the compiler ``graph`` captures decode steps of ``size`` from the model's own Python."""
+    """Return whether the compiler ``graph`` captures decode steps of ``size`` without compiling."""
     limit = config.torch_compile_max_bs
     return config.compiler == "graph" and limit is not None and size > limit
 
@@ -59,12 +59,12 @@ def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
     at = sorted(on.splitting_ops(on.config.compilation.of("decode")))
     with _capturing_only(on, size), on.explaining():
         pieces = _form(model, on, size).num_graphs
-    echo(f"{UNTRACED} captured in pieces, {pieces} of them; the {pieces - 1} calls between them run eagerly, of "
-               f"{', '.join(at)}; {NO_REWRITES}")  # fmt: skip
+    echo(f"{UNTRACED} captured in {pieces} pieces; the {pieces - 1} calls between them, of {', '.join(at)}, run "
+               f"eagerly; {NO_REWRITES}")  # fmt: skip
 
 
 def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
-    """The step as Inductor gets it."""
+    """Print the step that Inductor receives."""
     from hal.compile.optimise import stage_of
     from hal.compile.trace import StepSizes, trace_step
 
@@ -73,13 +73,13 @@ def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     states = on.allocate(_spec(model, on, 2))
     traced = stage_of("trace", trace_step(model, states, StepSizes(size), whole=kept), began)
     _print_stages((traced,))
-    echo(f"\nInductor compiles what is traced; {NO_REWRITES}; the driver's kernels run for "
-               f"{', '.join(kept) or 'nothing'}")  # fmt: skip
+    echo(f"\nInductor compiles the traced graph; {NO_REWRITES}; it calls the driver's kernels of "
+               f"{', '.join(kept) or 'no operation'}")  # fmt: skip
     return (traced,)
 
 
 def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage], SplitStep | None]:
-    """Rewritten, and then split, lowered, or handed to a compiler that is none of hal's."""
+    """Print the rewritten step, and how it is split or lowered, or which stages another compiler reports."""
     compiler = on.config.compilation.of("decode").compiler
     split, after = None, None
     if compiler == "piecewise":
@@ -90,10 +90,10 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
     own = compiler in ("graph", "piecewise")
     later = () if own else _of_another(model, on, size)
     if not own and not later:
-        echo(f"the compiler {compiler} does not show what it runs; if it takes hal's rewrites, it gets this\n")
+        echo(f"the compiler {compiler} does not report its stages; if it uses hal's rewrites, it receives this\n")
     _print_stages(step.stages, after, later)
     echo()
-    print_table(("rewrite", "applied", "not applied", "ms", "why not"), _rewrites(step, on))
+    print_table(("rewrite", "applied", "skipped", "ms", "reasons"), _rewrites(step, on))
     if split is not None:
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
@@ -104,7 +104,7 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
 
 
 def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, float]:
-    """The rewritten step, and the seconds that came after the rewrites."""
+    """Return the rewritten step, and the seconds after the rewrites."""
     from hal.execution.optimised_model import OptimisedModel
     from hal.step import StepShape
 
@@ -118,13 +118,13 @@ def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, fl
 def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, SplitStep]:
     with _capturing_only(on, size), on.explaining():
         pieces = _form(model, on, size)
-    assert pieces.optimised is not None  # else it has raised
+    assert pieces.optimised is not None  # it would have raised otherwise
     assert pieces.split is not None
     return pieces.optimised, pieces.split
 
 
 def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
-    """What a compiler that is none of hal's did behind the rewrites, as far as it says so."""
+    """Return the stages that a compiler of another package reports after the rewrites."""
     from hal.step import StepShape
 
     with _capturing_only(on, size), on.explaining():
@@ -141,13 +141,13 @@ def _context(model: CausalLM, on: Backend, num_blocks: int) -> FormContext:
 
 
 def _form(model: CausalLM, on: Backend, size: int) -> Any:
-    """What the backend's compiler makes of decode steps."""
+    """Return the form that the backend's compiler gives decode steps."""
     return on.compiler(on.config.compilation.of("decode").compiler).make(_context(model, on, size + 1))
 
 
 @contextmanager
 def _capturing_only(on: Backend, size: int) -> Iterator[None]:
-    """Inside, the configuration says that one batch size is captured, and what goes wrong is raised."""
+    """Configure the backend to capture a single batch size, and to raise capture errors, inside the block."""
     import attrs
 
     config = on.config
@@ -179,7 +179,7 @@ def _print_stages(
 
 
 def _rewrites(step: OptimisedStep, on: Backend) -> list[tuple[str, ...]]:
-    """A row for each pass. A function looks for no structure, and may not say how often it changed something."""
+    """Return a row per pass. A function has no match counts, and may not report its number of changes."""
     from hal.compile.optimise import all_passes
     from hal.compile.rewrite.rewrite import Rewrite
 

@@ -1,4 +1,4 @@
-"""``hal generate``: continue prompts with a checkpoint. Texts go to stdout, all else to stderr."""
+"""``hal generate``: continue prompts with a checkpoint. Texts go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from hal.nn import CausalLM
 
 MAX_CACHE_TOKENS = 65536
-"""The cache is not sized for more by itself; prompts that do not fit wait their turn."""
-PROMPTS_FILE = "One prompt a line, in UTF-8, taken as it is; they follow those of --prompt. A - reads stdin."
+"""Maximum size of the cache by default; prompts that do not fit wait."""
+PROMPTS_FILE = "A UTF-8 file with one prompt per line, used verbatim, after those of --prompt. - reads stdin."
 SAMPLING = {
-    "temperature": "0 takes the likeliest token each time.",
-    "top_k": "Keep only the likeliest tokens; 0 keeps all.",
-    "top_p": "Keep the likeliest tokens that together reach this probability.",
-    "min_p": "Keep tokens at least this fraction as likely as the likeliest.",
-    "seed": "Prompt i draws with SEED + i. Without it, one is drawn and shown.",
+    "temperature": "0 selects the most likely token.",
+    "top_k": "Keep only the TOP_K most likely tokens; 0 keeps all.",
+    "top_p": "Keep the most likely tokens whose probabilities sum to this value.",
+    "min_p": "Keep tokens with at least this fraction of the highest probability.",
+    "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
 
 log = logging.getLogger("hal.cli")
@@ -44,15 +44,15 @@ log = logging.getLogger("hal.cli")
 
 @click.command(cls=ResultCommand)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, taken as it is. Repeatable.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="At most so many a prompt.")
+@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help=SAMPLING["temperature"])
 @click.option("--top-k", type=int, default=0, show_default=True, help=SAMPLING["top_k"])
 @click.option("--top-p", type=float, default=1.0, show_default=True, help=SAMPLING["top_p"])
 @click.option("--min-p", type=float, default=0.0, show_default=True, help=SAMPLING["min_p"])
 @click.option("--seed", type=int, help=SAMPLING["seed"])
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's own), float32, bfloat16 or float16.")
+@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
@@ -71,10 +71,10 @@ def command(
 ) -> None:
     """Continue prompts with the model in the folder CHECKPOINT.
 
-    All prompts run together, and none depends on the others. Their texts go to stdout in order, each with a newline
-    after it. Everything else goes to stderr.
+    Prompts run together and do not affect each other. Their texts go to stdout in order, each followed by a newline;
+    everything else goes to stderr.
 
-    The configuration is that of the HAL_* environment variables; an option overrides its own key and no other.
+    HAL_* environment variables set the configuration; an option overrides a single key.
     """
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ def command(
     if "num_tokens" not in settings.get("cache", {}):
         num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
         on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
-    _remark(params, seed)
+    _print_notes(params, seed)
     with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
         _print_texts(runner, texts, tokens, each_params, tokenizer)
 
@@ -117,7 +117,7 @@ def _print_texts(
         if piece.prompt != shown and len(texts) > 1:
             click.echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}", err=True)
         shown = piece.prompt
-        # Bytes, because what a model writes is UTF-8 whatever the locale can show.
+        # Bytes, because the model's text is UTF-8 in any locale.
         echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
     took = time.perf_counter() - start
     click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
@@ -128,40 +128,40 @@ def prompt_lines(file: BinaryIO) -> list[str]:
         text = file.read().decode()
     except UnicodeDecodeError as error:
         raise BatchError(f"{file.name} is not UTF-8: {error}", "save it as UTF-8") from None
-    # Not splitlines, which also splits at form feeds and other characters that a prompt may hold.
+    # Not splitlines: it also splits at form feeds and other characters that a prompt may contain.
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
 
 
 def check_prompts(texts: list[str]) -> None:
     if not texts:
-        raise click.UsageError("There is no prompt: give --prompt, or --prompts-file with at least one line.")
+        raise click.UsageError("No prompt given: use --prompt, or --prompts-file with at least one line.")
     for index, text in enumerate(texts):
-        if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes that are not UTF-8
+        if any("\ud800" <= character <= "\udfff" for character in text):  # Python's encoding of invalid UTF-8
             raise BatchError(f"prompt {index} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
 
 
 def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:
-    """The size of a cache in which the prompts fit together, or at least each by itself. Each takes whole blocks."""
+    """Return a cache size in tokens that holds all prompts, or at least each one, in whole blocks."""
     most = [min(length + max_new_tokens, model.max_length) for length in lengths]
     whole = [math.ceil(each / block_size) * block_size for each in most]
     return max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
 
 
-def _remark(params: SamplingParams, seed: int | None) -> None:
-    """Say what a reader may miss: options without effect, or the seed that would draw the same tokens again."""
+def _print_notes(params: SamplingParams, seed: int | None) -> None:
+    """Warn of options without effect, and print a random seed for reproduction."""
     source = click.get_current_context().get_parameter_source
     given = [name for name in SAMPLING if name != "temperature" and source(name) is not ParameterSource.DEFAULT]
     if params.temperature == 0 and given:
         unused = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        log.warning("%s: without effect, because temperature 0 takes the likeliest token", unused)
+        log.warning("%s: no effect, because temperature 0 selects the most likely token", unused)
     elif params.temperature > 0 and seed is None:
         click.echo(f"seed {params.seed}", err=True)
 
 
 @contextmanager
 def _progress_bar(title: str) -> Iterator[Progress]:
-    """A bar of bytes on stderr, if that is a terminal."""
+    """Show a progress bar of bytes on stderr, if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 

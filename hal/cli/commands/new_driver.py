@@ -1,4 +1,4 @@
-"""``hal new-driver``: a package of one's own with a driver that passes conformance, to be filled in."""
+"""``hal new-driver``: create a package with a driver that passes conformance."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ FILES = {
     "{package}/kernels.py": "kernels.py",
     "tests/test_conformance.py": "test_conformance.py",
 }
-"""Where each file goes, and which template it is made of."""
+"""File in the package to its template."""
 TAKEN = ("torch",)
-"""Names whose package would be called as hal's own is: installing the one would remove the other."""
+"""Names whose distribution would have the name of hal's, so that installing one would replace the other."""
 
 
 @click.command(cls=ResultCommand)
 @click.argument("name")
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
 def command(name: str, folder: Path | None) -> None:
-    """Write a package with the driver NAME into FOLDER.
+    """Create a package with the driver NAME in FOLDER.
 
-    FOLDER is NAME-hal by default, and must not exist or be empty. The package passes the conformance suite as written,
-    on the CPU; its README.md says what to fill in.
+    FOLDER defaults to NAME-hal, and must not exist or be empty. The package passes the conformance suite on the CPU;
+    its README.md lists what to implement.
     """
     _check_name(name)
     target = folder or Path(f"{name}-hal")
@@ -50,14 +50,14 @@ def command(name: str, folder: Path | None) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_template(template).substitute(values), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the package cannot be written: {error}", "name a folder that you may write to") from error
-    echo(f"a package with the driver {name}:\n" + "\n".join(f"  {path}" for path in paths))
+        raise ConfigError(f"the package cannot be written: {error}", "choose a writable folder") from error
+    echo(f"created a package with the driver {name}:\n" + "\n".join(f"  {path}" for path in paths))
     echo(f"\nnext:\n  cd {shlex.quote(str(target))}\n  pip install -e '.[test]'")
-    echo(f"  hal doctor --backend {name}\n  pytest\n\nREADME.md says what to fill in, and in which order.")
+    echo(f"  hal doctor --backend {name}\n  pytest\n\nREADME.md lists what to implement, in order.")
 
 
 def _values(name: str) -> dict[str, str]:
-    """What the templates ask for."""
+    """Return the values of the templates' variables."""
     torch = importlib.metadata.version("torch").split("+")[0].split(".")
     return {
         "name": name,
@@ -72,7 +72,7 @@ def _values(name: str) -> dict[str, str]:
 
 
 def _distribution(name: str) -> str:
-    """What pip calls the package."""
+    """Return the name of the distribution."""
     return f"{name.replace('_', '-')}-hal"
 
 
@@ -81,39 +81,37 @@ def _template(name: str) -> Template:
 
 
 def _check_name(name: str) -> None:
-    """Raise ConfigError unless a driver, and a package, can have that name."""
+    """Raise ConfigError unless ``name`` is valid for a driver and its package."""
     from hal.config import Config
     from hal.drivers.registry import driver_names
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(
-            f"a driver cannot be called {name!r}, because its Python package and its environment variables are named "
-            "after it",
-            "take a lower-case Python identifier, such as acme or acme_x1",
+            f"{name!r} is not a valid driver name: its Python package and environment variables are named after it",
+            "choose a lower-case Python identifier, such as acme or acme_x1",
         )
     if name in TAKEN:
         raise ConfigError(
-            f"a driver cannot be called {name!r}, because its package would be called {_distribution(name)}, as "
-            "another is",
-            "take another name, such as acme",
+            f"{name!r} is not a valid driver name: its distribution would be {_distribution(name)}, like another",
+            "choose another name, such as acme",
         )
     taken = {"auto", *(field.name for field in attrs.fields(Config))}
     if name in taken:
         raise ConfigError(
-            f"a driver cannot be called {name!r}, which configurations have for something else",
-            f"take another name than {', '.join(sorted(taken))}",
+            f"{name!r} is not a valid driver name: it is a reserved word of configurations",
+            f"choose another name; reserved are {', '.join(sorted(taken))}",
         )
     if name in driver_names():
         raise ConfigError(
-            f"a driver {name!r} is installed already",
-            "take another name, or uninstall the package that brings it (`hal doctor` names it)",
+            f"a driver {name!r} is already installed",
+            "choose another name, or uninstall its package (`hal doctor` prints it)",
         )
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ConfigError if something is there that could be overwritten."""
+    """Raise ConfigError if ``folder`` exists and is not an empty folder."""
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise ConfigError(f"the folder {folder} is not empty", "name another, or empty it")
+            raise ConfigError(f"the folder {folder} is not empty", "choose another, or empty it")
     elif folder.exists() or folder.is_symlink():
-        raise ConfigError(f"{folder} is there already, and is no folder", "name another")
+        raise ConfigError(f"{folder} exists and is not a folder", "choose another")

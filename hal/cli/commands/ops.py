@@ -1,4 +1,4 @@
-"""``hal ops``: which driver has a kernel for which operation."""
+"""``hal ops``: the coverage of operations by drivers' kernels."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from hal.ops import Operation
 
 LEGEND = """
-kernel     the driver's own, or of the library in brackets, where the driver chooses among several
-composed   no kernel for the whole: its parts run, each with the driver's kernel if there is one
-reference  no kernel: the declaration's body runs"""
+kernel     the driver's kernel; where it selects among libraries, the library is in brackets
+composed   no kernel for the whole operation: its parts run, each with the driver's kernel if it has one
+reference  no kernel: the operation's body runs"""
 
 
 @click.command(cls=ResultCommand)
 def command() -> None:
-    """Show the coverage of operations by drivers.
+    """Show which operations each driver has kernels for.
 
-    Opens every driver that can run here, to ask it for its kernels.
+    Opens every available driver to read its kernels.
     """
     from hal.drivers.registry import candidates
     from hal.ops import catalogue
 
     opened = [(each.name, _open(each)) for each in candidates()]
-    operations = [operation for _, operation in sorted(catalogue().items())]  # drivers that were opened may add some
+    operations = [operation for _, operation in sorted(catalogue().items())]  # opened drivers may add operations
     rows = [(each.name, *(_cell(each, found) for _, found in opened)) for each in operations]
     heads = (f"{name} ({found.state})" if isinstance(found, _Closed) else name for name, found in opened)
     print_table(("operation", *heads), rows)
@@ -44,14 +44,14 @@ def command() -> None:
 
 @attrs.frozen
 class _Closed:
-    """A driver that was not opened: ``unavailable`` if it cannot run here, else ``broken``; and why."""
+    """A driver that is not open: ``unavailable`` or ``broken``, and why."""
 
     state: str
     why: str
 
 
 def _open(candidate: Candidate) -> Backend | _Closed:
-    """The candidate's backend, or why there is none."""
+    """Open the candidate's backend, or return why it is closed."""
     from hal.config import environment_options
     from hal.drivers.opening import open_driver
 
@@ -60,7 +60,7 @@ def _open(candidate: Candidate) -> Backend | _Closed:
         return _Closed(state, f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}")
     try:
         return open_driver(candidate.driver, environment_options(candidate.name))
-    except HalError as error:  # one driver that fails must not hide the others
+    except HalError as error:  # one failure must not hide the other drivers
         return _Closed(
             "unavailable" if isinstance(error, DriverUnavailable) else "broken", f"opening it failed: {error}"
         )

@@ -1,4 +1,4 @@
-"""Closing: runners and backends give back what they hold, at once, and say so when they are used afterwards."""
+"""Cases of closing: runners and backends free their resources, and raise ClosedError if used afterwards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hal.testing.models.model_cases import SLOW, ModelRun
 from hal.testing.target import Target
 
 SECONDS = 120
-"""That another thread gets to meet the end of its runner."""
+"""Timeout within which a thread must notice that its runner is closed."""
 SLACK = 1 << 20
-"""Bytes that a process may keep of what it made once, such as a mask or a workspace; far below a cache or a graph."""
+"""Bytes that a process may keep, such as a mask or a workspace; far below the size of a cache or a graph."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``closing/...``"""
+    """Yield ``closing/...``."""
     for mode in target.backend.compilers:
         yield Case(f"closing/runner/{mode}", partial(_runner, target, mode))
         if mode not in SLOW:
@@ -42,17 +42,17 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def refused(use: Callable[[], Any], what: str) -> None:
-    """Raise AssertionError unless a use of something closed raises ClosedError."""
+    """Raise AssertionError unless ``use`` raises ClosedError."""
     try:
         use()
     except ClosedError as error:
-        require(bool(error.problem and error.remedy), f"{what}: the ClosedError says nothing")
+        require(bool(error.problem and error.remedy), f"{what}: the ClosedError lacks a problem or a remedy")
         return
     raise AssertionError(f"{what} raised no ClosedError")
 
 
 def _made(target: Target, mode: str) -> Runner:
-    return ModelRun(target, "qwen3", target.backend.limits.dtypes[0], mode).made()
+    return ModelRun(target, "qwen3", target.backend.limits.dtypes[0], mode).new_runner()
 
 
 def _tokens(runner: Runner, count: int = 3) -> list[int]:
@@ -65,7 +65,7 @@ def _allocated(backend: Backend) -> int:
 
 
 def _runner(target: Target, mode: str) -> None:
-    """Graphs, their streams and the cache go at once; the backend and the model stay, and make another runner."""
+    """Check that close() frees graphs, streams and cache, and that backend and model can create another runner."""
     runner = _made(target, mode)
     backend, model = runner.backend, runner.model
     expected = _tokens(runner)
@@ -73,15 +73,15 @@ def _runner(target: Target, mode: str) -> None:
     gc.collect()
     before = _allocated(backend)
     with Runner(model, backend) as runner:
-        require(_tokens(runner) == expected, "a runner after one that was closed gives other tokens")
+        require(_tokens(runner) == expected, "a runner created after closing one generates other tokens")
         batch = runner.batch([[4]], [[1]])
         cached = [weakref.ref(each) for _, each in runner.states.tensors()]
     runner.close()
-    require(runner.closed, "a runner that was closed does not say so")
+    require(runner.closed, "`closed` of a closed runner is False")
     alive = sum(each() is not None for each in cached)
     require(not alive, f"{alive} of {len(cached)} tensors of the cache are alive after the runner was closed")
     require(backend.streams_in_graphs == 0, f"graphs hold {backend.streams_in_graphs} streams after that")
-    if backend.device.torch.type != "cpu":  # which does not tell what is allocated
+    if backend.device.torch.type != "cpu":  # the CPU does not report allocated memory
         left = _allocated(backend) - before
         require(left <= SLACK, f"{left} bytes stay allocated after the runner was closed")
     refused(lambda: runner.step(batch), "a step of a closed runner")
@@ -92,7 +92,7 @@ def _runner(target: Target, mode: str) -> None:
 
 
 def _while_running(target: Target, mode: str) -> None:
-    """A thread that generates finishes its step, and is told then."""
+    """Check that a generating thread finishes its step and then raises ClosedError."""
     runner = _made(target, mode)
     begun, raised = threading.Event(), []
 
@@ -109,22 +109,22 @@ def _while_running(target: Target, mode: str) -> None:
     begun.wait(SECONDS)
     runner.backend.close()
     thread.join(SECONDS)
-    require(not thread.is_alive(), "a thread still runs steps of a backend that was closed")
+    require(not thread.is_alive(), "a thread still runs steps of a closed backend")
     found = [type(each).__name__ for each in raised]
-    require(found == [ClosedError.__name__], f"a thread whose runner was closed met {', '.join(found)}")
+    require(found == [ClosedError.__name__], f"a thread whose runner was closed raised {', '.join(found) or 'nothing'}")
 
 
 def _backend(target: Target) -> None:
-    """It takes its runners with it, and every use of it says that it is closed."""
-    with ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager").made() as runner:
+    """Check that closing a backend closes its runners, and that every use of it raises ClosedError."""
+    with ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager").new_runner() as runner:
         backend, model, spec = runner.backend, runner.model, runner.spec
         kept = backend.ops.rms_norm
         backend.close()
-        require(runner.closed and backend.closed, "a runner outlives its backend")
+        require(runner.closed and backend.closed, "the runner of a closed backend is open")
     backend.close()
-    require(active_backend() is None and not backend.active, "a backend that was closed is active")
+    require(active_backend() is None and not backend.active, "a closed backend is active")
     x = torch.ones(2, 64, dtype=spec.dtype, device=backend.device.torch)
-    refused(lambda: ops.rms_norm(x, x[0], 1e-6), "hal.ops, whose backend was closed,")
+    refused(lambda: ops.rms_norm(x, x[0], 1e-6), "an operation of hal.ops after its backend was closed")
     refused(lambda: kept(x, x[0], 1e-6), "an operation of a closed backend")
     refused(lambda: backend.ops.silu_and_mul(x), "an operation of a closed backend")
     refused(backend.activate, "activate() of a closed backend")
@@ -138,7 +138,7 @@ def _backend(target: Target) -> None:
 
 
 def _graphs(target: Target) -> None:
-    """Those that nobody's runner made go with the backend, too."""
+    """Check that closing a backend frees graphs that no runner created."""
     with target.open() as backend:
         x = torch.ones(1 << 20, dtype=backend.limits.dtypes[0], device=backend.device.torch)
         before = _allocated(backend)
@@ -157,18 +157,18 @@ def _graphs(target: Target) -> None:
 
 
 def _others(target: Target) -> None:
-    """Another backend of the driver goes on, the active one included; and the driver opens again."""
+    """Check that other backends of the driver, active or not, stay usable, and that the driver opens again."""
     mode = "graph" if "graph" in target.backend.compilers else "eager"
     run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], mode)
-    first = run.made()
+    first = run.new_runner()
     expected = _tokens(first)
-    with run.made() as second:
-        require(_tokens(second) == expected, "a second backend gives other tokens")
+    with run.new_runner() as second:
+        require(_tokens(second) == expected, "a second backend generates other tokens")
         first.backend.activate()
         second.backend.close()
-        require(first.backend.active, "closing a backend that was not active took the active one's place")
-        require(_tokens(first) == expected, "a backend gives other tokens when another was closed")
+        require(first.backend.active, "closing an inactive backend deactivated the active one")
+        require(_tokens(first) == expected, "a backend generates other tokens after another was closed")
     first.backend.close()
-    with run.made() as third:
-        require(_tokens(third) == expected, "a backend that was opened after one was closed gives other tokens")
+    with run.new_runner() as third:
+        require(_tokens(third) == expected, "a backend opened after closing another generates other tokens")
     third.backend.close()

@@ -1,4 +1,4 @@
-"""Memory: what a device says of it, and what happens when there is none left."""
+"""Cases of memory: statistics and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hal.testing.case import Case, NotApplicable, require
 from hal.testing.target import Target
 
 BYTES = 64 << 20
-"""Of the tensor that is watched: far above what else happens in a process."""
+"""Size of the test tensor, far above other allocations in the process."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``memory/...``"""
+    """Yield ``memory/...``."""
     for name, check in (
         ("statistics", _statistics), ("follows", _follows), ("peak", _peak), ("reset-peak", _reset_peak),
         ("out-of-memory", _out_of_memory),
@@ -39,17 +39,17 @@ def _statistics(target: Target) -> None:
 
 
 def _follows(target: Target) -> None:
-    """A tensor shows while it is there, and is gone afterwards."""
+    """Check that the statistics include a live tensor, and exclude it after it is dropped."""
     _settled(target)
     before = target.device.memory_stats()
     held = torch.ones(BYTES, dtype=torch.uint8, device=target.device.torch)
     target.device.synchronize()
     during = target.device.memory_stats().allocated - before.allocated
-    require(during >= BYTES // 2, f"a tensor of {BYTES} bytes raised what is allocated by {during}")
+    require(during >= BYTES // 2, f"a tensor of {BYTES} bytes increased `allocated` by {during}")
     del held
     _settled(target)
     left = target.device.memory_stats().allocated - before.allocated
-    require(left < BYTES // 2, f"{left} bytes stayed allocated of a tensor of {BYTES} that was dropped")
+    require(left < BYTES // 2, f"after dropping a tensor of {BYTES} bytes, {left} bytes stay allocated")
 
 
 def _peak(target: Target) -> None:
@@ -60,29 +60,29 @@ def _peak(target: Target) -> None:
     del held
     _settled(target)
     peak = target.device.memory_stats().peak
-    require(peak >= before + BYTES // 2, f"the peak is {peak}, though {BYTES} bytes came on top of {before}")
+    require(peak >= before + BYTES // 2, f"the peak is {peak}, below {before} bytes plus a tensor of {BYTES}")
 
 
 def _reset_peak(target: Target) -> None:
-    """Where the peak can be reset, it counts from then on; where not, the driver says so."""
+    """Check that the peak restarts if reset_peak() returns True, and is kept if it returns False."""
     _settled(target)
     device = target.device
     torch.ones(BYTES, dtype=torch.uint8, device=device.torch)
     device.synchronize()
     if device.reset_peak():
         stats = device.memory_stats()
-        require(stats.peak < stats.allocated + BYTES // 2, "reset_peak() says that it did, and the peak stayed")
+        require(stats.peak < stats.allocated + BYTES // 2, "reset_peak() returned True, but the peak was kept")
     else:
         stats = device.memory_stats()
-        require(stats.peak >= stats.allocated, "reset_peak() says that it cannot, and the peak was lost")
+        require(stats.peak >= stats.allocated, "reset_peak() returned False, but the peak was lost")
 
 
 def _out_of_memory(target: Target) -> None:
-    """Too large a tensor is an error that the driver can explain, and the next one is made."""
+    """Check that an oversized allocation raises DeviceOutOfMemory, and that the device stays usable."""
     backend = target.activated()
     device = backend.device
     if device.torch.type == "cpu":
-        raise NotApplicable("the host's memory is the system's, and PyTorch has no error of its own for its end")
+        raise NotApplicable("PyTorch has no out-of-memory error for the CPU")
     nbytes = device.memory_stats().total * 4
     found: BaseException | None = None
     try:
@@ -91,5 +91,5 @@ def _out_of_memory(target: Target) -> None:
             device.synchronize()
     except DeviceOutOfMemory as error:
         found = error
-    require(found is not None, f"{nbytes} bytes were allocated, of {nbytes // 4} in all")
-    require(torch.ones(8, device=device.torch).cpu().tolist() == [1.0] * 8, "the device is of no use after that")
+    require(found is not None, f"allocating {nbytes} bytes on a device of {nbytes // 4} raised no error")
+    require(torch.ones(8, device=device.torch).cpu().tolist() == [1.0] * 8, "the device is unusable after that")

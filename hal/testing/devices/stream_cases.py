@@ -1,4 +1,4 @@
-"""Streams and events: what waits, waits; what does not has its results all the same once it is waited for."""
+"""Cases of streams and events: waits order work, and results are correct after synchronization."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hal.testing.case import Case, require
 from hal.testing.target import Target
 
 ROUNDS = 10
-"""How often an order is tried that a missing wait would leave to chance."""
+"""Repetitions of a check in which a missing wait would fail only sometimes."""
 WORK = 24
-"""Operations before what others wait for, so that nobody is done by luck."""
+"""Operations before the work that others wait for, so that a missing wait is detected."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``streams/...`` and ``events/...``"""
+    """Yield ``streams/...`` and ``events/...``."""
     for name, check in (
         ("streams/order", _order), ("streams/wait-stream", _wait_stream), ("streams/restored", _restored),
         ("streams/restored-after-an-error", _restored_after_an_error), ("streams/query", _query),
@@ -32,18 +32,18 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def _work(x: Tensor, number: int) -> Tensor:
-    """``x + number``, after some time."""
+    """Return ``x + number`` after a delay."""
     for _ in range(WORK):
         x = x * 1
     return x + number
 
 
 def _chain(device: Device, waits: str) -> None:
-    """One stream writes a buffer again and again; another reads each value, after the wait that is examined."""
+    """Let one stream overwrite a buffer, and another read each value after the wait under test."""
     first, second = device.stream(), device.stream()
     buffer = torch.full((64, 64), -1.0, device=device.torch)
     start = torch.zeros(64, 64, device=device.torch)
-    kept: list[Tensor] = []  # memory that a stream is done with might go to another
+    kept: list[Tensor] = []  # keeps the memory from being reused by another stream
     device.synchronize()
     for number in range(ROUNDS):
         with first:
@@ -65,7 +65,7 @@ def _chain(device: Device, waits: str) -> None:
     device.synchronize()
     found = [sorted(set(each.flatten().tolist())) for each in kept[1::2]]
     wrong = [(number, values) for number, values in enumerate(found) if values != [float(number)]]
-    require(not wrong, f"a stream that waited for another read {wrong[:1]}, as round and values: the wait is lost")
+    require(not wrong, f"a stream that waited for another read {wrong[:1]} (round, values): the wait had no effect")
 
 
 def _order(target: Target) -> None:
@@ -80,7 +80,7 @@ def _order(target: Target) -> None:
     expected = 0.0
     for number in range(50):
         expected = expected * 0.5 + number
-    require(torch.allclose(x.cpu(), torch.full((64, 64), expected)), "work on one stream did not run in its order")
+    require(torch.allclose(x.cpu(), torch.full((64, 64), expected)), "work on one stream did not run in order")
 
 
 def _wait_stream(target: Target) -> None:
@@ -92,7 +92,7 @@ def _event_wait(target: Target) -> None:
 
 
 def _current(device: Device) -> int | None:
-    """The current stream, where torch knows of one."""
+    """Return the id of the current stream, or None on the CPU."""
     if device.torch.type == "cpu":
         return None
     return int(torch.accelerator.current_stream(device.torch).stream_id)
@@ -103,7 +103,7 @@ def _restored(target: Target) -> None:
     before = _current(device)
     outer, inner = device.stream(), device.stream()
     with outer as entered:
-        require(entered is outer, "entering a stream gives another object")
+        require(entered is outer, "entering a stream returns another object")
         within = _current(device)
         with inner:
             pass
@@ -119,19 +119,19 @@ def _restored_after_an_error(target: Target) -> None:
             raise KeyError("raised inside")
     except KeyError:
         passed_on = True
-    require(passed_on, "a stream swallowed the exception that was raised inside it")
-    require(_current(device) == before, "an exception left its stream the current one")
+    require(passed_on, "a stream swallowed the exception raised in its block")
+    require(_current(device) == before, "the previous stream was not restored after an exception")
 
 
 def _query(target: Target) -> None:
     device = target.device
     stream = device.stream()
-    require(stream.query() is True, "a new stream says that it has work left")
+    require(stream.query() is True, "query() of a new stream is False")
     with stream:
         x = _work(torch.zeros(64, 64, device=device.torch), 1)
     stream.synchronize()
-    require(stream.query() is True, "a stream says after synchronize() that it has work left")
-    require(float(x.cpu()[0, 0]) == 1.0, "the work of a stream was not done")
+    require(stream.query() is True, "query() of a stream is False after synchronize()")
+    require(float(x.cpu()[0, 0]) == 1.0, "synchronize() returned before the work was done")
 
 
 def _synchronize(target: Target) -> None:
@@ -158,7 +158,7 @@ def _priority(target: Target) -> None:
 
 
 def _record_again(target: Target) -> None:
-    """An event that is recorded again marks the new point."""
+    """Check that recording an event again moves it to the new point."""
     device = target.device
     event, writer, reader = device.event(), device.stream(), device.stream()
     base = torch.zeros(64, 64, device=device.torch)
@@ -171,12 +171,12 @@ def _record_again(target: Target) -> None:
     with reader:
         y = x + 1
     device.synchronize()
-    require(float(y.cpu()[0, 0]) == 6.0, "waiting for an event that was recorded twice waited for the first point")
+    require(float(y.cpu()[0, 0]) == 6.0, "a wait for an event recorded twice waited for the first point")
 
 
 def _before_record(target: Target) -> None:
     event = target.device.event()
-    require(event.query() is True, "an event that was never recorded says that it is not reached")
+    require(event.query() is True, "query() of an event that was never recorded is False")
     event.synchronize()
 
 
@@ -189,8 +189,8 @@ def _event_synchronize(target: Target) -> None:
         x = _work(base, 3)
     event.record(stream)
     event.synchronize()
-    require(event.query() is True, "an event says after synchronize() that it is not reached")
-    require(float(x.cpu()[0, 0]) == 3.0, "an event was reached before the work that it marks was done")
+    require(event.query() is True, "query() of an event is False after synchronize()")
+    require(float(x.cpu()[0, 0]) == 3.0, "an event completed before the work recorded by it")
 
 
 def _timing(target: Target) -> None:
@@ -207,11 +207,11 @@ def _timing(target: Target) -> None:
     end.synchronize()
     took = begin.elapsed_time(middle)
     require(took > 0.0, f"the time between two events with work between them is {took} ms")
-    require(begin.elapsed_time(end) >= took, "a later event was reached earlier")
+    require(begin.elapsed_time(end) >= took, "a later event has an earlier time")
 
 
 def _across(target: Target) -> None:
-    """An event of one stream holds back several others."""
+    """Check that several streams can wait for one event."""
     device = target.device
     writer, event = device.stream(), device.event()
     base = torch.zeros(64, 64, device=device.torch)

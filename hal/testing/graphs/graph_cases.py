@@ -1,4 +1,4 @@
-"""Graphs: capture and replay, host values, pools, and what may go wrong."""
+"""Cases of graphs: capture and replay, host values, memory pools, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Check = Callable[[Backend], None]
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``graphs/<what>``, ``graphs/host-values/<what>`` and ``graphs/replay/<operation>``"""
+    """Yield ``graphs/<check>``, ``graphs/host-values/<check>`` and ``graphs/replay/<operation>``."""
     checks: list[tuple[str, Check]] = [
         ("inputs-in-place", _inputs_in_place), ("addresses", _addresses), ("structure", _structure),
         ("no-python", _glue), ("pool", _pool), ("several", _several), ("hold", _hold), ("reset", _reset),
@@ -56,8 +56,8 @@ def _addresses(backend: Backend) -> None:
     place = output.data_ptr()
     for _ in range(3):
         graph.replay()
-    require(graph.outputs is output, "Graph.outputs is not what capture() returned")
-    require(graph.outputs.data_ptr() == place, "the output moved")
+    require(graph.outputs is output, "Graph.outputs is not the object that capture() returned")
+    require(graph.outputs.data_ptr() == place, "a replay changed the address of the output")
 
 
 def _structure(backend: Backend) -> None:

@@ -1,4 +1,4 @@
-"""Graphs whose kernels read values on the host: lengths that change from replay to replay."""
+"""Cases of graphs whose kernels read host values, such as sequence lengths, that change between replays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, BLOCKS_EACH, HEADS, KV_HEADS = 5, 3, 4, 2
 
 
 class Attend:
-    """Two attentions over a drawn cache, the second on what the first gives."""
+    """Two attention calls over a random cache; the second one's query depends on the first one's result."""
 
     def __init__(self, backend: Backend, seed: int = 7) -> None:
         self.backend = backend
@@ -38,7 +38,7 @@ class Attend:
         self.table = draw.permutation(ROWS * BLOCKS_EACH).view(ROWS, BLOCKS_EACH)
         self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
         self.lens = torch.ones(ROWS, dtype=torch.int32)
-        # Copies also where the device is the host: its twins must not be the host values themselves.
+        # Clone: if the device is the host, the device tensors must not share memory with the host values.
         self.device_starts, self.device_lens = (each.clone().to(draw.device) for each in (self.starts, self.lens))
         self.lengths = [
             [1, 1, 1, 1, 1], [5, size + 2, 3 * size, 2, size - 1], [6, size + 3, size + 1, 3, size],
@@ -53,29 +53,29 @@ class Attend:
         )  # fmt: skip
 
     def twice(self, lens: Tensor | None = None) -> Tensor:
-        """The captured function; with ``lens``, eagerly."""
+        """Return the result of the captured function; with ``lens``, run it eagerly with these lengths."""
         lens = self.lens if lens is None else lens
         return self._call(self._call(self.query, lens) * 4 + self.query, lens)
 
     def captured(self) -> Tensor:
-        """Its output."""
+        """Capture the function and return the graph's output."""
         output: Tensor = self.graph.capture(self.twice)
         lost = [name for name in ops.operation("paged_attention").host if name not in self.graph.host_values]
         require(
             not lost,
-            f"the capture recorded no {' and no '.join(lost)}, which paged_attention declares with host=: record each "
-            "host value of every call, also where the kernel reads it on the device",
+            f"the capture did not record {' and '.join(lost)}, which paged_attention declares with host=; record each "
+            "host value of every call, including values that the kernel reads on the device",
         )
         return output
 
     def set(self, lens: list[int]) -> dict[str, Any]:
-        """Write the lengths on the device, and return them as host values."""
+        """Write the lengths to the device, and return the host values."""
         values = torch.tensor(lens, dtype=torch.int32)
         self.device_lens.copy_(values)
         return {"kv_lens_host": values, "query_start_loc_host": self.starts.clone()}
 
     def eager(self, lens: list[int]) -> Tensor:
-        """What it gives without a graph."""
+        """Return the eager result."""
         values = self.set(lens)
         with torch.inference_mode():
             return self.twice(values["kv_lens_host"]).cpu()
@@ -109,7 +109,7 @@ def _differ(attend: Attend, one: Tensor, other: Tensor) -> bool:
 
 
 def lengths_change(backend: Backend) -> None:
-    """Each replay reads its own lengths."""
+    """Check that each replay uses its lengths."""
     attend = Attend(backend)
     results = [attend.eager(lens) for lens in attend.lengths]
     require(
@@ -123,7 +123,7 @@ def lengths_change(backend: Backend) -> None:
 
 
 def without_waiting(backend: Backend) -> None:
-    """Replays that are not waited for each read their own lengths."""
+    """Check that replays use their lengths if the caller does not synchronize between them."""
     attend = Attend(backend)
     output, found = attend.captured(), []
     for lens in attend.lengths:
@@ -131,11 +131,11 @@ def without_waiting(backend: Backend) -> None:
         found.append(output.clone())
     backend.device.synchronize()
     for lens, each in zip(attend.lengths, found, strict=True):
-        _agrees(attend, each, lens, "a replay that was not waited for")
+        _agrees(attend, each, lens, "a replay without synchronization")
 
 
 def overwritten(backend: Backend) -> None:
-    """The caller may overwrite the values when replay() has returned."""
+    """Check that the caller may overwrite the host values once replay() has returned."""
     attend = Attend(backend)
     output = attend.captured()
     for lens in attend.lengths[1:4]:
@@ -147,7 +147,7 @@ def overwritten(backend: Backend) -> None:
 
 
 def as_lists(backend: Backend) -> None:
-    """Values may come as lists of integers."""
+    """Check that host values may be lists of integers."""
     attend = Attend(backend)
     output = attend.captured()
     lens = attend.lengths[1]
@@ -171,10 +171,10 @@ def _refuses(change: Callable[[dict[str, Any]], Any]) -> Callable[[Backend], Non
         except HostValueError:
             refused = True
         backend.device.synchronize()
-        require(refused, "the replay took them")
-        require(bool((output.cpu() == 64.0).all()), "the replay was refused, and something was launched all the same")
+        require(refused, "replay() accepted invalid host values; it must raise HostValueError")
+        require(bool((output.cpu() == 64.0).all()), "replay() refused the host values, but launched work")
         attend.graph.replay(**attend.set(attend.lengths[2]))
-        _agrees(attend, output.clone(), attend.lengths[2], "a replay after one that was refused")
+        _agrees(attend, output.clone(), attend.lengths[2], "a replay after a refused one")
 
     return check
 
@@ -200,7 +200,7 @@ def _other_dtype(values: dict[str, Any]) -> None:
 
 
 def two_graphs(backend: Backend) -> None:
-    """Two graphs keep their lengths apart."""
+    """Check that two graphs keep separate lengths."""
     one, other = Attend(backend, seed=1), Attend(backend, seed=2)
     first = one.captured()
     second = other.graph.capture(other.twice, pool=one.graph.pool)
@@ -217,4 +217,4 @@ CHECKS: dict[str, Callable[[Backend], None]] = {
     "two-graphs": two_graphs, "misspelt": _refuses(_misspelt), "unknown": _refuses(_unknown),
     "missing": _refuses(_missing), "short": _refuses(_short), "dtype": _refuses(_other_dtype),
 }  # fmt: skip
-"""By the name that cases have."""
+"""Checks by case name."""

@@ -1,4 +1,4 @@
-"""Every operation in a graph: a replay on other values gives what the declaration gives for those."""
+"""The check that a replay of an operation on new values agrees with the reference."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor
 from hal.ops.declaration.operation import Operation
 from hal.ops.tolerance import assert_agree
 from hal.testing.case import Failure
-from hal.testing.operations.calls import Call, described, reference, tensors, widest
-from hal.testing.operations.examined import prepared
+from hal.testing.operations.calls import Call, describe, largest_sample, reference, tensors
+from hal.testing.operations.compared_call import prepare_weights
 from hal.testing.target import Target
 
 
 def check_replay(target: Target, operation: Operation) -> None:
-    """Capture a call, write other values into its arguments, replay, and compare.
+    """Capture a call, overwrite its arguments, replay the graph and compare with the reference.
 
     Raises:
-        Failure: results or arguments that are written are not the reference's.
-        NotApplicable: samples do not have the cache's layout.
+        Failure: results or mutated arguments differ from the reference's.
+        NotApplicable: the backend's cache layout differs from the samples'.
     """
     backend = target.activated()
     target.require_canonical(operation)
     dtype, names = backend.limits.dtypes[0], list(operation.signature.parameters)
-    call = Call(operation, dtype, widest(operation), "replay")
+    call = Call(operation, dtype, largest_sample(operation), "replay")
     kept = [names.index(name) for name in operation.weights]
     given = call.arguments(backend.device.torch, 0)
     later, wanted = call.arguments(backend.device.torch, 1), call.arguments("cpu", 1)
-    for place in kept:  # their form is the driver's own, so they stay
+    for place in kept:  # weights keep their values: their layout is the driver's
         wanted[place] = given[place].cpu()
     with torch.inference_mode():
-        given = prepared(backend, operation, given, dtype)
+        given = prepare_weights(backend, operation, given, dtype)
         expected = reference(operation, wanted)
     graph = backend.graph()
     outputs = graph.capture(lambda: operation.function(*given))
@@ -47,7 +47,7 @@ def check_replay(target: Target, operation: Operation) -> None:
         place = names.index(name)
         problems += _differences(operation, dtype, given[place], wanted[place], f"the argument {name}")
     if problems:
-        raise Failure([f"after a replay, {each}" for each in problems], operation.name, *described(operation, wanted))
+        raise Failure([f"after a replay, {each}" for each in problems], operation.name, *describe(operation, wanted))
 
 
 def _differences(operation: Operation, dtype: torch.dtype, found: Any, expected: Any, what: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Limits: what a backend says that it takes, it takes."""
+"""Cases of limits: a backend supports every value in its limits."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hal.execution.runner import Runner
 from hal.nn import WeightUse
 from hal.ops.rounding import check_logits
 from hal.testing.case import Case, NotApplicable, require
+from hal.testing.models.logit_agreement import reference_logits
 from hal.testing.models.model_cases import head_dim_of
 from hal.testing.models.paged_attention import Paged
 from hal.testing.models.plans import Plan, run_plan
 from hal.testing.models.random_checkpoint import checkpoint
-from hal.testing.models.same_tokens import truth
 from hal.testing.target import Target, dtype_name
 
 ANY_BLOCK_SIZE = (1, 8, 16, 48, 64, 128)
-"""Of a backend that says it takes any."""
+"""Values tested on a backend without a list of block sizes."""
 ANY_HEAD_DIM = (16, 32, 64, 80, 96, 128, 192, 256)
-"""Likewise."""
+"""Values tested on a backend without a list of head dimensions."""
 MANY_STREAMS = 4096
-"""More graphs than this are not made to try a limit."""
+"""Maximum number of streams used to test a limit."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``limits/<limit>/<value>``"""
+    """Yield ``limits/<limit>/<value>``."""
     limits = target.backend.limits
     for dtype in limits.dtypes:
         yield Case(f"limits/dtypes/{dtype_name(dtype)}", partial(_dtype, target, dtype))
@@ -47,18 +47,18 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def _dtype(target: Target, dtype: torch.dtype) -> None:
-    """Tensors and a projection of it."""
+    """Check tensors and ``linear`` in a dtype."""
     backend = target.open(dtype=dtype_name(dtype))
     x = torch.ones(4, 64, dtype=dtype, device=backend.device.torch)
     weight = backend.prepare_weight(x[:3].clone(), WeightUse("linear", "weight", dtype))
     with torch.inference_mode():
         result: Tensor = backend.ops.linear(x, weight, None)
-    require(result.dtype == dtype, f"linear gives {result.dtype} for {dtype}")
-    require(result.cpu().tolist() == [[64.0] * 3] * 4, "linear gives wrong values")
+    require(result.dtype == dtype, f"linear returns {result.dtype} for {dtype}")
+    require(result.cpu().tolist() == [[64.0] * 3] * 4, "linear returns wrong values")
 
 
 def _check_edges(target: Target, dtype: torch.dtype, size: int, head_dim: int, heads: int, kv_heads: int) -> None:
-    """Lengths around the ends of blocks, one query each and several."""
+    """Check sequence lengths around block boundaries, with one query and several queries per sequence."""
     lengths = sorted({1, max(1, size - 1), size, size + 1, 2 * size})
     paged = Paged.filled(target.activated(), dtype, size, head_dim, lengths, heads=heads, kv_heads=kv_heads)
     paged.check([1] * len(lengths), lengths)
@@ -79,11 +79,11 @@ def _group(target: Target, group: int) -> None:
 
 
 def _streams(target: Target) -> None:
-    """As many graphs as take all streams that the limit names, alive together."""
+    """Check that as many graphs as ``max_streams`` allows can be alive together."""
     limits = target.backend.limits
     if limits.max_streams is None:
-        raise NotApplicable("the backend names no limit of streams")
-    target.forget()
+        raise NotApplicable("the backend has no `max_streams` limit")
+    target.clear_cache()
     count = min(limits.max_streams, MANY_STREAMS) // limits.streams_per_graph
     backend = target.activated()
     x = torch.ones(8, dtype=limits.dtypes[0], device=backend.device.torch)
@@ -96,14 +96,14 @@ def _streams(target: Target) -> None:
         for number in (0, count // 2, count - 1):
             graphs[number].replay()
             found = outputs[number].cpu().tolist()
-            require(found == [1.0 + number % 64] * 8, f"graph {number} of {count} gives {found}")
+            require(found == [1.0 + number % 64] * 8, f"graph {number} of {count} returns {found}")
     finally:
         for graph in graphs:
             graph.reset()
 
 
 def _capture_sizes(target: Target) -> None:
-    """A decode step of every size that is captured where the configuration names none."""
+    """Check decode steps of the smallest and the largest default capture sizes."""
     limits = target.backend.limits
     most, size, dtype = max(limits.capture_sizes), target.backend.block_size, limits.dtypes[0]
     backend = target.open(
@@ -113,5 +113,5 @@ def _capture_sizes(target: Target) -> None:
     runner = Runner(load_model(checkpoint("qwen3", head_dim_of(target)), backend), backend)
     for count in sorted({1, *limits.capture_sizes[-2:]}):
         plan = Plan((2,) * count, (tuple(range(count)),), seed=count)
-        known = truth("qwen3", head_dim_of(target), dtype, plan.texts(runner.model.vocab_size))
+        known = reference_logits("qwen3", head_dim_of(target), dtype, plan.texts(runner.model.vocab_size))
         check_logits(run_plan(runner, plan), known)

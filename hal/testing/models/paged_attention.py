@@ -1,4 +1,4 @@
-"""A paged cache and attention over it, on a backend and on the CPU side by side, in any layout that the backend has."""
+"""A paged cache and attention over it, on a backend in its cache layout and on the CPU as reference."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ATTENTION = "paged_attention"
 
 @attrs.frozen
 class Paged:
-    """Sequences in a cache of a backend's, written by its ``store_kv_cache``, and in a canonical one on the CPU.
+    """Sequences in a backend's cache, written by its ``store_kv_cache``, and in a canonical cache on the CPU.
 
-    Slots that hold no token hold NaN, where the backend's layout is the canonical one.
+    In the canonical layout, slots without a token hold NaN.
     """
 
     backend: Backend
@@ -39,7 +39,7 @@ class Paged:
         cls, backend: Backend, dtype: torch.dtype, block_size: int, head_dim: int, lengths: Sequence[int],
         *, heads: int = 4, kv_heads: int = 2, seed: int = 0,
     ) -> Paged:  # fmt: skip
-        """A cache with sequences of these lengths, in blocks from all over it."""
+        """Create a cache with sequences of these lengths in scattered blocks."""
         needed = [math.ceil(length / block_size) for length in lengths]
         spec = StateSpec.key_value(1, kv_heads, head_dim, dtype, sum(needed) + 2, block_size)
         draw = Draw(dtype, seed=seed)
@@ -70,7 +70,7 @@ class Paged:
         """Attend with the last ``query_lens`` tokens of each sequence.
 
         Raises:
-            AssertionError: the result is not the reference's.
+            AssertionError: the result differs from the reference's.
         """
         device, operation = self.backend.device.torch, ops.operation(ATTENTION)
         query = Draw(self.dtype, seed=sum(kv_lens)).normal(sum(query_lens), self.heads, self.head_dim)

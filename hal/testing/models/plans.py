@@ -1,4 +1,4 @@
-"""Plans of steps as an engine would run them, and what a runner makes of one."""
+"""Plans: sequences of steps as a serving engine would run them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from hal.execution.runner import Runner
 from hal.step.state import DUMMY_BLOCK
-from hal.testing.models.same_tokens import Texts
+from hal.testing.models.logit_agreement import Texts
 
 SPARE = 3
-"""Blocks that no sequence owns, to see that nothing is written there."""
+"""Blocks that belong to no sequence; no step may write them."""
 
 
 @attrs.frozen
 class Plan:
-    """Sequences, and the steps that bring them on.
+    """Sequences and the steps that extend them.
 
     Attributes:
-        lengths: of the prompts.
-        decodes: which sequences each step behind the first has, in which order.
-        seed: of the tokens, and of which blocks belong to whom.
-        queries: new tokens of a running sequence in each step; if several, logits of all of them are asked for.
-        first: the sequences whose prompts the first step has; None for all. Another one's prompt comes in the first of
-            ``decodes`` that names it, beside the running sequences there.
-        shared: tokens that all prompts begin with: a whole number of blocks, which all sequences share. A step before
-            the first computes them.
+        lengths: number of prompt tokens per sequence.
+        decodes: sequences in each step after the first, in batch order.
+        seed: seed of the tokens and of the block allocation.
+        queries: new tokens per running sequence and step; if more than one, the logits of all of them are requested.
+        first: sequences whose prompts are in the first step; None for all. The other prompts are in the first of
+            ``decodes`` that contains their sequence, next to running sequences.
+        shared: length of the common prefix of all prompts, in tokens; a whole number of blocks, which all sequences
+            share. A step before the first one computes it.
     """
 
     lengths: tuple[int, ...]
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The sequences of each step, the first included, and how many tokens each has then."""
+        """Return, for each step, pairs of sequence and its number of tokens after the step."""
         began = tuple(range(len(self.lengths))) if self.first is None else self.first
         at = dict.fromkeys(range(len(self.lengths)), 0)
         found = []
@@ -52,14 +52,14 @@ class Plan:
         return tuple(found)
 
     def texts(self, vocab_size: int) -> Texts:
-        """Each sequence's tokens, those that decode steps add included."""
+        """Return all tokens of each sequence: prompt and decode steps."""
         draw = random.Random(self.seed)
         ends = {row: end for step in self.steps for row, end in step}
         texts = [tuple(draw.randrange(vocab_size) for _ in range(ends[row])) for row in range(len(self.lengths))]
         return tuple(texts[0][: self.shared] + text[self.shared :] for text in texts)
 
     def blocks(self, texts: Texts, block_size: int) -> list[list[int]]:
-        """Each sequence's blocks, from all over the cache."""
+        """Return the blocks of each sequence, scattered over the cache."""
         common = self.shared // block_size
         needed = [math.ceil(len(text) / block_size) - common for text in texts]
         free = list(range(DUMMY_BLOCK + 1, DUMMY_BLOCK + 1 + common + sum(needed) + SPARE))
@@ -69,13 +69,13 @@ class Plan:
 
 
 def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
-    """Run it on a cache full of NaN, which no step may read before it is written.
+    """Run a plan on a cache filled with NaN, which no step may read before it is written.
 
     Returns:
-        By sequence and token, the logits after it, on the CPU.
+        The logits ``[vocab_size]`` after each token, on the CPU, by sequence and token position.
 
     Raises:
-        AssertionError: a step wrote where no token of its belongs.
+        AssertionError: a step wrote a slot that holds none of its tokens.
     """
     canonical = runner.backend.state_layout == "canonical"
     if canonical:
@@ -106,7 +106,7 @@ def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
 
 
 def _check_untouched(runner: Runner, sequences: list[tuple[int, list[int]]]) -> None:
-    """All slots but those of tokens, and the dummy block's, hold what they held before."""
+    """Check that all slots outside the sequences and the dummy block are unwritten."""
     size = runner.spec.block_size
     free = torch.ones(runner.spec.num_blocks, size, dtype=torch.bool)
     free[DUMMY_BLOCK] = False
@@ -118,6 +118,6 @@ def _check_untouched(runner: Runner, sequences: list[tuple[int, list[int]]]) -> 
         written = (free & ~there.isnan().flatten(2).all(-1)).nonzero().tolist()
         if written:
             raise AssertionError(
-                f"state {name}: a step wrote to block {written[0][0]}, offset {written[0][1]}, where no token belongs "
-                f"(and {len(written) - 1} more such slots)"
+                f"state {name}: a step wrote block {written[0][0]}, offset {written[0][1]}, which holds no token "
+                f"({len(written) - 1} more such slots)"
             )

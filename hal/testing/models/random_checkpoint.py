@@ -1,4 +1,4 @@
-"""Small random models, written as checkpoints of each family would be."""
+"""Checkpoints of small models with random weights, one per family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HEAD_DIM = 64
-"""Preferred; a backend that lacks it gets the nearest that it has."""
+"""Preferred head dimension; a backend that does not support it gets the nearest supported one."""
 COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -30,16 +30,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True, "mlp_bias": False,
     },
 }  # fmt: skip
-"""By the name that cases have, what config.json has beside :data:`COMMON`."""
+"""Family name, as in case names, to the keys of config.json in addition to :data:`COMMON`."""
 
 _folders: list[TemporaryDirectory[str]] = []
 
 
 @lru_cache(maxsize=16)
 def checkpoint(family: str, head_dim: int = HEAD_DIM) -> Path:
-    """The folder of a family's checkpoint, which lasts as long as the process. Weights are drawn from a fixed seed.
+    """Return the folder of a family's checkpoint, created once per process with a fixed seed.
 
-    Their values are ones that every floating dtype holds exactly, so that all runs compute with the same.
+    Every floating-point dtype represents the weights exactly, so that all dtypes compute with equal weights.
     """
     config = COMMON | FAMILIES[family] | {"head_dim": head_dim}
     folder = TemporaryDirectory(prefix=f"hal-conformance-{family}-")
@@ -56,7 +56,7 @@ def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Ten
     noise = torch.randn(shape, generator=generator)
     if name.endswith("bias"):
         values = noise * 0.5
-    elif len(shape) == 1:  # norms are near one; those of queries above it, so that attention has preferences
+    elif len(shape) == 1:  # norm weights are near 1; query norms are near 2, so that attention is not uniform
         values = (2.0 if name.endswith("q_norm.weight") else 1.0) + 0.1 * noise
     else:
         values = noise * shape[1] ** -0.5 * (2.0 if name.endswith("q_proj.weight") else 1.0)

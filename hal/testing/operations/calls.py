@@ -1,4 +1,4 @@
-"""Calls of an operation to be examined: its samples, and what is derived from them without a word from its author."""
+"""The calls with which an operation is tested: its samples, and variants derived from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Transform = Callable[[Sample], Sample]
 
 @attrs.frozen
 class Call:
-    """One call: a sample of an operation, changed in some way.
+    """One call: a sample of an operation, optionally transformed.
 
     Attributes:
-        operation: that is called.
-        dtype: that its sample is drawn in.
-        number: of the sample.
-        variant: names the call among those of its operation and dtype.
+        operation: operation to call.
+        dtype: dtype in which the sample is drawn.
+        number: index of the sample.
+        variant: name of the call, unique per operation and dtype.
         transform: changes the sample's arguments.
     """
 
@@ -38,30 +38,30 @@ class Call:
     transform: Transform = attrs.field(default=lambda sample: sample)
 
     def arguments(self, device: torch.device | str, seed: int = 0) -> list[Any]:
-        """The arguments on a device; those for the host on the CPU, in memory of their own."""
+        """Return the arguments on ``device``; host arguments are on the CPU and share no memory with the others."""
         drawn = self.transform(nth_sample(self.operation, Draw(self.dtype, device, seed), self.number))
         names = zip(self.operation.signature.parameters, drawn, strict=True)
         return [value.cpu().clone() if name in self.operation.host else value for name, value in names]
 
 
 def nth_sample(operation: Operation, draw: Draw, number: int) -> Sample:
-    """One of an operation's samples."""
+    """Return the operation's sample with index ``number``."""
     return next(iter(islice(operation.samples(draw), number, None)))
 
 
 @lru_cache(maxsize=512)
 def sample_count(operation: Operation) -> int:
-    """How many samples an operation declares."""
+    """Return the number of samples that an operation declares."""
     return sum(1 for _ in operation.samples(Draw()))
 
 
 def calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
-    """Every sample; and of one that has rows, a single row, none, large values, and values that are no numbers."""
+    """Yield a call per sample, and the variants: strided rows, one row, no rows, large values."""
     for number in range(sample_count(operation)):
         yield Call(operation, dtype, number, f"sample-{number}")
-    yield Call(operation, dtype, widest(operation), "rows-apart", partial(rows_apart, operation))
+    yield Call(operation, dtype, largest_sample(operation), "rows-apart", partial(rows_apart, operation))
     several = with_rows(operation)
-    if several is None or operation.host:  # whose lengths would no longer be those of the rows
+    if several is None or operation.host:  # host lengths would not match the changed number of rows
         return
     for count in (1, 0):
         yield Call(operation, dtype, several, f"rows-{count}", partial(first_rows, operation, count))
@@ -69,26 +69,26 @@ def calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
 
 
 def special_calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
-    """Where results are floating, one row with NaN, and one with an infinity."""
+    """Yield a call with NaN and a call with infinity in one row, if the operation has floating-point results."""
     number = with_rows(operation)
     if number is None:
         return
     sample = nth_sample(operation, Draw(), number)
-    if first_floating(operation, sample) is not None and _floats(reference(operation, copied(sample))):
+    if first_floating(operation, sample) is not None and _floats(reference(operation, clone_tensors(sample))):
         for name, value in (("nan", float("nan")), ("infinity", float("inf"))):
             yield Call(operation, dtype, number, name, partial(with_special, operation, value))
 
 
 @lru_cache(maxsize=512)
-def widest(operation: Operation) -> int:
-    """The number of the sample with the most elements."""
+def largest_sample(operation: Operation) -> int:
+    """Return the index of the sample with the most elements."""
     sizes = [sum(each.numel() for each in tensors(sample)) for sample in operation.samples(Draw())]
     return max(range(len(sizes)), key=sizes.__getitem__)
 
 
 @lru_cache(maxsize=512)
 def with_rows(operation: Operation) -> int | None:
-    """The number of the first sample with several rows; None if the operation does not compute row by row."""
+    """Return the index of the first sample with several rows, or None if the operation is not row-wise."""
     for number, sample in enumerate(operation.samples(Draw())):
         places = row_dims(operation, sample)
         if any(sample[place].shape[dim] > 1 for place, dim in places.items()):
@@ -97,7 +97,7 @@ def with_rows(operation: Operation) -> int | None:
 
 
 def row_dims(operation: Operation, sample: Sample) -> dict[int, int]:
-    """Which arguments have the axis over which the operation computes row by row, and which dimension it is there."""
+    """Return the row dimension of each argument that has one, by argument position."""
     found = {}
     for place, (name, value) in enumerate(zip(operation.constraints.arguments, sample, strict=True)):
         dim = _row_dim(operation, operation.constraints.shape(name), value)
@@ -107,7 +107,7 @@ def row_dims(operation: Operation, sample: Sample) -> dict[int, int]:
 
 
 def result_row_dims(operation: Operation, results: Sequence[Tensor]) -> list[int | None]:
-    """The dimension of that axis in each result."""
+    """Return the row dimension of each result, or None for a result without one."""
     return [_row_dim(operation, *each) for each in zip(operation.constraints.results, results, strict=True)]
 
 
@@ -118,15 +118,15 @@ def _row_dim(operation: Operation, shape: Shape | None, value: Any) -> int | Non
 
 
 def first_rows(operation: Operation, count: int, sample: Sample) -> Sample:
-    """The arguments that have rows, cut to the first ones."""
+    """Return the sample with each argument that has rows cut to its first ``count``."""
     dims = row_dims(operation, sample)
     return tuple(value.narrow(dims[place], 0, count) if place in dims else value for place, value in enumerate(sample))
 
 
 def rows_apart(operation: Operation, sample: Sample) -> Sample:
-    """Every floating argument of two dimensions or more as a slice of a wider tensor, as of a merged projection.
+    """Return the sample with floating-point arguments of two or more dimensions as slices of a wider tensor.
 
-    Weights and state stay as they are: their layout is not the caller's to choose.
+    Outputs of a merged projection have this layout. Weights and states are unchanged: the backend sets their layout.
     """
 
     def apart(name: str, value: Any) -> Any:
@@ -144,18 +144,18 @@ def rows_apart(operation: Operation, sample: Sample) -> Sample:
 
 
 def _of_a_step(operation: Operation, shape: Shape) -> bool:
-    """Whether a tensor is made anew at each step, as its axes tell."""
+    """Return whether the axes of ``shape`` mark a tensor that every step creates anew."""
     return not {*STEP_AXES, LEADING, operation.rowwise}.isdisjoint(shape.names)
 
 
 def scaled(operation: Operation, factor: float, sample: Sample) -> Sample:
-    """The first floating argument with rows times the largest power of two that leaves finite results."""
+    """Multiply the first floating-point argument with rows by the largest power of two that keeps results finite."""
     place = first_floating(operation, sample)
     if place is None:
         return sample
     on_cpu = tuple(value.cpu() if isinstance(value, Tensor) else value for value in sample)
     while factor > 1:
-        given = list(copied(on_cpu))
+        given = list(clone_tensors(on_cpu))
         given[place] = given[place] * factor
         finite = [given[place], *_floats(reference(operation, given))]
         if all(bool(each.isfinite().all()) for each in finite):
@@ -165,7 +165,7 @@ def scaled(operation: Operation, factor: float, sample: Sample) -> Sample:
 
 
 def with_special(operation: Operation, special: float, sample: Sample) -> Sample:
-    """The first row of the first floating argument with rows begins with ``special``."""
+    """Set the first element of the first floating-point argument with rows to ``special``."""
     place = first_floating(operation, sample)
     if place is None:
         return sample
@@ -176,23 +176,23 @@ def with_special(operation: Operation, special: float, sample: Sample) -> Sample
 
 
 def first_floating(operation: Operation, sample: Sample) -> int | None:
-    """The first floating argument that has rows."""
+    """Return the position of the first floating-point argument that has rows, or None."""
     return next((place for place in row_dims(operation, sample) if sample[place].is_floating_point()), None)
 
 
 def reference(operation: Operation, sample: Any) -> Any:
-    """What the declaration gives."""
+    """Return the results of the operation's body."""
     with torch.no_grad():
         return operation.reference(*sample)
 
 
-def copied(sample: Any) -> Sample:
-    """With tensors of their own, of the same strides where they have any."""
+def clone_tensors(sample: Any) -> Sample:
+    """Return the sample with its tensors cloned; strides are preserved."""
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in sample)
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """All tensors in a nest."""
+    """Return all tensors in a nested structure."""
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
@@ -200,8 +200,8 @@ def _floats(values: Any) -> list[Tensor]:
     return [each for each in tensors(values) if each.is_floating_point()]
 
 
-def described(operation: Operation, arguments: Any) -> tuple[str, int]:
-    """Arguments as a person reads them, and how many elements they have."""
+def describe(operation: Operation, arguments: Any) -> tuple[str, int]:
+    """Return a readable description of the arguments, and their number of elements."""
 
     def one(name: str, value: Any) -> str:
         if isinstance(value, Tensor):

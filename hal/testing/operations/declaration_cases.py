@@ -1,4 +1,4 @@
-"""Declarations: whether samples and the reference are what an operation declares, and the samples tell axes apart."""
+"""Checks that an operation's samples and body match its declaration, and that the samples distinguish its axes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,27 @@ from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.sample_coverage import lacking
 from hal.ops.declaration.samples import Draw
 from hal.ops.kernels.kernel_table import Kernel
-from hal.testing.operations.calls import copied, first_rows, nth_sample, reference, result_row_dims, tensors, with_rows
-from hal.testing.operations.examined import same_bits, storages
+from hal.testing.operations.calls import (
+    clone_tensors,
+    first_rows,
+    nth_sample,
+    reference,
+    result_row_dims,
+    tensors,
+    with_rows,
+)
+from hal.testing.operations.compared_call import same_bits, storages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLOSE = 1e-4
-"""Relative: a product of fewer rows may be summed in another order."""
+"""Relative tolerance: a product of fewer rows may be summed in another order."""
 
 
 def check_declaration(operation: Operation) -> None:
-    """Hold an operation's samples and its reference against its axes, dtypes, rows, state, and what it writes.
+    """Check samples and body against the declared axes, dtypes, rows, states and mutated arguments.
 
     Raises:
-        AssertionError: with everything that is wrong.
+        AssertionError: the message lists every violation.
     """
     problems = list(_of_samples(operation))
     if not problems:
@@ -34,7 +42,7 @@ def check_declaration(operation: Operation) -> None:
         problems += _of_state(operation)
         problems += _of_rows(operation)
     if problems:
-        raise AssertionError("\n".join([f"{operation.name} is not as it declares:", *problems]))
+        raise AssertionError("\n".join([f"{operation.name} violates its declaration:", *problems]))
 
 
 def _of_samples(operation: Operation) -> Iterator[str]:
@@ -42,7 +50,7 @@ def _of_samples(operation: Operation) -> Iterator[str]:
         for number, sample in enumerate(operation.samples(Draw(dtype))):
             reason = operation.constraints.unmet(sample)
             if reason is None:
-                results = tree_leaves(reference(operation, copied(sample)))
+                results = tree_leaves(reference(operation, clone_tensors(sample)))
                 given = [each for each in results if each is not None]
                 reason = operation.constraints.unmet_results(sample, given)
             if reason is not None:
@@ -50,10 +58,10 @@ def _of_samples(operation: Operation) -> Iterator[str]:
 
 
 def _of_writes(operation: Operation) -> Iterator[str]:
-    """Each argument that is declared written is, by some sample; no other is by any."""
+    """Check that samples write each argument in ``mutates``, and no other."""
     written: set[str] = set()
     for sample in operation.samples(Draw()):
-        given = copied(sample)
+        given = clone_tensors(sample)
         reference(operation, given)
         names = operation.signature.parameters
         written |= {
@@ -61,18 +69,18 @@ def _of_writes(operation: Operation) -> Iterator[str]:
             if isinstance(before, Tensor) and not same_bits(before, after)
         }  # fmt: skip
     for name in sorted(written - set(operation.mutates)):
-        yield f"it writes its argument {name}, which `mutates` does not name"
+        yield f"it writes its argument {name}; add {name!r} to `mutates`"
     for name in sorted(set(operation.mutates) - written):
-        yield f"`mutates` names its argument {name}, which no sample writes"
+        yield f"`mutates` names its argument {name}, but no sample writes it; remove it, or add such a sample"
 
 
 def _of_state(operation: Operation) -> Iterator[str]:
-    """What an operation hands to another one as state is its own state; a fused one hands all of it on."""
+    """Check that arguments passed on as state are declared so, and that a fused operation passes on all its states."""
     handed: set[str] = set()
     for sample in operation.samples(Draw()):
-        named = dict(zip(operation.signature.parameters, copied(sample), strict=True))
+        named = dict(zip(operation.signature.parameters, clone_tensors(sample), strict=True))
 
-        def noting(part: Operation, named: dict[str, Any] = named) -> Kernel:
+        def recording(part: Operation, named: dict[str, Any] = named) -> Kernel:
             def call(*args: Any, **kwargs: Any) -> Any:
                 given = part.arguments(args, kwargs)
                 memory = storages([given[name] for name in part.state])
@@ -82,29 +90,32 @@ def _of_state(operation: Operation) -> Iterator[str]:
             return call
 
         with torch.no_grad():
-            operation.rebound(noting)(*named.values())
+            operation.rebound(recording)(*named.values())
     for name in sorted(handed - set(operation.state)):
-        yield f"it hands its argument {name} to another operation as state, and `state` does not name it"
+        yield f"it passes its argument {name} to another operation as state; add {name!r} to `state`"
     for name in sorted(set(operation.state) - handed) if operation.fused else ():
-        yield f"it reads or writes its state {name} by itself, which no backend with a layout of its own would know"
+        yield (
+            f"it reads or writes its state {name} directly, which fails on a backend with another cache layout; "
+            "pass it to an operation that has it as state"
+        )
 
 
 def _of_rows(operation: Operation) -> Iterator[str]:
-    """A row does not depend on other rows: those of the first alone are as they were."""
+    """Check that a row does not depend on other rows: the first row alone has the same result."""
     number = with_rows(operation)
     if number is None:
         if operation.rowwise is not None:
-            yield f"no sample has two rows along {operation.rowwise}"
+            yield f"no sample has two rows along {operation.rowwise}; add one"
         return
     sample = nth_sample(operation, Draw(), number)
-    whole = tensors(reference(operation, copied(sample)))
+    whole = tensors(reference(operation, clone_tensors(sample)))
     try:
-        part = tensors(reference(operation, copied(first_rows(operation, 1, sample))))
+        part = tensors(reference(operation, clone_tensors(first_rows(operation, 1, sample))))
     except Exception as error:
         raise AssertionError(
-            f"{operation.name} declares rowwise={operation.rowwise!r}, and its reference raises for one row: {error}"
+            f"{operation.name} declares rowwise={operation.rowwise!r}, but its body raises for one row: {error}"
         ) from error
     for place, (one, every, dim) in enumerate(zip(part, whole, result_row_dims(operation, whole), strict=True)):
         wanted = every if dim is None else every.narrow(dim, 0, 1)
         if one.shape != wanted.shape or not torch.allclose(one, wanted, CLOSE):
-            yield f"result {place} of one row along {operation.rowwise} is not the first row of the result of all"
+            yield f"result {place} of one row along {operation.rowwise} differs from the first row of the whole result"

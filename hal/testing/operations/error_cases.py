@@ -1,4 +1,4 @@
-"""Errors: what the driver cannot do is refused in words, and what goes wrong reaches the caller."""
+"""Cases of errors: unsupported configurations are refused, and exceptions reach the caller."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.case import Case, require
 from hal.testing.models.model_cases import ModelRun
 from hal.testing.models.plans import run_plan
-from hal.testing.operations.calls import nth_sample, widest
+from hal.testing.operations.calls import largest_sample, nth_sample
 from hal.testing.target import Target, dtype_name, reference_backend
 
 BLOCK_SIZES = (1, 7, 64, 100, 8192)
-"""Some of these no driver with a list of block sizes takes."""
+"""Includes sizes that no driver with a list of block sizes supports."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``errors/...``"""
+    """Yield ``errors/...``."""
     for name, config in (
         ("compiler", {"compilation": {"compiler": "no-such-compiler"}}),
         ("prefill-compiler", {"compilation": {"prefill": {"compiler": "no-such-compiler"}}}),
@@ -51,13 +51,13 @@ def _refused(target: Target, config: Mapping[str, Any], kind: type[HalError] = C
     try:
         target.open(**config)
     except kind as error:
-        require(bool(error.problem.strip() and error.remedy.strip()), f"{error!r} says nothing")
+        require(bool(error.problem.strip() and error.remedy.strip()), f"{error!r} lacks a problem or a remedy")
         return
-    raise AssertionError(f"opened with {config}, where {kind.__name__} is due")
+    raise AssertionError(f"opening the backend with {config} succeeded; it must raise {kind.__name__}")
 
 
 def _dtypes(target: Target) -> None:
-    """A dtype is taken if and only if the limits have it."""
+    """Check that the backend opens with exactly the dtypes in its limits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         config = {"dtype": dtype_name(dtype)}
         if dtype in target.backend.limits.dtypes:
@@ -67,40 +67,40 @@ def _dtypes(target: Target) -> None:
 
 
 def _block_sizes(target: Target) -> None:
-    """Likewise."""
+    """Check that the backend opens with exactly the block sizes in its limits."""
     known = target.backend.limits.block_sizes
     for size in dict.fromkeys((*known, *BLOCK_SIZES)):
         config = {"cache": {"block_size": size}}
         if not known or size in known:
-            require(target.open(**config).block_size == size, f"block_size {size} was taken, and another is used")
+            require(target.open(**config).block_size == size, f"block_size {size} is accepted, but not used")
         else:
             _refused(target, config)
 
 
 def _unread_key(target: Target) -> None:
-    """What the compiler chosen does not read is not ignored without a word."""
+    """Check that a configuration key that the compiler does not read is refused."""
     _refused(target, {"compilation": {"compiler": "eager", "torch_compile_max_bs": 4}})
 
 
 def _reaches_the_caller(target: Target, operation: Operation) -> None:
-    """A kernel that meets what it cannot read, a None for each tensor, raises; it does not go on as if it had it."""
+    """Check that a kernel raises if its tensor arguments are None."""
     backend = target.activated()
-    sample = nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), widest(operation))
+    sample = nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), largest_sample(operation))
     given = [None if isinstance(value, Tensor) else value for value in sample]
     try:
         with torch.inference_mode():
             result = operation.function(*given)
             backend.device.synchronize()
-    except Exception:  # any will do: what matters is that it comes out
+    except Exception:  # any type will do; it must reach the caller
         return
-    raise AssertionError(
-        f"{operation.name} was given None for its tensors and returned {result!r:.80}: an error is lost"
-    )
+    raise AssertionError(f"{operation.name} was given None for its tensors and returned {result!r:.80}; it must raise")
 
 
 def _requires_grad(target: Target, operation: Operation) -> None:
     backend = target.activated()
-    sample = list(nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), widest(operation)))
+    sample = list(
+        nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), largest_sample(operation))
+    )
     place = next((at for at, each in enumerate(sample) if isinstance(each, Tensor) and each.is_floating_point()), None)
     if place is None:
         return
@@ -109,17 +109,17 @@ def _requires_grad(target: Target, operation: Operation) -> None:
         operation.overload(*sample)
     except OperationError:
         return
-    raise AssertionError(f"{operation.name} took a tensor that requires grad, as a node of a graph")
+    raise AssertionError(f"the graph node of {operation.name} accepted a tensor that requires grad")
 
 
 class _Planted(RuntimeError):
-    """Raised on purpose."""
+    """Raised deliberately by a kernel."""
 
 
 def _step(target: Target) -> None:
-    """What a kernel raises in the middle of a step comes out of the runner, and the next step is right."""
+    """Check that an exception in a kernel reaches the caller of the step, and that the next step is correct."""
     run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager")
-    runner = run.open()  # before the interception, which is of steps and not of what making a runner computes
+    runner = run.shared_runner()  # before the interception, which must not affect the creation of the runner
 
     def wrap(operation: Operation, kernel: Kernel) -> Kernel:
         def raising(*args: Any, **kwargs: Any) -> Any:
@@ -133,25 +133,25 @@ def _step(target: Target) -> None:
             run_plan(runner, run.plan)
     except _Planted:
         raised = True
-    require(raised, "a step whose kernel raised an exception returned as if nothing had happened")
+    require(raised, "a kernel raised an exception in a step, and the step returned normally")
     run.check_plan(run.plan)
 
 
 def _not_active(target: Target) -> None:
-    """A runner's steps run on its own backend while another one is active, in another thread too."""
+    """Check that a runner's steps use its backend while another one is active, also in another thread."""
     run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], "eager")
-    runner = run.open()
+    runner = run.shared_runner()
     batch = runner.batch([[1, 2]], [[1]])
     expected = runner.step(batch).logits.cpu()
     reference_backend(torch.float32, 64, 16).activate()
     with ThreadPoolExecutor(1) as threads:
         found = [runner.step(batch).logits.cpu(), threads.submit(lambda: runner.step(batch).logits.cpu()).result()]
     for each in found:
-        require(torch.equal(each, expected), "a runner gives other logits while another backend is active")
+        require(torch.equal(each, expected), "a runner's logits differ while another backend is active")
 
 
 def _explain(target: Target) -> None:
     explain: Callable[[BaseException], HalError | None] = target.activated().explain
-    require(explain(ValueError("mine")) is None, "explain() takes an exception that is not the device's for its own")
+    require(explain(ValueError("mine")) is None, "explain() converted an exception that is not the device's")
     out_of_memory = explain(torch.OutOfMemoryError("planted"))
-    require(isinstance(out_of_memory, DeviceOutOfMemory), "explain() does not know torch.OutOfMemoryError")
+    require(isinstance(out_of_memory, DeviceOutOfMemory), "explain() did not recognise torch.OutOfMemoryError")

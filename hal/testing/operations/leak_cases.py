@@ -1,4 +1,4 @@
-"""Leaks: what is made and dropped again and again takes no more memory."""
+"""Cases of leaks: repeating an action must not increase memory use."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hal import ops
 from hal.ops.declaration.operation import Operation
 from hal.testing.case import Case
 from hal.testing.models.model_cases import ModelRun
-from hal.testing.operations.calls import Call, widest
+from hal.testing.operations.calls import Call, largest_sample
 from hal.testing.target import Target
 
 WARM, ROUNDS = 6, 24
-"""Rounds before what is there is counted, and behind."""
+"""Number of repetitions before and after the first measurement."""
 HOST_SLACK = 48 << 20
-"""Bytes that the process may grow by, where the host's memory is all that can be seen."""
+"""Growth of the process in bytes that is allowed where only host memory can be measured."""
 ELEMENTS = 1 << 20
-"""Of what graphs compute: what leaks shows in the process's memory."""
+"""Size of the tensors that graphs compute, large enough for a leak to exceed :data:`HOST_SLACK`."""
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``leaks/...``"""
+    """Yield ``leaks/...``."""
     yield Case("leaks/graphs", partial(_graphs, target))
     yield Case("leaks/failed-captures", partial(_failed_captures, target))
     yield Case("leaks/streams", partial(_streams, target))
@@ -38,10 +38,10 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def check_growth(target: Target, once: Callable[[], None], what: str) -> None:
-    """Do it again and again; tensors alive and bytes allocated must not grow with the number of rounds.
+    """Repeat ``once`` and compare live tensors and allocated bytes before and after.
 
     Raises:
-        AssertionError: they do.
+        AssertionError: either grows with the number of rounds.
     """
     with _only_new_objects():
         for _ in range(WARM):
@@ -60,7 +60,7 @@ def check_growth(target: Target, once: Callable[[], None], what: str) -> None:
 
 @contextmanager
 def _only_new_objects() -> Iterator[None]:
-    """Inside, the garbage collector passes over what was there before: with a compiler loaded, a second's worth."""
+    """Exclude existing objects from garbage collection; with a compiler loaded, scanning them takes a second."""
     own = gc.get_freeze_count() == 0
     if own:
         gc.freeze()
@@ -88,7 +88,7 @@ def _graphs(target: Target) -> None:
         graph.capture(lambda: (x + 1) * 2)
         graph.replay()
 
-    check_growth(target, once, "graphs that were made, replayed and dropped")
+    check_growth(target, once, "graphs created, replayed and dropped")
 
 
 def _failed_captures(target: Target) -> None:
@@ -103,10 +103,10 @@ def _failed_captures(target: Target) -> None:
     def once() -> None:
         try:
             graph.capture(broken)
-        except Exception:  # whichever: another case looks at it
+        except Exception:  # graph_cases checks its type
             return
 
-    check_growth(target, once, "captures that failed")
+    check_growth(target, once, "failed captures")
 
 
 def _streams(target: Target) -> None:
@@ -127,7 +127,7 @@ def _streams(target: Target) -> None:
 def _operation(target: Target, operation: Operation) -> None:
     backend = target.activated()
     target.require_canonical(operation)
-    given = Call(operation, backend.limits.dtypes[0], widest(operation), "leak").arguments(backend.device.torch)
+    given = Call(operation, backend.limits.dtypes[0], largest_sample(operation), "leak").arguments(backend.device.torch)
 
     def once() -> None:
         with torch.inference_mode():
@@ -138,7 +138,7 @@ def _operation(target: Target, operation: Operation) -> None:
 
 def _steps(target: Target, mode: str) -> None:
     run = ModelRun(target, "qwen3", target.backend.limits.dtypes[0], mode)
-    runner = run.open()
+    runner = run.shared_runner()
     batch = runner.batch([[3], [4], [5]], [[1], [2], [3]], cached=[2, 3, 4])
     prompt = runner.batch([[1, 2, 3]], [[4]])
 

@@ -1,4 +1,4 @@
-"""Rewrites: the driver's own and those of fused operations are proved, and change no result in any graph."""
+"""Cases of rewrites: each rewrite is proved, and no graph computes other results after the backend's passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hal import ops
 from hal.ops.declaration.operation import Operation
 from hal.ops.tolerance import assert_agree
 from hal.testing.case import Case, Failure, NotApplicable
-from hal.testing.operations.calls import Call, described, tensors, widest
+from hal.testing.operations.calls import Call, describe, largest_sample, tensors
 from hal.testing.target import Target, dtype_name
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """``rewrites/<rewrite>/proof``, and ``rewrites/<fused operation>/<dtype>/...``"""
+    """Yield ``rewrites/<rewrite>/proof`` and ``rewrites/<fused operation>/<dtype>/...``."""
     backend = target.backend
     for rewrite in backend.rewrites:
-        if hasattr(rewrite, "pattern"):  # else a function of a graph, which has no sides to compare
+        if hasattr(rewrite, "pattern"):  # a function of a graph has no pattern to compare
             yield Case(f"rewrites/{rewrite.name}/proof", partial(_proof, target, rewrite))
     for operation in ops.catalogue().values():
         if operation.fused and operation.name in backend.kernels:
@@ -38,7 +38,7 @@ def cases(target: Target) -> Iterator[Case]:
                 yield Case(f"{name}/another-reader", partial(_another_reader, target, operation, dtype))
 
 
-# The compile stack takes a second to import, and pytest makes the cases whichever of them it runs.
+# hal.compile is imported lazily: it takes a second, and pytest collects all cases even if it runs only a few.
 
 
 def _proof(target: Target, rewrite: Rewrite | Operation) -> None:
@@ -50,12 +50,12 @@ def _proof(target: Target, rewrite: Rewrite | Operation) -> None:
 
 
 def _alone(target: Target, operation: Operation, dtype: torch.dtype) -> None:
-    """The pattern by itself, on the backend's kernels after all of its passes."""
+    """Check the pattern alone."""
     _compare(target, operation, dtype, None)
 
 
 def _another_reader(target: Target, operation: Operation, dtype: torch.dtype) -> None:
-    """The pattern with one of its intermediates read elsewhere, too; each in turn."""
+    """Check the pattern with another reader of one intermediate, for each intermediate in turn."""
     number = 0
     while _compare(target, operation, dtype, number):
         number += 1
@@ -64,12 +64,19 @@ def _another_reader(target: Target, operation: Operation, dtype: torch.dtype) ->
 
 
 def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: int | None) -> bool:
-    """Run it with and without the backend's passes; False if there are not that many intermediates."""
+    """Compare results with and without the backend's passes.
+
+    Args:
+        reader: index of the intermediate that gets another reader; None for no other reader.
+
+    Returns:
+        False if ``reader`` exceeds the number of intermediates.
+    """
     backend = target.activated()
     target.require_canonical(operation)
-    call = Call(operation, dtype, widest(operation), "rewrite")
+    call = Call(operation, dtype, largest_sample(operation), "rewrite")
     given, wanted = call.arguments(backend.device.torch), call.arguments("cpu")
-    shown = described(operation, wanted)
+    shown = describe(operation, wanted)
     plain, _ = _traced(operation, given)
     changed, mode = _traced(operation, given)
     where = "alone"
@@ -97,9 +104,9 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
         assert_agree(operation, dtype, [tensors(found), tensors(given)], [tensors(expected), tensors(wanted)], where)
     except AssertionError as error:
         passes = ", ".join(backend.pass_names) or "none"
-        problem = f"{' '.join(str(error).split())}; the passes: {passes}"
-        raise Failure([f"the graph {where} gives other results after the passes: {problem}"], operation.name, *shown) \
-            from None  # fmt: skip
+        problem = f"{' '.join(str(error).split())}; passes: {passes}"
+        problem = f"the results of the graph {where} differ after the passes: {problem}"
+        raise Failure([problem], operation.name, *shown) from None
     return True
 
 
@@ -118,7 +125,7 @@ def _traced(operation: Operation, given: list[Any]) -> tuple[fx.GraphModule, Fak
 
 
 def _intermediates(graph: fx.Graph) -> list[fx.Node]:
-    """What is computed on the way to the results, and is a tensor."""
+    """Return the nodes that compute a tensor that is not a result."""
     (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
     results = [returned] if isinstance(returned, fx.Node) else list(returned or ())
     inside = {source for each in results for source in each.all_input_nodes} | set(results)
@@ -130,7 +137,7 @@ def _intermediates(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _read(module: fx.GraphModule, node: fx.Node) -> None:
-    """Return a copy of what ``node`` computes beside the results."""
+    """Add a copy of the result of ``node`` to the graph's results."""
     output = next(each for each in reversed(module.graph.nodes) if each.op == "output")
     (returned,) = output.args
     results = [returned] if isinstance(returned, fx.Node) else list(returned or ())

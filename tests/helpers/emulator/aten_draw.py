@@ -103,7 +103,7 @@ def permutation(size: int) -> Maker:
 
 
 def mask(draw: Draw) -> Tensor:
-    """Truth values of the case's shape."""
+    """ReferenceLogits values of the case's shape."""
     return draw.laid_out(draw.numbers(draw.shape, dtype=torch.bool))
 
 

@@ -2,7 +2,8 @@
 
 A plan is what an engine would do: which sequences run in each step, in which order, and in which blocks. The CPU runs
 it in the dtype and chooses the tokens, and runs it again in float32 on the same weights and tokens. The NPU runs it on
-those tokens too, step by step. The measure is :class:`hal.ops.rounding.Truth`, whose reference are the CPU's kernels.
+those tokens too, step by step. The measure is :class:`hal.ops.rounding.ReferenceLogits`, with the
+CPU's kernels as reference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.ops.rounding import MANY_TOKENS, Agreement, Truth, check_choice, check_logits
+from hal.ops.rounding import MANY_TOKENS, Agreement, ReferenceLogits, check_choice, check_logits
 from helpers import checkpoints, reference
 
 BLOCK = 128
@@ -294,7 +295,7 @@ class Case:
     plan: Plan
     buckets: Sequence[int] | None
     rounded: Run
-    known: Truth
+    known: ReferenceLogits
 
 
 def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None) -> Case:
@@ -306,7 +307,7 @@ def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None
 
     rounded = on_cpu(dtype, None)
     exact = on_cpu("float32", rounded.texts)
-    known = Truth.of(rounded.logits, exact.logits, getattr(torch, dtype))
+    known = ReferenceLogits.of(rounded.logits, exact.logits, getattr(torch, dtype))
     return Case(path, dtype, plan, buckets, rounded, known)
 
 

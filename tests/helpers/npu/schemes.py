@@ -123,7 +123,7 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
         *(("w8a8_dynamic", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
     ):
         path, dtype = made[scheme]
-        setting = plan.settle(plan.Plan(
+        setting = plan.prepare(plan.Plan(
             workload="decode", checkpoint=str(path), backend="npu", dtype=dtype, batch_sizes=sizes, compilers=modes,
             options={"nz_cache": cache == "fractal_nz"},
         ))  # fmt: skip

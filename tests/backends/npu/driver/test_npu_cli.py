@@ -97,14 +97,14 @@ def test_a_replay_launches_what_an_eager_step_does_and_copies_its_inputs(traced:
 
 def test_the_table_of_launches(traced: tuple[str, dict[str, Any]]) -> None:
     stdout, figures = traced
-    _, _, table = stdout.partition("kernels that a step launches\n\n")
+    _, _, table = stdout.partition("kernel launches of a step\n\n")
     header, *rows = table.partition("\n\n")[0].splitlines()
     assert header.split("  ")[0] == "batch"
     (total,) = [row.split() for row in rows if row.split()[1] == "all"]
     numbers = [part for each in figures["launches"] for part in (each["per_layer"], sum(each["outside"].values()))]
     assert total == ["2", "all", *map(str, numbers)]
-    assert "- others, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode" in table
-    assert "- the device is emulated: how long a step takes there says nothing about hardware" in stdout
+    assert "- other implementations, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode" in table
+    assert "- the device is emulated: its times say nothing about hardware" in stdout
 
 
 def test_prefills_are_traced_too() -> None:

@@ -214,8 +214,8 @@ class TestAskingForAnEmulatedOne:
         assert lines[1].split()[:2] == ["npu", "no"]
         assert "no CANN: nothing leads to a libascendcl.so" in lines[1]
         assert "or run on an emulated NPU: the option emulator, --emulate on the command line" in lines[1]
-        assert lines[-1] == "* what auto takes: cpu"
+        assert lines[-1] == "* selected by auto: cpu"
 
         lines = processes.hal("backends", HAL_NPU_EMULATOR="1").stdout.splitlines()
         assert lines[1].split(maxsplit=5) == ["npu", "*", "yes", "20", "2.0", "an emulated NPU"]
-        assert lines[-1] == "* what auto takes: npu"
+        assert lines[-1] == "* selected by auto: npu"

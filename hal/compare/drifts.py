@@ -1,4 +1,4 @@
-"""How far whole runs come apart, layer by layer, and whether rounding explains it."""
+"""The drift between whole runs, per layer and step, and its comparison with rounding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import attrs
 from torch import Tensor
 
 from hal.compare.comparison_results import Choice, Departure
-from hal.compare.texts import likeliest
+from hal.compare.texts import most_likely
 from hal.errors import NumericsError
 from hal.ops.rounding import DRIFT_RATIO, DRIFT_TIE_RATIO, drift, margin, rms
 
 LOGITS = "logits"
 
 State = Mapping[str, Tensor]
-"""By the name of a layer, what stands for it, all rows of one kind of values; the logits come last."""
+"""Values by layer name, with rows in the last dimension; the logits are the last entry."""
 
 
 @attrs.frozen
 class _Differing:
-    """A :class:`Choice` before it is known what rounding explains: that goes by the logits' ``size``."""
+    """A :class:`Choice` whose rounding is not known yet; ``size`` is the RMS of the logits, which scales it."""
 
     prompt: int
     step: int
@@ -32,7 +32,7 @@ class _Differing:
 
 
 class Drifts:
-    """Collects, step by step, how far two runs are apart, and how far rounding alone takes the first."""
+    """Collects, per step, the drift between two runs, and the drift that rounding causes in the first."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[float]] = defaultdict(list)
@@ -41,30 +41,30 @@ class Drifts:
         self._differing: list[_Differing] = []
 
     def step(self, first: State, second: State, rounding: tuple[State, State], prompts: list[int]) -> list[int]:
-        """Take a step's states.
+        """Add the states of a step.
 
         Args:
-            first: of the reference.
-            second: of the other.
-            rounding: of two runs that differ by rounding alone.
-            prompts: whose the rows of the logits are.
+            first: states of the reference.
+            second: states of the other run.
+            rounding: states of two runs that differ only by rounding.
+            prompts: prompt of each row of the logits.
 
         Returns:
-            The reference's likeliest tokens.
+            The reference's most likely tokens.
 
         Raises:
-            NumericsError: the reference gave NaN, with which nothing can be compared.
+            NumericsError: the reference's logits contain NaN.
         """
         if first[LOGITS].isnan().any():
             raise NumericsError(
-                f"the reference gave NaN logits in step {self._steps}",
-                "name the other first, or compare in another dtype; float16 overflows where the others do not",
+                f"the reference's logits contain NaN in step {self._steps}",
+                "use the other one as reference, or another --dtype; float16 overflows more easily than the others",
             )
         step, self._steps = self._steps, self._steps + 1
         for name, expected in first.items():
             self._found[name].append(drift(second[name], expected))
             self._rounding[name].append(drift(rounding[1][name], rounding[0][name]))
-        ours, theirs = likeliest(first[LOGITS]), likeliest(second[LOGITS])
+        ours, theirs = most_likely(first[LOGITS]), most_likely(second[LOGITS])
         for row, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             if mine != other:
                 apart = margin((first[LOGITS][row], second[LOGITS][row]), mine, other)
@@ -74,15 +74,15 @@ class Drifts:
 
     @property
     def layers(self) -> list[str]:
-        """In the order of the first step."""
+        """Return the layers in the order of the first step."""
         return list(self._found)
 
     def largest(self, layer: str) -> float:
-        """The drift of all steps."""
+        """Return the largest drift of a layer over all steps."""
         return max(self._found[layer], default=0.0)
 
     def rounding(self, layer: str) -> float:
-        """The same of the disturbed run."""
+        """Return the same for the disturbed run."""
         return max(self._rounding[layer], default=0.0)
 
     def limit(self, layer: str) -> float:
@@ -90,7 +90,7 @@ class Drifts:
         return DRIFT_RATIO * self.rounding(layer)
 
     def departure(self) -> Departure | None:
-        """The first step, and in it the first layer, that rounding does not explain."""
+        """Return the first step and layer whose drift exceeds rounding, or None."""
         for step in range(self._steps):
             for layer, found in self._found.items():
                 if found[step] > self.limit(layer):

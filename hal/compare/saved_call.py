@@ -1,4 +1,4 @@
-"""A call on disk: its arguments and both results as safetensors, and what else replaying it takes as JSON."""
+"""A saved call: its arguments and both results as safetensors, and the data to replay it as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hal import ops
+from hal.compare.call_comparison import Evidence, memory_of, transplant
 from hal.compare.compare_errors import CompareError
-from hal.compare.local import Evidence, memory_of, transplant
 from hal.config import parse_json
 from hal.errors import ConfigError
 from hal.ops import Operation
@@ -24,26 +24,26 @@ SIDES = ("first", "second")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be made, or holds a call already, before anything is run.
+    """Check that a folder can be created and contains no saved call.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: the parent does not exist, or the folder contains a call.
     """
     if not folder.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder for {folder}", "make it first")
+        raise ConfigError(f"the parent folder of {folder} does not exist", "create it first")
     if (folder / CALL).exists():
-        raise ConfigError(f"{folder} holds a saved call already", "give another folder, or remove it")
+        raise ConfigError(f"{folder} already contains a saved call", "use another folder, or remove it")
 
 
 def save(evidence: Evidence, backends: tuple[str, str], dtype: torch.dtype, folder: Path) -> None:
-    """Write ``call.json`` and ``call.safetensors`` into ``folder``, which is made.
+    """Create ``folder`` and write ``call.json`` and ``call.safetensors`` into it.
 
-    Tensors are named ``SIDE.argument.NAME`` and ``SIDE.result.NAME``. An argument that both sides have alike is written
-    once, for the first; weights that a backend prepared, and caches of another layout, are written for each. One that
-    was not contiguous is written as the memory that it spans, with what lies between, for a kernel may read that.
+    Tensors are named ``SIDE.argument.NAME`` and ``SIDE.result.NAME``. An argument that is equal on both sides is
+    written once, for the first. Weights that a backend prepared and caches with different layouts are written for each
+    side. A non-contiguous argument is written as the memory that it spans, including gaps: a kernel may read those.
 
     Raises:
-        CompareError: they cannot be written, such as on a full disk.
+        CompareError: a file cannot be written, for example because the disk is full.
     """
     tensors: dict[str, Tensor] = {}
     arguments = [
@@ -64,9 +64,7 @@ def save(evidence: Evidence, backends: tuple[str, str], dtype: torch.dtype, fold
         save_file(tensors, folder / TENSORS)
         (folder / CALL).write_text(json.dumps(call, indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise CompareError(
-            f"{folder} cannot be written: {error}", "free space there, or give another folder"
-        ) from error
+        raise CompareError(f"{folder} cannot be written: {error}", "free disk space, or use another folder") from error
 
 
 def _described(name: str, first: Any, second: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -84,11 +82,11 @@ def _described(name: str, first: Any, second: Any, tensors: dict[str, Tensor]) -
 
 @attrs.frozen(eq=False)
 class SavedCall:
-    """A call that was saved.
+    """A saved call.
 
     Attributes:
-        operation: what was called.
-        about: all that call.json says.
+        operation: the operation.
+        about: content of call.json.
     """
 
     operation: Operation
@@ -100,29 +98,29 @@ class SavedCall:
         """Read a folder that ``hal compare --save`` wrote.
 
         Raises:
-            ConfigError: it holds no saved call.
+            ConfigError: the folder contains no saved call.
         """
         folder = Path(folder)
         try:
             text, tensors = (folder / CALL).read_text(encoding="utf-8"), load_file(folder / TENSORS)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{folder} holds no saved call: {error}", "give a folder of `hal compare --save`"
+                f"{folder} contains no saved call: {error}", "use a folder written by `hal compare --save`"
             ) from None
         about = dict(parse_json(text, str(folder / CALL)))
         return cls(ops.operation(about["operation"]), about, tensors)
 
     def arguments(self, side: str, device: torch.device | str = "cpu") -> list[Any]:
-        """The arguments by position, with the strides that they had, in tensors that may be written.
+        """Return the arguments by position, with their original strides, in tensors that may be mutated.
 
         Args:
-            side: ``first`` or ``second``, whose weights and caches to take.
-            device: for all but host values, which stay on the CPU.
+            side: ``first`` or ``second``; selects the weights and caches.
+            device: device of all arguments except host values, which stay on the CPU.
         """
         return [self._argument(each, side, torch.device(device)) for each in self.about["arguments"]]
 
     def results(self, side: str) -> dict[str, Tensor]:
-        """What the call gave on a side, by name, and what it wrote in place, by the argument's name."""
+        """Return the results of the call on a side by name, and the mutated arguments by argument name."""
         prefix = f"{side}.result."
         return {name.removeprefix(prefix): tensor for name, tensor in self._tensors.items() if name.startswith(prefix)}
 

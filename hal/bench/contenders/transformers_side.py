@@ -1,7 +1,7 @@
-"""Hugging Face transformers as a contender: its eager forward, and compiled over a static cache.
+"""Hugging Face transformers as a contender: its eager forward, and compiled with a static cache.
 
-As its own ``generate`` runs them, with everything left out that hal's figures leave out too: sampling, and making the
-inputs of a step from the tokens (there ``prepare_inputs_for_generation``, here ``Runner.batch``).
+It runs as in ``generate``, without the parts that hal's figures also omit: sampling, and creating a step's inputs from
+tokens (``prepare_inputs_for_generation`` there, ``Runner.batch`` in hal).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.plan import Setting
 
 
-class Transformers:
-    """Its model for the same config, with the same values.
+class TransformersSide:
+    """transformers' model for the same config, with the same weights.
 
     Raises:
-        BenchmarkError: transformers is not installed, or does not know the model.
+        BenchmarkError: transformers is not installed, or does not support the model.
     """
 
     def __init__(self, setting: Setting) -> None:
         self._device = setting.backend.device
-        # generate() compiles decode steps alone: of a prefill there is only the eager one.
+        # generate() compiles only decode steps.
         self.modes = ("eager", "compiled") if setting.plan.workload == "decode" else ("eager",)
         with only_imported_extensions():
             self._library = need("transformers", "--against transformers")
             with torch.device(self._device.torch), need("transformers.initialization", "--against").no_init_weights():
                 self._model = model_of(self._library, setting.checkpoint.config, setting.dtype).eval()
-        self._model.tie_weights()  # which initialising the weights would have done
+        self._model.tie_weights()  # no_init_weights() skips it
         parameters = dict(self._model.named_parameters())
         if absent := sorted(set(parameters) - set(setting.checkpoint.tensors)):
             raise BenchmarkError(
-                f"transformers' model has parameters that the checkpoint lacks: {', '.join(absent[:3])}",
-                "leave --against out, or check that config.json and the weights belong together",
+                f"transformers' model has parameters that are not in the checkpoint: {', '.join(absent[:3])}",
+                "omit --against, or check that config.json matches the weights",
             )
         for name, values in setting.checkpoint.read(parameters):
             parameters[name].data.copy_(values)
 
     def contender(self, mode: str, inputs: Inputs) -> Contender:
-        """One with a cache of its own."""
+        """Create a contender with its cache."""
         tokens = inputs.tokens.to(self._device.torch)
         if inputs.workload == "prefill":
             forward, reset = self._prefill(tokens)
@@ -84,8 +84,8 @@ class Transformers:
         return lambda: self._model(input_ids=tokens, past_key_values=cache, use_cache=True), reset
 
     def _compiled(self, tokens: Tensor, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], None]]:
-        # The smallest static cache that holds the step. generate() makes it for all tokens to come, and attends over
-        # all of that, so it is never faster than this.
+        # The smallest static cache for the step. generate() allocates and attends over one for all future tokens, so it
+        # is never faster than this.
         cache = self._library.StaticCache(config=self._model.config, max_cache_len=inputs.length + 1)
         self._fill(cache, inputs)
         every = torch.ones(inputs.batch_size, inputs.length + 1, dtype=torch.int64, device=tokens.device)
@@ -104,8 +104,8 @@ class Transformers:
     def _fill(self, cache: Any, inputs: Inputs) -> None:
         if any(layer.is_sliding for layer in cache.layers):
             raise BenchmarkError(
-                "the model has a sliding window, and transformers' caches of those cannot be set back after a step",
-                "leave --against out",
+                "the model has a sliding window, and transformers cannot reset a sliding-window cache after a step",
+                "omit --against",
             )
         for layer in range(len(inputs.setting.meta.states)):
             keys, values = inputs.cached(layer)
@@ -113,14 +113,14 @@ class Transformers:
 
 
 def model_of(library: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
-    """Its model for a ``config.json``, on torch's default device.
+    """Create transformers' model for a ``config.json`` on torch's default device.
 
     Raises:
-        BenchmarkError: it does not know the model.
+        BenchmarkError: transformers does not support the model.
     """
     keys = dict(config)
     try:
         known = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
     except (KeyError, ValueError) as error:
-        raise BenchmarkError(f"transformers does not know the model: {error}", "leave --against out") from error
+        raise BenchmarkError(f"transformers does not support the model: {error}", "omit --against") from error
     return library.AutoModelForCausalLM.from_config(known, dtype=dtype)

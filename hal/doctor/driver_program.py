@@ -1,8 +1,9 @@
-"""The program that examines one driver, in a process of its own.
+"""The program that examines one driver in a separate process.
 
-``python -m hal.doctor.subject NAME OPTIONS FILE LIMIT`` appends what it finds to FILE as it goes, an object a line with
-one key each, so that whoever started it knows how far it came if it does not return: ``at`` says what begins, and
-``done`` that it reached the end. Before it measures it says ``waiting``, and waits for the file ``turn`` beside FILE.
+``python -m hal.doctor.driver_program NAME OPTIONS FILE LIMIT`` appends findings to FILE while it runs, one JSON object
+with one key per line. The parent process can then tell how far it came if it does not return: ``at`` names the stage
+that begins, and ``done`` marks the end. Before it measures, it writes ``waiting`` and waits for the file ``turn`` next
+to FILE.
 """
 
 from __future__ import annotations
@@ -25,40 +26,40 @@ from hal.errors import HalError
 Tell = Callable[[str, Any], None]
 REPORT = "report it to the driver's vendor"
 PAUSE = 0.02
-"""Seconds between looks for the turn to measure."""
+"""Seconds between checks for the turn."""
 
 
 @attrs.define
 class Turn:
-    """The turn to measure. No other driver is examined from when it has come until the process ends.
+    """The turn to measure; no other driver is examined while a process has it.
 
     Attributes:
-        file: that is there when it has come.
-        limit: seconds that the process may take, waiting not counted.
+        file: file whose existence grants the turn.
+        limit: seconds that the process may take, excluding waiting.
     """
 
     file: Path
     limit: float
     _began: float = attrs.field(factory=time.monotonic, init=False)
-    _come: bool = attrs.field(default=False, init=False)
+    _granted: bool = attrs.field(default=False, init=False)
 
     def watch(self) -> None:
-        """Have Python say on stderr where it hangs, before the process is killed for that."""
+        """Make Python dump its stack to stderr before the process is killed for exceeding its limit."""
         left = 0.9 * self.limit - (time.monotonic() - self._began)
         faulthandler.dump_traceback_later(max(left, PAUSE))
 
     def wait(self, tell: Tell) -> None:
-        """Until it has come, unless it has."""
-        if self._come:
+        """Wait until the turn is granted."""
+        if self._granted:
             return
         faulthandler.cancel_dump_traceback_later()
         waiting, parent = time.monotonic(), os.getppid()
         tell("waiting", True)
         while not self.file.exists():
             if os.getppid() != parent:
-                raise SystemExit("whoever examines is gone")
+                raise SystemExit("the parent process has ended")
             time.sleep(PAUSE)
-        self._come = True
+        self._granted = True
         self._began += time.monotonic() - waiting
         self.watch()
 
@@ -99,7 +100,7 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
     backend = hal.open({"backend": name, "options": options})
     places = list(driver.devices(options))
     if not places:
-        raise DriverIncompatible("the driver could be opened, and its `devices` says that there is none", REPORT)
+        raise DriverIncompatible("the driver can be opened, but its `devices` returns none", REPORT)
     for number, place in enumerate(places):
         if number or place != options:
             tell("at", f"opening the driver with the options {dict(place)}")
@@ -109,7 +110,7 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
 
 
 def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
-    """Check and measure the device of ``backend``, which is active."""
+    """Check and measure the device of ``backend``, which must be active."""
     from hal.doctor.checks import Skipped, checks
     from hal.doctor.speed_probe import measures
 
@@ -122,7 +123,7 @@ def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
             found = Check(name, "skipped", str(reason))
         except HalError as error:
             found = Check(name, "failed", error.problem, error.remedy)
-        except AssertionError as error:  # a wrong result; its message has several lines, and the last ones say how far
+        except AssertionError as error:  # a wrong result; the message has several lines
             found = Check(name, "failed", " ".join(str(error).split()), f"{REPORT}, or run its conformance tests")
         except Exception as error:
             traceback.print_exc()
@@ -135,7 +136,7 @@ def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
 
 
 def main(name: str, options: str, file: str, limit: str) -> None:
-    """Examine, and catch whatever can be caught."""
+    """Examine the driver, and report every exception."""
     turn = Turn(Path(file).with_name("turn"), float(limit))
     turn.watch()
     with Path(file).open("a", encoding="utf-8") as stream:
@@ -147,7 +148,7 @@ def main(name: str, options: str, file: str, limit: str) -> None:
         try:
             examine(name, json.loads(options), tell, turn)
         except HalError as error:
-            if error.__cause__ is not None:  # what the driver raised, and where
+            if error.__cause__ is not None:  # the driver's exception
                 traceback.print_exc()
             tell("failed", {"kind": type(error).__name__, "problem": error.problem, "remedy": error.remedy})
         except (Exception, SystemExit) as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hal.checkpoint.loading import load_model
 from hal.drivers.backend import active_backend
 from hal.execution.runner import Runner
-from hal.ops.rounding import Truth
+from hal.ops.rounding import ReferenceLogits
 from hal.testing.models.random_checkpoint import checkpoint
 from hal.testing.target import reference_backend
 
@@ -25,8 +25,8 @@ BLOCK = 64
 
 
 @lru_cache(maxsize=64)
-def truth(family: str, head_dim: int, dtype: torch.dtype, texts: Texts) -> Truth:
-    """Run the declarations on ``texts``."""
+def reference_logits(family: str, head_dim: int, dtype: torch.dtype, texts: Texts) -> ReferenceLogits:
+    """Run the reference on ``texts``."""
     before = active_backend()
     try:
         rounded = _logits(family, head_dim, dtype, dtype, texts)
@@ -35,7 +35,7 @@ def truth(family: str, head_dim: int, dtype: torch.dtype, texts: Texts) -> Truth
     finally:
         if before is not None:
             before.activate()
-    return Truth.of(rounded, exact, dtype)
+    return ReferenceLogits.of(rounded, exact, dtype)
 
 
 def _logits(family: str, head_dim: int, loaded: torch.dtype, computed: torch.dtype, texts: Texts) -> Sequence[Tensor]:

@@ -1,7 +1,7 @@
-"""Drivers examined side by side, each in a process of its own.
+"""Parallel examination of drivers, each in a separate process.
 
-Checks run side by side. What is measured is not: a process that has come so far waits until no other one checks, and is
-then alone until it ends.
+Checks run in parallel, measurements do not: a process that is ready to measure waits until no other one checks, and
+then runs alone until it ends.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import attrs
 
 from hal.doctor.process import Ending, Process
 
-MOST = max(4, os.cpu_count() or 1)
-"""Processes that check at a time. Each imports torch, which takes a core for seconds, and some hundred megabytes."""
+MOST_PROCESSES = max(4, os.cpu_count() or 1)
+"""Maximum number of processes that check in parallel. Each imports torch, which takes seconds of a core and 100 MB."""
 PAUSE = 0.02
-"""Seconds between looks at the processes."""
+"""Seconds between polls of the processes."""
 WAITING = "waiting"
-"""What the process says when it has come to measuring."""
+"""Key that a process writes when it is ready to measure."""
 TURN = "turn"
-"""The file beside its findings that lets it."""
+"""File next to its findings that grants the turn to measure."""
 
 
 @attrs.frozen
 class Told:
-    """What a process told before it ended.
+    """The output of a process.
 
     Attributes:
         lines: keys and values, in order.
         ending: how it ended.
-        waited: whether it was killed while it waited to measure, and nothing is wrong with it.
+        waited: whether it was killed while it waited to measure, without any failure.
     """
 
     lines: list[tuple[str, Any]]
@@ -43,21 +43,21 @@ class Told:
     waited: bool
 
 
-def examine_together(
+def examine_in_parallel(
     names: Sequence[str],
     options: Mapping[str, Any],
     seconds: float,
     deadline: float,
     say: Callable[[str], None] = lambda name: None,
 ) -> Generator[tuple[str, Told]]:
-    """Examine drivers, and give what was told of each as soon as its process has ended.
+    """Examine drivers, and yield each one's output as soon as its process has ended.
 
     Args:
-        names: the drivers'.
-        options: of each, beyond its environment's.
-        seconds: that each may take, waiting not counted.
-        deadline: when all are killed, by ``time.monotonic``. Those that had not begun are left out.
-        say: is told the name of each that begins.
+        names: names of the drivers.
+        options: options of each, in addition to its environment's.
+        seconds: time limit per driver, excluding waiting.
+        deadline: time by ``time.monotonic`` at which all are killed; drivers not started by then are omitted.
+        say: called with the name of each driver that is started.
     """
     queue, open_ = list(names), list[_Examination]()
     try:
@@ -73,7 +73,7 @@ def examine_together(
             checking = [each for each in open_ if not each.waits]
             if not checking and not queue and open_:
                 open_[0].let_measure()
-            for name in queue[: max(0, MOST - len(checking))]:
+            for name in queue[: max(0, MOST_PROCESSES - len(checking))]:
                 queue.remove(name)
                 say(name)
                 open_.append(_Examination(name, options, seconds))
@@ -87,8 +87,8 @@ class _Examination:
     """A process that examines a driver.
 
     Attributes:
-        used: seconds of its time.
-        waits: whether it waits to measure; that takes none of its time.
+        used: seconds that count against its limit.
+        waits: whether it waits to measure, which does not count.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], seconds: float) -> None:
@@ -99,7 +99,7 @@ class _Examination:
         self._folder = tempfile.TemporaryDirectory()
         self._file = Path(self._folder.name) / "findings"
         self._file.touch()
-        arguments = ["-m", "hal.doctor.subject", name, json.dumps(options), str(self._file), str(seconds)]
+        arguments = ["-m", "hal.doctor.driver_program", name, json.dumps(options), str(self._file), str(seconds)]
         self._process = Process(arguments)
         self._looked = time.monotonic()
 
@@ -108,7 +108,7 @@ class _Examination:
         return self._process.poll() is not None
 
     def look(self) -> None:
-        """Bring the attributes up to date."""
+        """Update the attributes."""
         now = time.monotonic()
         if not self.waits:
             self.used += now - self._looked
@@ -116,12 +116,12 @@ class _Examination:
         self.waits = not self._may_measure and any(key == WAITING for key, _ in self._lines())
 
     def let_measure(self) -> None:
-        """Give it its turn."""
+        """Grant the turn to measure."""
         self._file.with_name(TURN).touch()
         self._may_measure, self.waits = True, False
 
     def end(self) -> Told:
-        """Kill it if it still runs."""
+        """Kill the process if it still runs, and return its output."""
         ending = self._process.end(round(min(self.used, self._seconds), 1))
         lines = list(self._lines())
         self._folder.cleanup()
@@ -129,5 +129,5 @@ class _Examination:
 
     def _lines(self) -> Iterator[tuple[str, Any]]:
         for line in self._file.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):  # else it is being written, or was cut off
+            if line.endswith("\n"):  # else the line is incomplete
                 yield from json.loads(line).items()

@@ -1,11 +1,11 @@
-"""Comparing single calls: the second backend's kernel on what the first's got, so that no earlier difference counts.
+"""Comparison of single calls: both backends' kernels get the same arguments, so earlier differences do not count.
 
-Both runs take each step, the second first, on the same tokens. The calls of the two are matched by their order. Then,
-for each call of the first, the second's kernel gets the same arguments, copied to its device with their strides, but
+Both backends run each step on the same tokens, the second one first. Their calls are matched by order. For each call of
+the first backend, the second one's kernel gets the same arguments, copied to its device with their strides, except:
 
-- a weight is the second model's own, which its backend may have prepared: what its matching call was given;
-- the KV cache is a third one, of the second backend, which only its kernel for ``store_kv_cache`` writes, from the keys
-  and values of the first run. So attention is compared over the same keys and values, whatever the caches' layouts.
+- A weight is the second model's, which its backend may have prepared: the one that the matching call received.
+- The KV cache is a third one, on the second backend. Only its kernel for ``store_kv_cache`` writes it, from the keys
+  and values of the first run. So both attentions read the same keys and values, in any cache layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hal.ops.tolerance import shape_of
 
 @attrs.frozen(eq=False)
 class Side:
-    """A backend, the model that it loaded, and what runs it."""
+    """A backend, its model and its runner."""
 
     backend: Backend
     model: CausalLM
@@ -40,7 +40,7 @@ class Side:
 
 @attrs.frozen(eq=False)
 class Evidence:
-    """A call in full: each side's arguments by name, before the call, and the results of both, on the CPU."""
+    """A call in full: each side's arguments before the call, and both results, on the CPU."""
 
     call: Call
     operation: Operation
@@ -50,8 +50,8 @@ class Evidence:
     second_results: dict[str, Tensor]
 
 
-class TheirCalls:
-    """Records the second's own run of a step: which operations it calls, with which weights and caches."""
+class CallRecorder:
+    """Records the second backend's run of a step: the operations that it calls, and their weights and caches."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -59,26 +59,26 @@ class TheirCalls:
         self.calls: list[tuple[Call, dict[str, Any]]] = []
 
     def __call__(self, call: Call, operation: Operation, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the kernel."""
+        """Run the kernel and record the call."""
         given = operation.arguments(args, {})
         self.calls.append((call, {name: value for name, value in given.items() if id(value) in self._own}))
         return _blaming(self._side.backend, call, kernel, args)
 
 
-class OurCalls:
-    """Compares each call of the first's run with what the second's kernel makes of it.
+class CallComparer:
+    """Compares each call of the first backend's run with the second one's kernel.
 
     Args:
         first: the reference.
-        second: the other.
-        keep: whether :attr:`evidence` is wanted, which takes copies of what is written in place.
+        second: the other backend.
+        keep: whether to keep :attr:`evidence`, which copies mutated arguments.
 
     Attributes:
-        theirs: the second's run of the same step.
-        outcomes: of the calls so far.
-        broken: the first of them that is out of tolerance.
+        recorded: the second backend's run of the same step.
+        outcomes: outcomes of the calls so far.
+        broken: the first outcome that is out of tolerance.
         evidence: that call in full.
-        not_compared: what could not be, and why.
+        not_compared: operation to reason, for results that cannot be compared.
     """
 
     def __init__(self, first: Side, second: Side, *, keep: bool) -> None:
@@ -93,16 +93,16 @@ class OurCalls:
         }
         alike = first.backend.state_layout == second.backend.state_layout
         self._unlike_caches = frozenset() if alike else {*self._caches, *map(id, self._caches.values())}
-        self.theirs: list[tuple[Call, dict[str, Any]]] = []
+        self.recorded: list[tuple[Call, dict[str, Any]]] = []
         self.outcomes: list[Outcome] = []
         self.broken: Outcome | None = None
         self.evidence: Evidence | None = None
         self.not_compared: dict[str, str] = {}
 
     def __call__(self, call: Call, operation: Operation, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the kernel, and the second's, and compare."""
+        """Run both kernels and compare their results."""
         first, second = self._first.backend, self._second.backend
-        own = self._their_own(call)
+        own = self._recorded_weights(call)
         ours = operation.arguments(args, {})
         theirs = {name: self._counterpart(operation, name, value, own) for name, value in ours.items()}
         kept = self._keep and self.broken is None
@@ -128,10 +128,10 @@ class OurCalls:
                 self.evidence = Evidence(call, operation, ours_before, theirs_before, *results)
         return returned
 
-    def _their_own(self, call: Call) -> dict[str, Any]:
-        match, own = self.theirs[call.number] if call.number < len(self.theirs) else (None, {})
+    def _recorded_weights(self, call: Call) -> dict[str, Any]:
+        match, own = self.recorded[call.number] if call.number < len(self.recorded) else (None, {})
         if match is None or (match.operation, match.path) != (call.operation, call.path):
-            found = "nothing more" if match is None else f"{match.operation} in {match.path}"
+            found = "no call" if match is None else f"{match.operation} in {match.path}"
             raise CompareError(
                 f"call {call.number} of step {call.step} is {call.operation} in {call.path} on "
                 f"{self._first.backend.name}, and {found} on {self._second.backend.name}",
@@ -151,27 +151,27 @@ class OurCalls:
         return transplant(plain, torch.device("cpu") if host else self._second.backend.device.torch)
 
     def _results(self, operation: Operation, arguments: Mapping[str, Any], returned: Any) -> dict[str, Tensor]:
-        """What a call returned and wrote."""
+        """Return the tensors that a call returned or mutated, by name."""
         written = {}
         for name in operation.mutates:
             if id(arguments[name]) not in self._unlike_caches:
                 written[name] = arguments[name]
                 continue
             self.not_compared[operation.name] = (
-                f"{operation.name}: {self._first.backend.name} and {self._second.backend.name} lay their caches out "
-                "differently; what it wrote is compared by the attention that reads it"
+                f"{operation.name}: {self._first.backend.name} and {self._second.backend.name} have different cache "
+                "layouts; the attention that reads the cache is compared instead"
             )
         return results_of(returned) | written
 
 
 def transplant(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device`` with the same strides, which a kernel may read wrongly."""
+    """Return a copy on ``device`` with the same strides, because a kernel may handle strides wrongly."""
     copy = memory_of(tensor).to(device, copy=True)
     return copy if tensor.is_contiguous() else copy.as_strided(tensor.shape, tensor.stride())
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor if it is contiguous; else the memory from its first element to its last, in one dimension."""
+    """Return a contiguous tensor as it is; else the memory from its first to its last element, in one dimension."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -184,17 +184,17 @@ def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(values: Mapping[str, Any], backend: Backend, own: Collection[int]) -> dict[str, Any]:
-    """With weights, by identity, as torch can copy them."""
+    """Return the values with the weights in ``own`` converted to plain tensors."""
     return {name: backend.plain_weight(each) if id(each) in own else each for name, each in values.items()}
 
 
 def _tensors_of(model: CausalLM) -> frozenset[int]:
-    """By identity, since a packed weight has no address: modules hand operations the very objects that they hold."""
+    """Return the ids of a model's tensors; a packed weight has no address, and modules pass the same objects."""
     return frozenset(map(id, [*model.parameters(), *model.buffers()]))
 
 
 def _blaming(backend: Backend, call: Call, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a kernel of ``backend``; say where it was if it raises."""
+    """Call a kernel of ``backend``; if it raises, add its location in the model."""
     try:
         return kernel(*args)
     except HalError:
@@ -202,5 +202,5 @@ def _blaming(backend: Backend, call: Call, kernel: Callable[..., Any], args: tup
     except Exception as raised:
         raise CompareError(
             f"{call.operation} of the backend {backend.name} raised {raised!r:.300} in {call.path}, step {call.step}",
-            "repair that kernel first; the run stops where it raises",
+            "fix this kernel first",
         ) from raised

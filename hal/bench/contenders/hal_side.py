@@ -1,4 +1,4 @@
-"""Our side: one model, and a runner for each compiler. Only what an engine would use, too."""
+"""hal as a contender: one model, and a runner per compiler, as a serving engine would use them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hal.config import read
 from hal.drivers.compiler_registry import EAGER
 
 
-class Ours:
-    """The weights, loaded once; every mode runs on them.
+class HalSide:
+    """hal's model with its weights, shared by all compilers.
 
     Raises:
-        HalError: whatever loading gives.
+        HalError: the model cannot be loaded.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.modes = tuple(setting.modes)
         self._backend, self._compilation = setting.backend, setting.plan.compilation
-        # Before loading, so that a driver that prepares weights by batch size knows which ones will come.
+        # Before loading: a driver that prepares weights by batch size must know the batch sizes.
         self._configure("eager", setting.plan.batch_sizes)
         self._model = hal.load_model(setting.checkpoint, self._backend)
 
     def contender(self, mode: str, inputs: Inputs) -> Contender:
-        """A runner with a cache and graphs of just the size that is measured."""
+        """Create a runner whose cache and graphs have exactly the measured size."""
         backend, size = self._backend, inputs.batch_size
         length = inputs.length + (inputs.workload == "decode")
         per_sequence = -(-length // backend.block_size)
@@ -51,25 +51,25 @@ class Ours:
         runner.step(batch)
         backend.device.synchronize()
         setup = made + time.perf_counter() - start
-        # A step writes the same slots each time, so there is nothing to reset.
+        # Every step writes the same slots, so no reset is needed.
         return Contender(f"hal {mode}", lambda: runner.step(batch).logits, lambda: None, setup, runner.close)
 
     def _configure(
         self, compiler: str, sizes: tuple[int, ...], num_tokens: int = 1, prompts: int | None = None
     ) -> None:
-        """``prompts`` are the tokens of a prefill, all sequences together, if that is what is measured."""
+        """Configure the backend; ``prompts`` is the total number of prompt tokens of a prefill."""
         config = self._backend.config
         measured: dict[str, Any] = {"compiler": compiler, "capture_sizes": list(sizes)}
         if prompts is not None and compiler != EAGER and self._backend.compiler(compiler).any_shape:
             measured["prefill"] = {"capture_sizes": [min(prompts, config.max_prefill_tokens)]}
-        given = {} if compiler == "eager" else self._compilation  # which are for compilers, and eager would refuse
+        given = {} if compiler == "eager" else self._compilation  # eager refuses compilers' keys
         compilation = read(hal.CompilationConfig, {**given, **measured}, "compilation")
         cache = attrs.evolve(config.cache, num_tokens=num_tokens)
         self._backend.configure(attrs.evolve(config, compilation=compilation, cache=cache))
 
 
 def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]]) -> None:
-    """Write the drawn cache, by the operation that knows the backend's layout."""
+    """Write the random cache with the operation that knows the backend's layout."""
     nobody = [[0] * inputs.length] * inputs.batch_size
     slots = runner.batch(nobody, blocks).slot_mapping
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A call on a backend beside the same on the reference, and all that can be wrong with it."""
+"""A call on a backend and the same call on the reference, and the differences between them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.tolerance import error
 from hal.testing.case import Failure
-from hal.testing.operations.calls import Call, copied, described, reference, tensors
+from hal.testing.operations.calls import Call, clone_tensors, describe, reference, tensors
 
 MARGIN = 64
-"""Elements before and behind an argument that is written, which must stay as they are."""
+"""Guard elements before and after a mutated argument; a kernel must not write them."""
 
 
-def prepared(backend: Backend, operation: Operation, given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The arguments of a call, with weights as a model's are after loading."""
+def prepare_weights(backend: Backend, operation: Operation, given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Return the arguments with weights in the backend's form, as after loading a model."""
     values = dict(zip(operation.signature.parameters, given, strict=True))
     for name in operation.weights:
         if values[name] is not None:
@@ -30,15 +30,15 @@ def prepared(backend: Backend, operation: Operation, given: Sequence[Any], dtype
     return list(values.values())
 
 
-class Examined:
-    """A call on a backend beside the same on the reference."""
+class ComparedCall:
+    """A call on a backend and the same call on the reference."""
 
     def __init__(self, backend: Backend, call: Call, seed: int) -> None:
         self.operation, self.dtype = call.operation, call.dtype
         self.wanted = call.arguments("cpu", seed)
         self.unscaled = _largest(reference(self.operation, Call(call.operation, call.dtype, call.number, "")
                                            .arguments("cpu", seed)))  # fmt: skip
-        self.before = copied(self.wanted)
+        self.before = clone_tensors(self.wanted)
         self.expected = reference(self.operation, self.wanted)
         self.backend = backend
         self.given, self.margins = self._guarded(call.arguments(backend.device.torch, seed))
@@ -46,20 +46,20 @@ class Examined:
         self.results: Any = None
 
     def run(self, run: Kernel) -> None:
-        """Call it.
+        """Call ``run`` with the prepare_weights arguments.
 
         Raises:
-            Failure: it raised an exception, which is the failure's cause.
+            Failure: the call raised an exception, which is the cause of the failure.
         """
         arguments = self._prepared()
         try:
             self.results = run(*arguments)
         except Exception as error:
             said = f"it raised {type(error).__name__}: {error}"
-            raise Failure([said], self.operation.name, *described(self.operation, self.wanted)) from error
+            raise Failure([said], self.operation.name, *describe(self.operation, self.wanted)) from error
 
     def _prepared(self) -> list[Any]:
-        return prepared(self.backend, self.operation, self.given, self.dtype)
+        return prepare_weights(self.backend, self.operation, self.given, self.dtype)
 
     def _guarded(self, arguments: list[Any]) -> tuple[list[Any], list[Tensor]]:
         margins = []
@@ -74,7 +74,7 @@ class Examined:
         return arguments, margins
 
     def problems(self) -> Iterator[str]:
-        """All that is wrong, a sentence each."""
+        """Yield one sentence per violation."""
         yield from self._of_results()
         for name, held, now, before, right in zip(
             self.operation.signature.parameters, self.held, self.given, self.before, self.wanted, strict=True
@@ -83,31 +83,31 @@ class Examined:
                 continue
             if name not in self.operation.mutates:
                 if not same_bits(now, held):
-                    yield f"it changed the argument {name}, which is not declared mutated"
+                    yield f"it changed the argument {name}, which `mutates` does not name"
                 continue
             kept = _bits(right) == _bits(before)
             if not bool((_bits(now) == _bits(held))[kept].all()):
-                yield f"it wrote into {name} where the declaration does not"
+                yield f"it wrote elements of {name} that the reference does not write"
             yield from self.differences(now, right, f"the argument {name}")
         if not all(bool((each == 7).all()) for each in self.margins):
-            yield "it wrote beyond the ends of an argument"
+            yield "it wrote outside the bounds of an argument"
 
     def _of_results(self) -> Iterator[str]:
         found, wanted = tree_leaves(self.results), tree_leaves(self.expected)
         if len(found) != len(wanted):
-            yield f"it gave {len(found)} results, and {len(wanted)} are declared"
+            yield f"it returned {len(found)} results; {len(wanted)} are declared"
             return
         for place, (got, want) in enumerate(zip(found, wanted, strict=True)):
             what = f"result {place}"
             if not isinstance(want, Tensor):
                 if got is not None:
-                    yield f"{what} is {got!r:.60}, and none is declared"
+                    yield f"{what} is {got!r:.60}; None is declared"
                 continue
             if not isinstance(got, Tensor):
-                yield f"{what} is a {type(got).__name__}, and a tensor is declared"
+                yield f"{what} is a {type(got).__name__}; a tensor is declared"
                 continue
             yield from self.differences(got, want, what)
-            yield from self._shared(got, want, what)
+            yield from self._aliases(got, want, what)
 
     def differences(self, got: Tensor, want: Tensor, what: str) -> Iterator[str]:
         largest = _largest(want)
@@ -116,19 +116,21 @@ class Examined:
         if worst.ratio > 1:
             yield f"{what} is off: {worst}"
 
-    def _shared(self, got: Tensor, want: Tensor, what: str) -> Iterator[str]:
-        """Results share memory with arguments, or each other, only where the declaration's do."""
+    def _aliases(self, got: Tensor, want: Tensor, what: str) -> Iterator[str]:
+        """Yield aliases between a result and arguments or other results that the reference does not have."""
         for name, mine, reference_s in zip(self.operation.signature.parameters, self.given, self.wanted, strict=True):
             if storages(got) & storages(mine) and not storages(want) & storages(reference_s):
-                yield f"{what} lies in the memory of the argument {name}"
+                yield f"{what} aliases the argument {name}"
         others = [each for each in tensors(self.results) if each is not got]
-        their_others = [each for each in tensors(self.expected) if each is not want]
-        if any(overlap(got, each) for each in others) and not any(overlap(want, each) for each in their_others):
-            yield f"{what} has elements in common with another result"
+        reference_others = [each for each in tensors(self.expected) if each is not want]
+        if any(share_elements(got, each) for each in others) and not any(
+            share_elements(want, each) for each in reference_others
+        ):
+            yield f"{what} shares elements with another result"
 
 
 def poison(like: Any, device: torch.device) -> None:
-    """Leave NaN in the memory that results of these shapes will be made in, so that what is not written shows."""
+    """Fill freed memory of these sizes with NaN, so that elements that a kernel does not write are detected."""
     held = []
     for each in tensors(like):
         nbytes = each.numel() * each.element_size()
@@ -137,14 +139,14 @@ def poison(like: Any, device: torch.device) -> None:
 
 
 def storages(values: Any) -> set[int]:
-    """Where the memory of all strided tensors that have any begins."""
+    """Return the addresses of the storages of all non-empty strided tensors in a nested structure."""
     return {
         each.untyped_storage().data_ptr() for each in tensors(values) if each.layout is torch.strided and each.numel()
     }
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have elements in common; parts of one buffer may well lie beside each other."""
+def share_elements(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors overlap in memory; disjoint views of one storage do not."""
     if not storages(one) & storages(other):
         return False
     places = []
@@ -157,7 +159,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included."""
+    """Return whether two tensors are bitwise equal, NaN included."""
     return torch.equal(_bits(one), _bits(other))
 
 
