@@ -12,8 +12,8 @@ Other integers, shapes and dtypes are equal. A chain of calls is allowed a multi
 **Measured, for a run of a model** (:mod:`hal.ops.rounding`). A run rounds too often for a declaration. How far that
 takes it depends on the model, its weights, the dtype and the text, so rounding is measured on the same ones:
 
-- ``ReferenceLogits``, where the reference also runs in a wider dtype: the distance between its two runs. A correct run is
-  about as far from the wider one. :mod:`hal.testing` and the tests of the NPU measure so.
+- ``ReferenceLogits``, where the reference also runs in a wider dtype: the distance between its two runs. A correct run
+  is about as far from the wider one. :mod:`hal.testing` and the tests of the NPU measure so.
 - ``Disturbance``, where it cannot, since the reference is any backend, with weights in a form of its own: the drift
   between a run and the same run with every result moved by about one rounding. :mod:`hal.compare` measures so.
 

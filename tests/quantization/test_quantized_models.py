@@ -1,17 +1,15 @@
-"""Models with int8 layers: both formats against references made by hand, what is refused, and making them."""
+"""Models with int8 layers: both formats against references made by hand, and what is refused."""
 
 from __future__ import annotations
 
-import json
 import math
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import pytest
@@ -19,195 +17,40 @@ import torch
 from click.testing import CliRunner
 from hal.models.qwen3 import Qwen3ForCausalLM
 from helpers import held_out, large_checkpoint
-from helpers.checkpoints import INDEX, random_checkpoint, write_json
+from helpers.checkpoints import random_checkpoint, write_json
+from helpers.quantized import (
+    DESCRIPTION,
+    DOWN,
+    DYNAMIC,
+    FORMATS,
+    QUERY,
+    SCHEMES,
+    STATIC,
+    WEIGHTS,
+    Format,
+    Scheme,
+    all_tensors,
+    change_json,
+    change_tensors,
+    entries,
+    error,
+    fake_quantise,
+    load,
+    logits,
+    make_pair,
+    names_of,
+    quantised,
+    section,
+)
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.loading import build_model
-from hal.checkpoint.quantized_layers import linear_layers
 from hal.cli import main
-from hal.errors import CheckpointError, ConfigError, HalError, NumericsError
+from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import DynamicQuantizedLinear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
-from hal.quantization.int8_arithmetic import activation_for, quantize_weight
-from hal.quantize.calibration import input_ranges
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
-
-Format = Literal["compressed-tensors", "modelslim"]
-Scheme = Literal["w8a8", "w8a8_dynamic"]
-FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")
-SCHEMES: tuple[Scheme, ...] = ("w8a8", "w8a8_dynamic")
-DESCRIPTION = "quant_model_description.json"
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DOWN = "model.layers.1.mlp.down_proj"
-QUERY = "model.layers.0.self_attn.q_proj"
-TOKENS = [1, 7, 30, 4, 200, 19, 19, 3]
-TEXT = "the cat sat on the mat and the rat sat on the hat, é 日本 🙂\n" * 8
-
-WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
-DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
-
-
-@attrs.frozen
-class Layer:
-    """A quantised layer as the test made it.
-
-    Attributes:
-        weight: int8.
-        scale: of each row.
-        input_scale: of the activations, where it is static.
-        offset: likewise.
-        bias: or None.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    input_scale: float
-    offset: int
-    bias: Tensor | None
-
-    def dequantised(self) -> Tensor:
-        return self.weight.double() * self.scale.double().unsqueeze(-1)
-
-
-def quantised(tensors: Mapping[str, Tensor], name: str, input_scale: float, offset: int) -> Layer:
-    weight = tensors[f"{name}.weight"]
-    scale = weight.abs().amax(-1) / 127
-    return Layer(
-        (weight / scale.unsqueeze(-1)).round().to(torch.int8), scale, input_scale, offset, tensors.get(f"{name}.bias")
-    )
-
-
-def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool) -> dict[str, Tensor]:  # noqa: A002
-    """A layer's tensors, written out from what the formats' documents say."""
-    found = {"weight": layer.weight, "weight_scale": layer.scale.unsqueeze(-1)}
-    if format == "compressed-tensors":
-        if scheme == "w8a8":
-            found["input_scale"] = torch.tensor([layer.input_scale])
-            found["input_zero_point"] = torch.tensor([layer.offset], dtype=torch.int8)
-        found |= {} if layer.bias is None else {"bias": layer.bias}
-    else:
-        found["weight_offset"] = torch.zeros(len(layer.scale), 1)
-        if scheme == "w8a8":
-            deq_scale = layer.input_scale * layer.scale
-            bias = 0 if layer.bias is None else layer.bias / deq_scale
-            found["input_scale"] = torch.tensor([layer.input_scale])
-            found["input_offset"] = torch.tensor([layer.offset], dtype=torch.float32)
-            found["quant_bias"] = (bias - layer.weight.int().sum(-1) * layer.offset).round().to(torch.int32)
-            found["deq_scale"] = deq_scale.view(torch.int32).long() if bits else deq_scale
-        elif layer.bias is not None:
-            found["bias"] = layer.bias
-    return {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
-
-
-def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
-    """A quantization_config."""
-    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": STATIC if scheme == "w8a8" else DYNAMIC}
-    return {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **changes,
-    }  # fmt: skip
-
-
-def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, bool]) -> None:  # noqa: A002
-    if format == "compressed-tensors":
-        change_json(folder / "config.json", lambda config: config.update(quantization_config=section(scheme)))
-        return
-    kind = {"w8a8": "W8A8", "w8a8_dynamic": "W8A8_DYNAMIC"}[scheme]
-    types = {name: kind if quantised else "FLOAT" for name, quantised in names.items()}
-    write_json(folder / DESCRIPTION, {"model_quant_type": kind, "version": "1.0.0", "group_size": 0, **types})
-
-
-def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    value = json.loads(file.read_text())
-    change(value)
-    write_json(file, value)
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-@attrs.frozen
-class Pair:
-    """A quantised checkpoint, the same with its weights dequantised, and its layers by name."""
-
-    folder: Path
-    float_folder: Path
-    layers: dict[str, Layer]
-
-
-def make_pair(
-    tmp_path: Path,
-    format: Format,  # noqa: A002
-    scheme: Scheme,
-    *,
-    keep: tuple[str, ...] = (),
-    bits: bool = False,
-    offset: int = -7,
-    **overrides: Any,
-) -> Pair:
-    """Write both. ``keep`` names layers that are not quantised."""
-    folder = random_checkpoint(tmp_path / "quantised", **overrides)
-    float_folder = shutil.copytree(folder, tmp_path / "float")
-    tensors = load_file(folder / "model.safetensors")
-    layers, written, plain, names = {}, {}, dict(tensors), {}
-    for full in tensors:
-        name, _, suffix = full.rpartition(".")
-        if name.rpartition(".")[2] not in PARTS or name in keep:
-            written[full], names[full] = tensors[full], False
-        elif suffix == "weight":
-            layers[name] = layer = quantised(tensors, name, 0.03, offset)
-            plain[full] = layer.dequantised().float()
-            found = entries(layer, name, format, scheme, bits)
-            written |= found
-            names |= dict.fromkeys(found, True)
-    save_file(written, folder / "model.safetensors")
-    save_file(plain, float_folder / "model.safetensors")
-    describe(folder, format, scheme, names)
-    return Pair(folder, float_folder, layers)
-
-
-def load(folder: Path, **config: Any) -> hal.nn.CausalLM:
-    return hal.load_model(folder, hal.open({"backend": "cpu", **config}))
-
-
-def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
-    """Of the prompt's last token, and of each of a few tokens decoded after it."""
-    backend = hal.active_backend()
-    backend.configure(attrs.evolve(backend.config, compilation=hal.CompilationConfig(compiler, capture_sizes=(1,))))
-    runner = hal.Runner(model, backend)
-    blocks = runner.blocks.take(1)
-    assert blocks is not None
-    found = [runner.step(runner.batch([TOKENS], [blocks])).logits.clone()]
-    for index in range(3):
-        batch = runner.batch([[TOKENS[index]]], [blocks], cached=[len(TOKENS) + index])
-        found.append(runner.step(batch).logits.clone())
-    return torch.cat(found)
-
-
-def fake_quantise(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    """To int8 and back, in float64."""
-    x = arguments[0].double()
-    if scheme == "w8a8":
-        numbers = (x / layer.input_scale + layer.offset).round().clamp(-128, 127)
-        return (((numbers - layer.offset) * layer.input_scale).to(arguments[0].dtype),)
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return (((x / scale).round() * scale).to(arguments[0].dtype),)
-
-
-def names_of(path: str, module: Linear | QuantizedLinear) -> list[str]:
-    parent = path.rpartition(".")[0]
-    return [f"{parent}.{part}" for part in getattr(module, "parts", ())] or [path]
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative, of the whole."""
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -563,198 +406,6 @@ def test_a_model_of_its_own_kind_of_layer_stays(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "compressed-tensors", "w8a8")
     with pytest.raises(CheckpointError, match=f"{DOWN}.weight is I8"):
         hal.load_model(pair.folder, hal.open("cpu"), model_class=Own)
-
-
-# Making them.
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    return random_checkpoint(tmp_path / "plain", shards=3, attention_bias=True, dtype="bfloat16")
-
-
-def make(source: Path, target: Path, format: Format, scheme: Scheme, **options: Any) -> Path:  # noqa: A002
-    calibration = TEXT if scheme == "w8a8" else None
-    return quantize_checkpoint(source, target, scheme, format=format, calibration=calibration, **options).path
-
-
-def all_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: values.clone() for name, values in (lambda each: each.read(each.tensors))(Checkpoint.open(folder))}
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("format", FORMATS)
-def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path) -> None:  # noqa: A002
-    folder = make(plain, tmp_path / "out", format, scheme)
-    before, after = all_tensors(plain), all_tensors(folder)
-    for name, values in before.items():
-        layer, _, suffix = name.rpartition(".")
-        if layer.rpartition(".")[2] not in PARTS:
-            assert torch.equal(after[name], values), name
-        elif suffix == "weight":
-            scale = values.float().abs().amax(-1, keepdim=True) / 127
-            assert torch.equal(after[name], (values.float() / scale).round().to(torch.int8))
-            assert torch.equal(after[f"{layer}.weight_scale"], scale)
-    assert {file.name for file in folder.iterdir()} == {
-        *(file.name for file in plain.iterdir()), *([DESCRIPTION] if format == "modelslim" else [])
-    }  # fmt: skip
-    assert not any(file.name.startswith(".") for file in tmp_path.iterdir()), "nothing unfinished is left"
-    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    assert set(weight_map) == set(after)
-    model = load(folder)
-    modules = dict(model.named_modules())
-    assert sum(isinstance(module, QuantizedLinear) for module in modules.values()) == 8
-    assert error(logits(model).float(), logits(load(plain)).float()) < 0.06
-    meta = build_model(Checkpoint.open(folder))
-    assert {path: type(module) for path, module in meta.named_modules()} == {
-        path: type(module) for path, module in modules.items()
-    }
-
-
-def test_both_formats_say_the_same(plain: Path, tmp_path: Path) -> None:
-    found = [logits(load(make(plain, tmp_path / name, name, "w8a8_dynamic"))) for name in FORMATS]
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_modelslim_scales_are_of_its_dtypes(dtype: str, tmp_path: Path) -> None:
-    source = random_checkpoint(tmp_path / "plain", dtype=dtype)
-    tensors = all_tensors(make(source, tmp_path / "out", "modelslim", "w8a8"))
-    assert tensors[f"{DOWN}.input_scale"].dtype == tensors[f"{DOWN}.input_offset"].dtype == getattr(torch, dtype)
-    deq_scale = tensors[f"{DOWN}.deq_scale"]
-    assert deq_scale.dtype == (torch.int64 if dtype == "float16" else torch.float32)
-    values = deq_scale.to(torch.int32).view(torch.float32) if dtype == "float16" else deq_scale
-    scale = tensors[f"{DOWN}.input_scale"].float() * tensors[f"{DOWN}.weight_scale"].flatten()
-    assert torch.equal(values, scale)
-    sums = tensors[f"{DOWN}.weight"].sum(-1) * tensors[f"{DOWN}.input_offset"].long()
-    assert torch.equal(tensors[f"{DOWN}.quant_bias"].long(), -sums)
-
-
-def test_ranges_are_those_of_the_inputs(plain: Path) -> None:
-    """Over several windows, by layers' paths; compared with what hooks of the test's own saw."""
-    backend = hal.open("cpu")
-    model = hal.load_model(plain, backend)
-    seen: dict[str, list[Tensor]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, Linear):
-            module.register_forward_pre_hook(lambda _, given, path=path: seen.setdefault(path, []).append(given[0]))
-    tokens = [index * 7 % 250 for index in range(100)]
-    ranges = input_ranges(model, backend, tokens, window=32)
-    assert set(ranges) == {path for path, module in model.named_modules() if isinstance(module, Linear)}
-    for path, (low, high) in ranges.items():
-        assert sum(len(each) for each in seen[path]) == 100
-        assert (low, high) == (min(map(torch.min, seen[path])).item(), max(map(torch.max, seen[path])).item())
-    assert backend.config.cache == hal.CacheConfig(), "its configuration is as it was"
-    before = len(seen[path])
-    logits(model)
-    assert len(seen[path]) > before
-    assert input_ranges(model, backend, tokens, window=32) == ranges, "no hook is left that would see more"
-
-
-def test_the_active_backend_stays(plain: Path, tmp_path: Path) -> None:
-    backend = hal.open("cpu")
-    make(plain, tmp_path / "out", "modelslim", "w8a8")
-    assert hal.active_backend() is backend
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "symmetric"), [(-1.0, 3.0, False), (-1.0, 3.0, True), (0.5, 2.0, False), (-4.0, -1.0, False)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_activation_takes_its_range_and_zero(low: float, high: float, symmetric: bool, dtype: torch.dtype) -> None:
-    found = activation_for(low, high, symmetric=symmetric, dtype=dtype)
-    assert torch.tensor(found.scale, dtype=torch.float64).to(dtype).item() == found.scale
-    assert found.offset == 0 or not symmetric
-    for value in (low, 0.0, high):
-        number = max(-128, min(127, round(value / found.scale + found.offset)))
-        assert abs((number - found.offset) * found.scale - value) <= (0 if value == 0 else 1.5 * found.scale)
-
-
-def test_nothing_to_scale() -> None:
-    assert activation_for(0.0, 0.0, symmetric=False).scale > 0
-    weight, scale = quantize_weight("x", torch.tensor([[0.0, 0.0], [-2.0, 1.0]]))
-    assert (weight.tolist(), scale.tolist()) == ([[0, 0], [-127, 64]], [1.0, pytest.approx(2 / 127)])
-    with pytest.raises(CheckpointError, match="x holds values that are not finite"):
-        quantize_weight("x", torch.tensor([[math.nan]]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--scheme", "w8a8"], "requires a calibration text"),
-        (["--scheme", "w4a16"], "unknown scheme 'w4a16'"),
-        (["--scheme", "w8a8_dynamic", "--format", "gguf"], "unknown format 'gguf'"),
-        (["--scheme", "w8a8_dynamic", "--calibration", "{text}"], "uses no calibration text"),
-        (["--scheme", "w8a8_dynamic", "--calibration-tokens", "5"], "text, but calibration_tokens is 5"),
-        (["--scheme", "w8a8", "--calibration", "{missing}"], "cannot be read"),
-        (["--scheme", "w8a8", "--calibration", "{empty}"], "has no tokens"),
-        (["--scheme", "w8a8", "--calibration", "{bytes}"], "cannot be read"),
-        (["--scheme", "w8a8", "--calibration", "{text}", "--calibration-tokens", "0"], "calibration tokens is 0"),
-    ],
-)
-def test_the_command_refuses(arguments: list[str], message: str, plain: Path, tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("text", "missing", "empty", "bytes")}
-    files["text"].write_text(TEXT)
-    files["empty"].write_text("")
-    files["bytes"].write_bytes(b"\xff")
-    out = tmp_path / "out"
-    result = CliRunner().invoke(main, ["quantize", str(plain), str(out), *(each.format(**files) for each in arguments)])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr.partition("\nremedy: ")[0]
-    assert "\nremedy: " in result.stderr
-    assert not out.exists()
-    assert not list(tmp_path.glob(".out*"))
-
-
-def refused(source: Path, target: Path, message: str) -> None:
-    result = CliRunner().invoke(main, ["quantize", str(source), str(target), "--scheme", "w8a8_dynamic"])
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-def test_a_full_disk_is_told(plain: Path, tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
-    try:
-        refused(plain, tmp_path / "out", "cannot be written: ")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(tmp_path.glob("*out*"))
-
-
-def test_the_output_projection_has_the_name_that_the_model_gives(tmp_path: Path) -> None:
-    class Renamed(Qwen3ForCausalLM):
-        output_projection = "down_proj"
-
-    checkpoint = Checkpoint.open(random_checkpoint(tmp_path, tie_word_embeddings=False))
-    layers = [name for name, _ in linear_layers(build_model(checkpoint, Renamed))]
-    assert "lm_head" in layers
-    assert not [name for name in layers if name.endswith("down_proj")]
-
-
-def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "a file").write_text("")
-    refused(plain, taken, "exists already")
-    refused(plain, plain, "exists already")
-    refused(plain, taken / "a file", "exists already")
-    refused(plain, taken / "a file" / "below", "cannot be written")
-    refused(tmp_path / "nothing", tmp_path / "out", "no checkpoint at")
-    made = make(plain, tmp_path / "made", "modelslim", "w8a8_dynamic")
-    refused(made, tmp_path / "out", "already quantised")
-    assert {file.name for file in taken.iterdir()} == {"a file"}
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert make(plain, empty, "modelslim", "w8a8_dynamic") == empty
-
-
-def test_a_model_that_does_not_compute(tmp_path: Path) -> None:
-    source = random_checkpoint(tmp_path / "plain")
-    change_tensors(source, lambda tensors: tensors["model.layers.0.input_layernorm.weight"].fill_(math.inf))
-    with pytest.raises(NumericsError, match=r"the input of model\.layers\.0\.self_attn\.qkv_proj is not finite"):
-        make(source, tmp_path / "out", "modelslim", "w8a8")
-    assert not (tmp_path / "out").exists()
 
 
 LOADING = """

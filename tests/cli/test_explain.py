@@ -1,0 +1,90 @@
+"""``hal explain``: what became of a model's steps, in each mode, and what it says of those that cannot be made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hal.cli import main
+
+
+class TestExplain:
+    def run(self, *arguments: str) -> list[str]:
+        result = CliRunner().invoke(main, ["explain", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
+
+    def test_a_graph(self, trained: Path, tmp_path: Path) -> None:
+        lines = self.run(str(trained), "--backend", "cpu", "--compiler", "graph", "--dump", str(tmp_path / "dump"))
+        assert lines[0] == "Qwen3ForCausalLM, 4 layers, on cpu: a decode step of 2, graph"
+        assert len(lines) < 40
+        rows = {line.split()[0]: line.split()[1:] for line in lines if line}
+        # The first norm has nothing added before it, and the norms of queries and keys neither: no structure is missed.
+        assert rows["add_rms_norm"][:2] == ["8", "0"]
+        assert {"trace", "rewrite", "lower"} <= set(rows)
+        dumped = sorted((tmp_path / "dump").iterdir())
+        assert [each.name for each in dumped] == ["0-trace.py", "1-rewrite.py"]
+        before, after = (each.read_text(encoding="utf-8") for each in dumped)
+        assert "add_rms_norm" not in before
+        assert after.count("hal.add_rms_norm.default") == 8
+        assert "state_0_key" in after
+        compile(after, "dump", "exec")
+
+    def test_pieces(self, trained: Path, tmp_path: Path) -> None:
+        config = json.dumps({"compiler": "piecewise", "splitting_ops": ["paged_attention"]})
+        lines = self.run(str(trained), "--backend", "cpu", "--compilation-config", config, "--dump", str(tmp_path))
+        assert any(line.startswith("5 pieces are captured") and "paged_attention" in line for line in lines)
+        text = (tmp_path / "2-split.txt").read_text(encoding="utf-8")
+        assert text.count("eager: paged_attention") == 4
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ({"compiler": "eager"}, "the model's Python code is run eagerly; no rewrite is applied"),
+            (
+                {"compiler": "piecewise_eager"},
+                "the model's own Python is captured in pieces, 5 of them; the 4 calls between them run eagerly, of "
+                "paged_attention; no rewrite is applied",
+            ),
+            (
+                {"compiler": "graph", "torch_compile_max_bs": 1},
+                "the model's Python code is captured without compiling, because torch_compile_max_bs is 1; "
+                "no rewrite is applied",
+            ),
+        ],
+        ids=["eager", "piecewise_eager", "torch_compile_max_bs"],
+    )
+    def test_modes_without_a_trace(self, config: dict[str, Any], said: str, trained: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "dump"
+        options = "--compilation-config", json.dumps(config), "--dump", str(folder)
+        lines = self.run(str(trained), "--backend", "cpu", *options)
+        assert lines[1:] == ["", said, "", f"no graph to write to {folder}"]
+        assert not folder.exists()
+
+    def test_inductor(self, trained: Path, tmp_path: Path) -> None:
+        """Its trace is another one, of smaller operations, and no rewrite is looked for."""
+        lines = self.run(str(trained), "--backend", "cpu", "--compiler", "inductor", "--dump", str(tmp_path))
+        assert any(
+            "no rewrite is applied; it calls the driver's kernels of linear, paged_attention" in each for each in lines
+        )
+        assert not any("add_rms_norm" in each for each in lines)
+        (dumped,) = tmp_path.iterdir()
+        code = dumped.read_text(encoding="utf-8")
+        assert "hal.paged_attention.default" in code
+        assert "hal.rms_norm" not in code
+
+    def test_pieces_that_cannot_be_made(self, trained: Path) -> None:
+        config = json.dumps({"compiler": "piecewise", "splitting_ops": ["quantize"]})
+        result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compilation-config", config])
+        assert result.exit_code == 2
+        assert "splitting_ops has quantize, which the optimised step does not call" in result.stderr
+
+    def test_errors(self, trained: Path) -> None:
+        result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compiler", "graf"])
+        assert result.exit_code == 2
+        assert "error: the backend cpu has no compiler 'graf'" in result.stderr
+        assert result.stdout == ""

@@ -1,0 +1,198 @@
+"""Checkpoints with int8 layers in both formats, made by hand, and what they compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hal
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.nn import Linear, QuantizedLinear
+from helpers.checkpoints import random_checkpoint, write_json
+
+Format = Literal["compressed-tensors", "modelslim"]
+Scheme = Literal["w8a8", "w8a8_dynamic"]
+FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")
+SCHEMES: tuple[Scheme, ...] = ("w8a8", "w8a8_dynamic")
+DESCRIPTION = "quant_model_description.json"
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DOWN = "model.layers.1.mlp.down_proj"
+QUERY = "model.layers.0.self_attn.q_proj"
+TOKENS = [1, 7, 30, 4, 200, 19, 19, 3]
+TEXT = "the cat sat on the mat and the rat sat on the hat, é 日本 🙂\n" * 8
+
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+
+
+@attrs.frozen
+class Layer:
+    """A quantised layer as the test made it.
+
+    Attributes:
+        weight: int8.
+        scale: of each row.
+        input_scale: of the activations, where it is static.
+        offset: likewise.
+        bias: or None.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    input_scale: float
+    offset: int
+    bias: Tensor | None
+
+    def dequantised(self) -> Tensor:
+        return self.weight.double() * self.scale.double().unsqueeze(-1)
+
+
+def quantised(tensors: Mapping[str, Tensor], name: str, input_scale: float, offset: int) -> Layer:
+    weight = tensors[f"{name}.weight"]
+    scale = weight.abs().amax(-1) / 127
+    return Layer(
+        (weight / scale.unsqueeze(-1)).round().to(torch.int8), scale, input_scale, offset, tensors.get(f"{name}.bias")
+    )
+
+
+def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool) -> dict[str, Tensor]:  # noqa: A002
+    """A layer's tensors, written out from what the formats' documents say."""
+    found = {"weight": layer.weight, "weight_scale": layer.scale.unsqueeze(-1)}
+    if format == "compressed-tensors":
+        if scheme == "w8a8":
+            found["input_scale"] = torch.tensor([layer.input_scale])
+            found["input_zero_point"] = torch.tensor([layer.offset], dtype=torch.int8)
+        found |= {} if layer.bias is None else {"bias": layer.bias}
+    else:
+        found["weight_offset"] = torch.zeros(len(layer.scale), 1)
+        if scheme == "w8a8":
+            deq_scale = layer.input_scale * layer.scale
+            bias = 0 if layer.bias is None else layer.bias / deq_scale
+            found["input_scale"] = torch.tensor([layer.input_scale])
+            found["input_offset"] = torch.tensor([layer.offset], dtype=torch.float32)
+            found["quant_bias"] = (bias - layer.weight.int().sum(-1) * layer.offset).round().to(torch.int32)
+            found["deq_scale"] = deq_scale.view(torch.int32).long() if bits else deq_scale
+        elif layer.bias is not None:
+            found["bias"] = layer.bias
+    return {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
+
+
+def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
+    """A quantization_config."""
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": STATIC if scheme == "w8a8" else DYNAMIC}
+    return {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **changes,
+    }  # fmt: skip
+
+
+def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, bool]) -> None:  # noqa: A002
+    if format == "compressed-tensors":
+        change_json(folder / "config.json", lambda config: config.update(quantization_config=section(scheme)))
+        return
+    kind = {"w8a8": "W8A8", "w8a8_dynamic": "W8A8_DYNAMIC"}[scheme]
+    types = {name: kind if quantised else "FLOAT" for name, quantised in names.items()}
+    write_json(folder / DESCRIPTION, {"model_quant_type": kind, "version": "1.0.0", "group_size": 0, **types})
+
+
+def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    write_json(file, value)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@attrs.frozen
+class Pair:
+    """A quantised checkpoint, the same with its weights dequantised, and its layers by name."""
+
+    folder: Path
+    float_folder: Path
+    layers: dict[str, Layer]
+
+
+def make_pair(
+    tmp_path: Path,
+    format: Format,  # noqa: A002
+    scheme: Scheme,
+    *,
+    keep: tuple[str, ...] = (),
+    bits: bool = False,
+    offset: int = -7,
+    **overrides: Any,
+) -> Pair:
+    """Write both. ``keep`` names layers that are not quantised."""
+    folder = random_checkpoint(tmp_path / "quantised", **overrides)
+    float_folder = shutil.copytree(folder, tmp_path / "float")
+    tensors = load_file(folder / "model.safetensors")
+    layers, written, plain, names = {}, {}, dict(tensors), {}
+    for full in tensors:
+        name, _, suffix = full.rpartition(".")
+        if name.rpartition(".")[2] not in PARTS or name in keep:
+            written[full], names[full] = tensors[full], False
+        elif suffix == "weight":
+            layers[name] = layer = quantised(tensors, name, 0.03, offset)
+            plain[full] = layer.dequantised().float()
+            found = entries(layer, name, format, scheme, bits)
+            written |= found
+            names |= dict.fromkeys(found, True)
+    save_file(written, folder / "model.safetensors")
+    save_file(plain, float_folder / "model.safetensors")
+    describe(folder, format, scheme, names)
+    return Pair(folder, float_folder, layers)
+
+
+def load(folder: Path, **config: Any) -> hal.nn.CausalLM:
+    return hal.load_model(folder, hal.open({"backend": "cpu", **config}))
+
+
+def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
+    """Of the prompt's last token, and of each of a few tokens decoded after it."""
+    backend = hal.active_backend()
+    backend.configure(attrs.evolve(backend.config, compilation=hal.CompilationConfig(compiler, capture_sizes=(1,))))
+    runner = hal.Runner(model, backend)
+    blocks = runner.blocks.take(1)
+    assert blocks is not None
+    found = [runner.step(runner.batch([TOKENS], [blocks])).logits.clone()]
+    for index in range(3):
+        batch = runner.batch([[TOKENS[index]]], [blocks], cached=[len(TOKENS) + index])
+        found.append(runner.step(batch).logits.clone())
+    return torch.cat(found)
+
+
+def fake_quantise(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    """To int8 and back, in float64."""
+    x = arguments[0].double()
+    if scheme == "w8a8":
+        numbers = (x / layer.input_scale + layer.offset).round().clamp(-128, 127)
+        return (((numbers - layer.offset) * layer.input_scale).to(arguments[0].dtype),)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (((x / scale).round() * scale).to(arguments[0].dtype),)
+
+
+def names_of(path: str, module: Linear | QuantizedLinear) -> list[str]:
+    parent = path.rpartition(".")[0]
+    return [f"{parent}.{part}" for part in getattr(module, "parts", ())] or [path]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative, of the whole."""
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: values.clone() for name, values in (lambda each: each.read(each.tensors))(Checkpoint.open(folder))}
