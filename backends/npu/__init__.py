@@ -1,8 +1,9 @@
 """The Ascend NPU, through torch_npu: driver, kernels and graphs; and an emulated CANN to run them on any machine.
 
-driver.py opens the backend, probe.py says whether it can, soc.py knows what each generation takes. kernels.py and
-attention.py map operations to torch_npu's, fractal.py is the cache in FRACTAL_NZ, graph.py captures and replays,
-failures.py reads CANN's error codes. emulator/ is the emulated CANN; autoload.py lets a variable bring it in.
+driver.py chooses the device and opens backend.py; probe.py says whether it can; options.py declares its options; soc.py
+describes each hardware generation. kernels/ maps operations to torch_npu's. graph.py captures and replays, with
+capture_watch.py and lengths.py for host values. npugraph_ex/ is the compiler of that name. failures.py reads CANN's error
+codes. emulator/ is the emulated CANN; autoload.py loads it for a program that sets a variable.
 
 The package itself imports nothing: the emulator has to be in place before torch is imported, and torch itself imports
 autoload.py half-way through its own import.
