@@ -7,8 +7,8 @@ from pathlib import Path
 
 import hal
 
-# For the extensions that are modules of this folder.
-sys.path.insert(0, str(Path(__file__).parent))
+# hal's own Sphinx extensions, which generate the tables of the reference pages.
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 project = "torch-hal"
 author = "The torch-hal authors"
@@ -47,10 +47,12 @@ nitpick_ignore = [
     # Constants of a class's own module, which docstrings name without it; the API page shows the class as hal.X.
     ("py:data", "DUMMY_BLOCK"),
     ("py:data", "DEFAULT_TOLERANCE"),
+    # The base of hal.Graph, whose page has its members.
+    ("py:class", "hal.device.graph_base.GraphBase"),
 ]
 nitpick_ignore_regex = [
     # The same, for names written in full.
-    (r"py:.*", r"(torch|collections|contextlib|os|pathlib|types|typing|tokenizers|inspect)\..*"),
+    (r"py:.*", r"(torch|collections|contextlib|importlib|os|pathlib|types|typing|tokenizers|inspect)\..*"),
     # Type variables, which stand for any type and have no page.
     (r"py:class", r"(hal\..*\.)?[PRT]"),
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hal
 from hal import ops
-from hal.cli.commands import explanation
+from hal.cli import explanation
 from hal.compile.optimise import OptimisedStep, all_passes, optimise_model
 from hal.compile.rewrite.rewrite import Rewrite, of_operation
 from hal.compile.trace import StepSizes

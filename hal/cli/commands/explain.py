@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hal.cli.commands.explanation import captures_python, explain_step
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.explanation import captures_python, explain_step
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
 from hal.errors import ConfigError
