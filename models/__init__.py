@@ -1,4 +1,4 @@
-"""Models, one readable file a family. Imported as ``hal.models``.
+"""Models, one file per family, imported as ``hal.models``.
 
-A model is found by the architecture name of its checkpoint's config.json, through the entry-point group ``hal.models``.
+A model is found by the architecture name in config.json, through the entry-point group ``hal.models``.
 """

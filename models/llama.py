@@ -1,4 +1,4 @@
-"""Llama, the decoder that others are measured against, and Mistral, which gives it a sliding window.
+"""Llama, and Mistral, which adds a sliding window.
 
 Source: Grattafiori et al., *The Llama 3 Herd of Models*, 2024; Jiang et al., *Mistral 7B*, 2023.
 """
@@ -15,14 +15,14 @@ from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttenti
 
 @attrs.frozen(kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """The decoder's keys, and whether the MLP has biases."""
+    """The keys of Llama's config.json."""
 
     mlp_bias: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class MistralConfig(LlamaConfig):
-    """Llama's keys, and how many tokens a query sees, in every layer; None for all."""
+    """Llama's keys, and the sliding window of all layers."""
 
     sliding_window: int | None = attrs.field(default=4096, validator=check_window)
 
@@ -34,7 +34,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(DecoderLM):
-    # Files of Llama 1 and 2 hold the frequencies of each layer; the config says the same.
+    # Checkpoints of Llama 1 and 2 store the frequencies of each layer, which the config determines.
     ignored = (".rotary_emb.inv_freq",)
 
     def __init__(self, config: LlamaConfig, sliding_window: int | None = None) -> None:

@@ -18,7 +18,10 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 @attrs.frozen(kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """The decoder's keys, and which layers have a sliding window: by ``layer_types``, or those after the first few."""
+    """The decoder's keys, and those that select layers with a sliding window.
+
+    ``layer_types`` selects them explicitly. Without it, the layers from ``max_window_layers`` on have a window.
+    """
 
     head_dim: int = 128
     use_sliding_window: bool = False
@@ -32,7 +35,7 @@ class Qwen3Config(DecoderConfig):
             raise ValueError(f"layer_types has {len(value)} entries for {self.num_hidden_layers} layers")
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer, or None."""
+        """Return the sliding window of a layer, or None."""
         if not self.use_sliding_window:
             return None
         slides = layer >= self.max_window_layers

@@ -1,4 +1,4 @@
-"""Hardware in the abstract: device, stream, event, memory, graph and limits.
+"""Hardware abstraction: device, stream, event, memory, graph and limits.
 
 The defaults use PyTorch's device-generic runtime.
 """

@@ -1,4 +1,4 @@
-"""The captures of a block of code: what is entered around them, each one's begin and end, and how they fail."""
+"""A sequence of graph captures in one ``with`` block: their shared context, begin, end, and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hal.errors import CaptureError, GraphError
 
 
 class Captures:
-    """The captures of a block of code, one after the other; see :meth:`hal.Graph.capturing`."""
+    """Captures graphs one after another; see :meth:`hal.Graph.capturing`."""
 
     def __init__(self, graph: GraphBase) -> None:
         self._graph = graph
@@ -28,29 +28,29 @@ class Captures:
         self._context: Any = None
         self._modes = _innermost_modes()
         self._begun = self._open = False
-        self._in_driver = True  # and so it stays if a method of the driver raises
+        self._in_driver = True  # remains True if a method of the driver raises
         self._raised: BaseException | None = None
 
     def begin(self, graph: GraphBase, *, pool: Any = None, hold: bool = False) -> None:
-        """Begin to record what this thread launches.
+        """Begin to record the launches of this thread.
 
         Args:
-            graph: an empty one of the same backend.
+            graph: an empty graph of the same backend.
             pool: another graph's :attr:`hal.Graph.pool`, to share its memory.
-            hold: keep the outputs' memory from graphs captured later in this pool, until :meth:`hal.Graph.let_go`.
+            hold: reserve the outputs' memory from graphs captured later in this pool, until :meth:`hal.Graph.let_go`.
 
         Raises:
-            GraphError: the graph is captured already, or of another kind; or a capture is under way.
-            CaptureError: a mode of torch that was entered in the block is still on.
+            GraphError: the graph has a capture already, or another type; or a capture is in progress.
+            CaptureError: a torch mode that was entered in the block is still active.
             ClosedError: the graph, or its backend, is closed.
         """
         self._check_sound()
         if self._open:
-            raise GraphError("a capture was begun inside another", "end the first one before")
+            raise GraphError("a capture began inside another", "call end() before the next begin()")
         if type(graph) is not self._kind:
             raise GraphError(
-                f"a {type(graph).__name__} cannot be captured among graphs that are {self._kind.__name__}",
-                "capture it in a block of its own",
+                f"cannot capture a {type(graph).__name__} in a block of {self._kind.__name__} captures",
+                "capture it in a separate capturing() block",
             )
         graph._check_empty(hold)
         self.check_modes("a capture begins")
@@ -62,23 +62,23 @@ class Captures:
         self._in_driver = False
 
     def end(self, outputs: Any) -> Any:
-        """End the capture that is under way.
+        """End the current capture.
 
         Args:
-            outputs: tensors, or tuples, lists and dicts of them. What goes on to use a tensor among them should hold
-                another on the same memory: that of the outputs may move.
+            outputs: tensors, or tuples, lists and dicts of them. To use an output eagerly afterwards, keep another
+                tensor on the same memory: the output tensors may be moved.
 
         Returns:
-            The outputs, made of the tensors that each replay fills.
+            The same structure with the tensors that each replay writes.
 
         Raises:
-            GraphError: no capture is under way.
-            CaptureError: the outputs are none that a replay can fill, or a mode of torch that was entered in the
-                capture is still on.
+            GraphError: no capture is in progress.
+            CaptureError: a replay cannot write the outputs, or a torch mode that was entered in the capture is still
+                active.
         """
         self._check_sound()
         if not self._open:
-            raise GraphError("no capture is under way that could be ended", "begin one before")
+            raise GraphError("end() was called while no capture is in progress", "call begin() first")
         graph = self._graph
         _check_outputs(outputs)
         self.check_modes("a capture ends")
@@ -89,13 +89,13 @@ class Captures:
         return graph._outputs
 
     def check_modes(self, where: str) -> None:
-        """Raise CaptureError if a torch mode was entered in the block, and not left ``where``."""
+        """Raise CaptureError if a torch mode that was entered in the block is still active ``where``."""
         for found, expected in zip(_innermost_modes(), self._modes, strict=True):
             if found is not expected:
                 raise CaptureError(
-                    f"the mode {type(found).__name__} is the innermost of torch's where {where}, and must be "
-                    f"{'none' if expected is None else type(expected).__name__}: no replay would run in that mode",
-                    'leave the mode before, or use the compiler "eager" or "piecewise"',
+                    f"the innermost torch mode is {type(found).__name__} where {where}, and must be "
+                    f"{'none' if expected is None else type(expected).__name__}: replays do not run in that mode",
+                    'exit the mode before, or set compilation.compiler to "eager" or "piecewise"',
                 )
 
     def _entered(self, context: Any) -> None:
@@ -104,17 +104,17 @@ class Captures:
     def _check_sound(self) -> None:
         if self._in_driver:
             raise GraphError(
-                "a capture failed, and the code that was captured caught the exception", "let it leave the block"
+                "a capture failed, and the captured code caught the exception", "let the exception leave the block"
             )
 
     def _check_ended(self) -> None:
         self._check_sound()
         if self._open:
-            raise GraphError("a capture was begun and not ended", "call end() with what the replays shall fill")
-        self._in_driver = True  # which leaves its context now
+            raise GraphError("a capture was begun but not ended", "call end() with the outputs that replays write")
+        self._in_driver = True  # the driver's context exits now
 
     def _abandon(self, error: BaseException) -> None:
-        """End the capture that is under way, because of ``error``."""
+        """End the current capture after ``error``."""
         if not self._in_driver:
             self._raised = error
         if not self._open:
@@ -125,7 +125,7 @@ class Captures:
             error.add_note(f"the capture's end: {str(end).strip().partition(chr(10))[0][:300]}")
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Empty the graph whose capture broke, and raise what comes of ``error``."""
+        """Reset the graph whose capture failed, and raise the error that ``error`` becomes."""
         failure, cause = self._graph._failure(error, self._raised)
         if self._begun and (self._open or self._in_driver):
             try:
@@ -137,19 +137,19 @@ class Captures:
                 raise error
             raise failure from (failure.__cause__ if failure is cause else cause)
         finally:
-            # An exception that its own traceback refers to would keep the capture's memory.
+            # These locals form a reference cycle with the exception's traceback, which would keep the capture's memory.
             self._raised = None
             del failure, cause, error
 
 
 @contextmanager
 def capturing(graph: GraphBase, stream: Stream | None) -> Iterator[Captures]:
-    """Enter what captures need around them, as :meth:`hal.Graph.capturing` says."""
+    """Enter the context that captures need; see :meth:`hal.Graph.capturing`."""
     with CAPTURING:
         captures = Captures(graph)
         begin_capturing()
         try:
-            graph._check_open("capture")  # it may have waited for the lock
+            graph._check_open("capture")  # it may have been closed while this thread waited for the lock
             with torch.inference_mode(), graph._capture_context(stream) as context:
                 try:
                     captures._entered(context)
@@ -165,16 +165,16 @@ def capturing(graph: GraphBase, stream: Stream | None) -> Iterator[Captures]:
 
 
 def _innermost_modes() -> tuple[Any, Any]:
-    """The modes of torch that see a call first in this thread, of dispatch and of functions; None where none is on."""
+    """Return the innermost dispatch mode and function mode of torch in this thread, or None for each that is absent."""
     dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
     return dispatch[-1] if dispatch else None, functions[-1] if functions else None
 
 
 def _check_outputs(outputs: Any) -> None:
-    """Raise CaptureError for what a graph cannot keep at its address: all but tensors, in tuples, lists and dicts."""
+    """Raise CaptureError for outputs other than tensors in tuples, lists and dicts, which have no fixed address."""
     for leaf in tree_iter(outputs):
         if not isinstance(leaf, Tensor | int | float | None):
             raise CaptureError(
-                f"the captured function returned a {type(leaf).__name__}, whose tensors no replay would fill",
+                f"the captured function returned a {type(leaf).__name__}, whose tensors replays would not write",
                 "return tensors, or tuples, lists or dicts of them",
             )

@@ -1,4 +1,4 @@
-"""Closing: what is in use is not taken away, and what is closed says so."""
+"""Closing: :meth:`Closable.close` waits for calls in progress, and later calls raise ClosedError."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from hal.errors import ClosedError, HalError
 
 
 class Uses:
-    """Counts the calls that use something, as a context manager around each, so that closing waits for them.
+    """Counts the calls that use a resource, as a context manager around each, so that closing can wait for them.
 
-    Threading: any thread may enter, and any may close. A call that begins once closing has begun is refused, unless it
-    is a part of one that began before.
+    Threading: any thread may enter or close. Once closing has begun, a new call raises ClosedError, unless it is nested
+        in
+    a call that began before.
 
     Args:
-        what: is used, for messages.
-        remedy: what to do when it is closed.
+        what: the name of the resource, for messages.
+        remedy: the remedy in ClosedError.
     """
 
     def __init__(self, what: str, remedy: str) -> None:
@@ -47,33 +48,35 @@ class Uses:
                 self._changed.notify_all()
 
     def check_open(self) -> None:
-        """Raise ClosedError if it is closed, or being closed."""
+        """Raise ClosedError if the resource is closed or being closed."""
         with self:
             pass
 
     def check_not_mine(self) -> None:
-        """Raise ClosedError if a call of this thread uses it: closing would wait for that for good."""
+        """Raise ClosedError if a call of this thread uses the resource: closing would wait for itself forever."""
         if threading.get_ident() in self._threads:
-            raise ClosedError(f"{self._what} would be closed by a call that uses it", "close it when the call is done")
+            raise ClosedError(
+                f"a call that uses {self._what} tried to close it", "close it after the call has returned"
+            )
 
     def end(self) -> None:
-        """Refuse calls from now on, and wait for those of other threads."""
+        """Refuse new calls, and wait for those of other threads."""
         with self._changed:
             self.ended = True
             while self._threads:
                 self._changed.wait()
 
     def error(self) -> ClosedError:
-        """What a use raises once it is closed."""
+        """Return the error that a call raises after closing."""
         return ClosedError(f"{self._what} is closed", self._remedy)
 
 
 class Closable(ABC):
-    """A context manager whose :meth:`close` frees what it holds, at once and only once.
+    """A context manager whose :meth:`close` frees its resources immediately, once.
 
     Args:
-        what: it is, for messages.
-        remedy: what to do when it is closed.
+        what: the name of the object, for messages.
+        remedy: the remedy in ClosedError.
     """
 
     def __init__(self, what: str, remedy: str) -> None:
@@ -87,17 +90,17 @@ class Closable(ABC):
         return self.uses.ended
 
     def close(self) -> None:
-        """Free everything that it holds, at once. Closing it again does nothing.
+        """Free all resources. Closing again does nothing.
 
-        Waits for calls of other threads that use it; those that begin from now on raise ClosedError.
+        Waits for calls of other threads that use them. New calls raise ClosedError.
 
         Raises:
-            ClosedError: called by a call that uses it.
+            ClosedError: called from within a call that uses the object.
             GraphError: called in a captured function.
-            DeviceError: the device failed at work that was under way. Everything is freed all the same.
+            DeviceError: work in progress on the device failed. All resources are freed nevertheless.
         """
         self._check_closable()
-        with self._closing:  # whoever closes it meanwhile waits, and finds it freed
+        with self._closing:  # a concurrent close waits here, and finds it freed
             if self._freed or self._freeing:
                 return
             self._freeing = True
@@ -105,7 +108,7 @@ class Closable(ABC):
                 self.uses.end()
                 self._free()
                 self._freed = True
-            except Exception:  # an interrupt may have left something, and closing again frees that
+            except Exception:  # not BaseException: after an interrupt, another close() frees the rest
                 self._freed = True
                 raise
             finally:
@@ -123,12 +126,12 @@ class Closable(ABC):
         except HalError as failed:
             if error is None:
                 raise
-            error.add_note(f"and closing failed: {failed}")  # what the block raised comes first
+            error.add_note(f"and closing failed: {failed}")  # the block's exception takes precedence
 
     def _check_closable(self) -> None:
-        """Raise ClosedError if a call of this thread uses it."""
+        """Raise ClosedError if a call of this thread uses the object."""
         self.uses.check_not_mine()
 
     @abstractmethod
     def _free(self) -> None:
-        """Free all that it holds, whatever fails; nobody uses it any more."""
+        """Free all resources, even if some cannot be freed. Nothing uses them any more."""

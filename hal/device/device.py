@@ -1,4 +1,4 @@
-"""A device: where tensors live and work runs."""
+"""Devices, which hold tensors and run work."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hal.device.stream import Event, Stream
 class Device:
     """One device of a backend, over PyTorch's device-generic runtime (``torch.accelerator``).
 
-    A vendor whose device is a PyTorch accelerator uses this class as it is. Others override what differs.
+    A vendor whose device is a PyTorch accelerator uses this class unchanged. Others override the methods that differ.
 
     Args:
         device: the torch device, with its index.
-        name: what a person calls it, such as the product's name.
+        name: a readable name, such as the product's name.
     """
 
     def __init__(self, device: torch.device, name: str = "") -> None:
@@ -26,19 +26,19 @@ class Device:
         return f"Device({str(self.torch)!r}, {self.name!r})"
 
     def stream(self, *, priority: int = 0) -> Stream:
-        """A new stream; a lower number is a higher priority, as in torch."""
+        """Return a new stream; a lower number is a higher priority, as in torch."""
         return Stream(self.torch, priority=priority)
 
     def event(self, *, timing: bool = False) -> Event:
-        """A new event; ``timing`` makes :meth:`Event.elapsed_time` available."""
+        """Return a new event; ``timing=True`` enables :meth:`Event.elapsed_time`."""
         return Event(self.torch, timing=timing)
 
     def synchronize(self) -> None:
-        """Block the host until everything enqueued on the device has finished."""
+        """Block the host until all work enqueued on the device has finished."""
         torch.accelerator.synchronize(self.torch)
 
     def memory_stats(self) -> MemoryStats:
-        """What is in use now, at most, and free."""
+        """Return the current, peak and free memory."""
         stats = torch.accelerator.memory_stats(self.torch)
         free, total = torch.accelerator.get_memory_info(self.torch)
         return MemoryStats(
@@ -50,10 +50,10 @@ class Device:
         )
 
     def reset_peak(self) -> bool:
-        """Make the peak of :meth:`memory_stats` count from now on; False if this device cannot."""
+        """Restart the peak of :meth:`memory_stats` from current use. Return False if the device does not support it."""
         torch.accelerator.reset_peak_memory_stats(self.torch)
         return True
 
     def empty_cache(self) -> None:
-        """Give memory that the allocator holds but no tensor uses back to the device."""
+        """Return unused memory of the allocator's cache to the device."""
         torch.accelerator.empty_cache()

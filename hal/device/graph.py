@@ -1,24 +1,24 @@
-"""Graphs: a captured sequence of launches that replays without the Python that made it.
+"""Graphs: a captured sequence of launches, which replays without running its Python code.
 
-Contract of capture and replay, for every driver:
+Every driver implements this contract of capture and replay:
 
-- ``capture(fn)`` calls ``fn`` with the launches recorded, on the memory that ``fn`` reads and writes. A replay launches
-  the same again, on the same memory: change inputs in place, read outputs from the tensors that capture returned.
-- Outputs keep their addresses for the graph's life. Graphs that share a pool share memory: the outputs of one are valid
-  until the next replay of another. A graph that was captured with ``hold=True`` keeps the memory of its outputs from
-  those that are captured after it, until ``let_go()``: those may read it, and be replayed, without harm to it.
+- ``capture(fn)`` calls ``fn`` and records its launches and the memory that they use. A replay repeats the launches on
+  the same memory: change the inputs in place, and read the outputs from the tensors that capture returned.
+- Outputs keep their addresses for the graph's lifetime. Graphs that share a pool share memory: the outputs of one are
+  valid until the next replay of another. A graph captured with ``hold=True`` reserves its outputs' memory from later
+  captures until ``let_go()``, so that later graphs can read the outputs and replay without overwriting them.
 - A kernel that reads values on the host takes them as *host values*: CPU tensors that the operation declares with
-  ``host=``. Capture records each, by argument name; every replay takes new ones, by name, and checks all names and
-  shapes before it launches anything. Values are copied before the call returns.
-- What the function raises comes out of ``capture`` as it was raised. What the capture itself causes comes out as
-  :class:`CaptureError`, with the cause chained. Either way the graph is empty, and can capture again.
-- ``capture(fn)`` is a begin and an end with ``fn`` between them. :meth:`hal.Graph.capturing` gives both to code that
-  captures several graphs from one run of a function. What captures need around them (inference mode, a stream, modes of
-  torch) is entered once, before the first begin; a begin and an end enter and leave nothing.
-- Both run under ``torch.inference_mode``, as the caches that they write do.
-- Threading: a graph belongs to one thread at a time. One capture runs in a process at a time; another thread's waits.
-- Closing a graph, as its backend does when that is closed, waits for a replay or capture of another thread to return.
-  A closed graph holds nothing, and every use of it raises :class:`ClosedError`.
+  ``host=``. Capture records them by argument name. Every replay takes new values by name, checks all names and shapes
+  before any launch, and copies the values before it returns.
+- An exception of the function leaves ``capture`` unchanged. A failure of the capture itself raises
+  :class:`CaptureError` with the cause chained. In both cases the graph is empty, and can capture again.
+- ``capture(fn)`` is a begin and an end around ``fn``. :meth:`hal.Graph.capturing` provides both, to capture several
+  graphs from one run of a function. The context of captures (inference mode, a stream, torch modes) is entered once,
+  before the first begin. Begin and end enter and exit no context.
+- Capture and replay run under ``torch.inference_mode``, as do the caches that they write.
+- Threading: a graph belongs to one thread at a time. A process runs one capture at a time; other threads wait.
+- Closing a graph, as closing its backend does, waits for a replay or capture of another thread. A closed graph holds
+  no memory, and every use raises :class:`ClosedError`.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from hal.device.stream import Stream
 class Graph(GraphBase):
     """One captured graph.
 
-    A driver implements ``_begin``, ``_end``, ``_abandon``, ``_launch``, ``_release`` and ``dump``. ``_capture_context``
-    gives what captures need around them, ``_let_go`` is for graphs that can capture in pieces with ``hold``, and
-    ``_explain`` says which of the vendor's exceptions are failures of a capture.
+    A driver implements ``_begin``, ``_end``, ``_abandon``, ``_launch``, ``_release`` and ``dump``. It may override
+    ``_capture_context`` for the context of captures, ``_let_go`` to support ``hold``, and ``_explain`` to recognise the
+    vendor's exceptions that are capture failures.
     """
 
     def capture(
         self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None, hold: bool = False
     ) -> Any:
-        """Call ``fn`` once, recording what it launches. Waits for a capture of another thread to end.
+        """Call ``fn`` once, and record its launches. Waits for a capture of another thread to end.
 
-        An exception of ``fn`` leaves this method unchanged: the same object, whatever its type, KeyboardInterrupt and
-        the HalErrors included. The exceptions to this rule are failures that the capture causes: a synchronising call,
-        an operation that cannot be captured, no stream or memory left. The driver recognises those by what the
-        vendor's package raises, and they become CaptureError. So does whatever fails at the beginning or the end of
-        the capture, unless ``fn`` raised before: then its exception comes out, with a note of what followed.
+        An exception of ``fn`` propagates as the same object, whatever its type, including KeyboardInterrupt and
+        HalErrors. The exception is a failure that the capture causes: a synchronising call, an operation that cannot be
+        captured, or no stream or memory left. The driver recognises these by the vendor's exceptions, and raises
+        CaptureError. A failure at the begin or the end of the capture also raises CaptureError, unless ``fn`` raised
+        before: then its exception propagates, with a note about the later failure.
 
         After any exception the graph is empty and can capture again, and the capture's stream and lock are released.
 
         Args:
-            fn: takes nothing; returns tensors (or a tuple, list or dict of them), whose addresses then stay.
+            fn: takes no arguments; returns tensors (or a tuple, list or dict of them), whose addresses become fixed.
             pool: another graph's :attr:`pool`, to share its memory.
-            stream: where to capture; None takes one of the driver's choosing.
-            hold: keep the outputs' memory from graphs captured later in this pool, until :meth:`let_go`.
+            stream: the stream to capture on; None lets the driver choose.
+            hold: reserve the outputs' memory from graphs captured later in this pool, until :meth:`let_go`.
 
         Returns:
-            What ``fn`` returned, made of the tensors that each replay fills.
+            The structure that ``fn`` returned, with the tensors that each replay writes.
 
         Raises:
-            CaptureError: something in ``fn`` cannot be captured, with the reason, a remedy and the cause chained.
-            GraphError: the graph is captured already, or a capture is under way in this thread.
+            CaptureError: ``fn`` cannot be captured; the cause is chained.
+            GraphError: the graph has a capture already, or this thread is capturing.
             ClosedError: the graph, or its backend, is closed.
         """
         self._check_empty(hold)
@@ -73,7 +73,7 @@ class Graph(GraphBase):
             return captures.end(fn())
 
     def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:
-        """Enter what captures need around them, for this graph and others of the same backend. Waits as `capture` does.
+        """Return a context manager to capture this graph and others of the backend in turn.
 
         ::
 
@@ -84,10 +84,10 @@ class Graph(GraphBase):
                 captures.begin(second, pool=first.pool)
                 captures.end(x * 2)
 
-        What leaves the block is what :meth:`capture` would raise, the code in the block being its function. A graph
-        whose capture was not ended is empty then; those that were ended stay captured.
+        Entering waits, and exceptions propagate, as in :meth:`capture`, with the block in place of the function. A
+        graph whose capture did not end is empty afterwards; graphs whose capture ended keep it.
 
         Args:
-            stream: where to capture; None takes one of the driver's choosing.
+            stream: the stream to capture on; None lets the driver choose.
         """
         return capturing(self, stream)

@@ -1,4 +1,4 @@
-"""A captured graph without its capture: state, replay, and the methods that a driver implements."""
+"""The state and replay of a graph, and the methods that a driver implements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hal.device.stream import Stream
 from hal.errors import CaptureError, ClosedError, DeviceError, DeviceOutOfMemory, GraphError, HalError
 
 MEMORY_REMEDY = f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}"
-"""Of a capture that memory is lacking for."""
+"""The remedy of a capture that ran out of memory."""
 
 
 class GraphBase(ABC):
-    """What a graph holds, its replay, and the methods that a driver implements; see :class:`hal.Graph`."""
+    """The state of a graph, its replay, and the methods that a driver implements; see :class:`hal.Graph`."""
 
     may_refuse: bool = False
-    """Whether :meth:`refusal` need be asked before a replay."""
+    """Whether replays must call :meth:`refusal` first."""
 
     def __init__(self) -> None:
         self.host_values = HostValues()
@@ -35,14 +35,14 @@ class GraphBase(ABC):
         self._pool: Any = None
         self._holds = False
         self._closed = False
-        self._launching = threading.RLock()  # held by a replay, which nothing may be freed under
+        self._launching = threading.RLock()  # held during a replay, while nothing may be freed
 
     def replay(self, **host_values: HostValue) -> None:
-        """Launch everything again, reading ``host_values`` in place of those of the capture.
+        """Repeat the launches, with ``host_values`` in place of those of the capture.
 
         Raises:
             HostValueError: a name is unknown or missing, or a shape or dtype differs. Nothing was launched.
-            GraphError: nothing was captured.
+            GraphError: the graph has no capture.
             ClosedError: the graph, or its backend, is closed.
         """
         with self._launching:
@@ -52,19 +52,19 @@ class GraphBase(ABC):
                 self._launch(values)
 
     def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
-        """Return why no replay can take ``host_values``, beside their names and shapes; None if one can.
+        """Return why the graph cannot replay ``host_values`` of valid names and shapes, or None if it can.
 
-        A driver whose launches were captured for some values only overrides it, and sets ``may_refuse``.
+        A driver whose captured launches are valid for some values only overrides it, and sets ``may_refuse``.
         """
         return None
 
     def let_go(self) -> None:
-        """Let graphs that are captured from now on have the memory of the outputs that ``hold`` kept."""
+        """Release the memory of the outputs that ``hold`` reserved, to graphs captured from now on."""
         self._holds = False
         self._let_go()
 
     def reset(self) -> None:
-        """Drop the capture and its memory; the graph can then capture again."""
+        """Free the capture and its memory; the graph can then capture again."""
         with self._launching:
             try:
                 self._release()
@@ -74,55 +74,55 @@ class GraphBase(ABC):
                 self.host_values = HostValues()
 
     def close(self) -> None:
-        """Drop the capture and its memory for good. Closing it again does nothing."""
+        """Free the capture and its memory permanently. Closing again does nothing."""
         with CAPTURING, self._launching:
             self._closed = True
             self.reset()
 
     @property
     def outputs(self) -> Any:
-        """What the captured function returned."""
+        """The outputs of the capture."""
         self._require_capture("outputs")
         return self._outputs
 
     @property
     def pool(self) -> Any:
-        """A handle on the graph's memory, for :meth:`capture` of another graph of the same driver."""
+        """A handle to the graph's memory, for :meth:`capture` of another graph of the driver."""
         self._require_capture("pool")
         return self._pool
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise ClosedError(f"{what} was asked of a graph that is closed", "capture another, on an open backend")
+            raise ClosedError(f"{what} was called on a closed graph", "capture a new graph, on an open backend")
 
     def _check_empty(self, hold: bool) -> None:
-        """Raise unless a capture can begin, with ``hold`` or without."""
+        """Raise GraphError unless a capture can begin, with the given ``hold``."""
         self._check_open("capture")
         if self._captured:
-            raise GraphError("this graph has been captured already", "call reset() first, or make another graph")
+            raise GraphError("the graph has a capture already", "call reset() first, or capture another graph")
         if hold and type(self)._let_go is GraphBase._let_go:
             raise GraphError(
-                f"{type(self).__name__} cannot hold its outputs while others are captured",
-                'use the compiler "graph" or "eager", or ask the driver\'s authors for it',
+                f"{type(self).__name__} does not support hold=True",
+                'set compilation.compiler to "graph" or "eager", or report it to the driver\'s vendor',
             )
 
     def _require_capture(self, what: str) -> None:
         if not self._captured:
             self._check_open(what)
-            raise GraphError(f"{what} was asked of a graph that holds no capture", "call capture() first")
+            raise GraphError(f"{what} was called on a graph without a capture", "call capture() first")
 
     def _failure(self, error: BaseException, raised: BaseException | None) -> tuple[BaseException, BaseException]:
-        """What a capture that broke raises, and its cause; the same twice for what comes out as it is.
+        """Return the exception that a failed capture raises, and its cause; both are equal if it propagates unchanged.
 
         Args:
-            error: what the capture came to its end with.
-            raised: what the function raised, if it did.
+            error: the exception that ended the capture.
+            raised: the exception of the captured function, if any.
         """
         first = raised if raised is not None and isinstance(error, Exception) else error
         if first is not error:
-            first.add_note(f"the capture could not be ended after that: {type(error).__name__}: {error}")
+            first.add_note(f"ending the capture then failed: {type(error).__name__}: {error}")
         cause = first
-        while isinstance(cause, DeviceError) and cause.__cause__ is not None:  # made of the vendor's exception
+        while isinstance(cause, DeviceError) and cause.__cause__ is not None:  # find the vendor's exception
             cause = cause.__cause__
         if not isinstance(cause, Exception) or isinstance(cause, HalError):
             return first, first
@@ -133,20 +133,20 @@ class GraphBase(ABC):
             return first, first
         return known or CaptureError(
             f"the capture failed: {type(first).__name__}: {first}",
-            "run the function eagerly to see whether the capture is at fault, and report it to the driver's authors",
+            "run the function eagerly; if that succeeds, report the failure to the driver's vendor",
         ), first
 
     def _explain(self, error: Exception) -> HalError | None:
-        """The typed error for an exception of PyTorch's or the vendor's in a capture, or None if it is not known.
+        """Return the HalError for an exception that PyTorch or the vendor's package raised in a capture.
 
         Args:
-            error: raised by the captured function, or by one of the driver's methods. Notes on it say how the capture
-                was ended.
+            error: raised by the captured function or by a method of the driver. Its notes describe the end of the
+                capture.
 
         Returns:
-            CaptureError if the capture is the reason, memory that it lacks included. Another HalError, such as
-            DeviceError, takes the place of an exception of the driver's methods only. By default torch's exceptions for
-            memory are known.
+            None if the exception is unknown. CaptureError if the capture is the cause, including lack of memory.
+            Another HalError, such as DeviceError, replaces only exceptions of the driver's methods. The default
+            recognises torch's out-of-memory exceptions.
         """
         if what := lacking_memory(error):
             return CaptureError(f"a capture failed: {what}", MEMORY_REMEDY)
@@ -154,53 +154,53 @@ class GraphBase(ABC):
 
     @abstractmethod
     def dump(self, path: Path) -> None:
-        """Write a readable listing of the launches to ``path``."""
+        """Write a readable list of the launches to ``path``."""
 
     def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        """Give what captures need around them: the stream to capture on, modes of torch, interceptions of ``hal.ops``.
+        """Return the context of captures: the capture stream, torch modes, interceptions of ``hal.ops``.
 
-        It is entered once for all captures of a ``with`` block, on which the code between them runs too: what records
-        must let everything pass while no capture is under way. Inference mode is entered already.
+        It is entered once per ``with`` block, under inference mode. Eager code between captures runs in it too, so
+        recorders must pass calls through while no capture is in progress.
 
         Returns:
-            A context manager. What it gives is handed to ``_begin``. By default, one that enters nothing.
+            A context manager, whose value is passed to ``_begin``. The default enters nothing.
         """
         return nullcontext()
 
     @abstractmethod
     def _begin(self, context: Any, pool: Any) -> None:
-        """Begin to record what this thread launches. May enter no context that is local to the thread.
+        """Begin to record the launches of this thread. Must not enter thread-local contexts.
 
         Args:
-            context: what ``_capture_context`` gave.
-            pool: that of another graph of the driver's, to share its memory; or None.
+            context: the value of ``_capture_context``.
+            pool: the pool of another graph of the driver, to share its memory; or None.
 
         Raises:
-            GraphError: it is no pool of this driver's.
+            GraphError: the pool is not of this driver.
         """
 
     @abstractmethod
     def _end(self, outputs: Any) -> tuple[Any, Any]:
-        """End the capture; return the outputs, made of the tensors that each replay fills, and the pool.
+        """End the capture. Return the outputs, with the tensors that each replay writes, and the pool.
 
         Args:
-            outputs: tensors, in tuples, lists and dicts. The code that was captured may go on to use others.
+            outputs: tensors, in tuples, lists and dicts. Eager code may continue to use other tensors.
         """
 
     @abstractmethod
     def _abandon(self) -> None:
-        """End a capture that is given up, within its context, so that others can begin. ``_release`` is called next.
+        """End a failed capture, within its context, so that others can begin. ``_release`` is called next.
 
         ``_begin`` or ``_end`` may have raised before, at any point.
         """
 
     @abstractmethod
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
-        """Replay with host values that passed the check; copy what is needed of them before returning."""
+        """Replay with validated host values. Copy the required values before returning."""
 
-    def _let_go(self) -> None:  # noqa: B027 (a driver may do without)
-        """Stop keeping the outputs' memory, which ``_end`` kept if ``self._holds``. Drivers may leave it out."""
+    def _let_go(self) -> None:  # noqa: B027 (optional for drivers)
+        """Release the outputs' memory, which ``_end`` reserved if ``self._holds``. Optional."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Drop what a capture, whole or broken off, holds."""
+        """Free the resources of a capture, complete or failed."""

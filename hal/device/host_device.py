@@ -1,6 +1,6 @@
-"""The host as a device: everything runs at once, so streams and events have nothing to wait for.
+"""The host as a device. It runs everything synchronously, so streams and events are no-ops.
 
-The CPU driver uses it, and so can any driver whose kernels run on the host.
+For the CPU driver, and any other driver whose kernels run on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hal.device.stream import Event, Stream
 
 
 class HostStream(Stream):
-    """A stream on which work has finished as soon as it is enqueued."""
+    """A stream whose work has finished when the call that enqueues it returns."""
 
     def __init__(self) -> None:
         pass
@@ -28,7 +28,7 @@ class HostStream(Stream):
         """Return at once."""
 
     def query(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def wait_stream(self, other: Stream) -> None:
@@ -44,51 +44,51 @@ class HostStream(Stream):
 
 
 class HostEvent(Event):
-    """An event that has always been reached; it keeps the time it was recorded at."""
+    """An event that is always reached, with the time of its recording."""
 
     def __init__(self) -> None:
         self.recorded = 0.0
 
     def record(self, stream: Stream) -> None:
-        """Note the time."""
+        """Record the current time."""
         self.recorded = time.perf_counter()
 
     def wait(self, stream: Stream) -> None:
         """Return at once."""
 
     def query(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
         """Return at once."""
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds between the two records."""
+        """Return the milliseconds between the two recordings."""
         if not isinstance(end, HostEvent):
-            raise TypeError(f"an event of the host cannot be compared with {end!r}")
+            raise TypeError(f"elapsed_time needs another HostEvent, not {end!r}")
         return (end.recorded - self.recorded) * 1e3
 
 
 class HostDevice(Device):
-    """The host. PyTorch keeps no statistics of its memory, so the process's resident memory stands for them."""
+    """The host. Its memory statistics are those of the process, because PyTorch keeps none for the CPU."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__(torch.device("cpu"), name or f"CPU, {torch.get_num_threads()} threads")
 
     def stream(self, *, priority: int = 0) -> HostStream:
-        """A no-op stream."""
+        """Return a no-op stream."""
         return HostStream()
 
     def event(self, *, timing: bool = False) -> HostEvent:
-        """A no-op event, which can always be timed."""
+        """Return a no-op event, which always supports timing."""
         return HostEvent()
 
     def synchronize(self) -> None:
-        """Return at once: nothing is asynchronous."""
+        """Return at once: all work is synchronous."""
 
     def memory_stats(self) -> MemoryStats:
-        """Resident memory of the process, its peak, and what the machine has, or a container of it, if that is less."""
+        """Return the process's resident memory and peak, and the memory of the machine, or of its container if less."""
         import psutil
 
         process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
@@ -102,15 +102,15 @@ class HostDevice(Device):
         )
 
     def reset_peak(self) -> bool:
-        """False: the system keeps the peak of a process's whole life."""
+        """Return False: the operating system cannot reset a process's peak."""
         return False
 
     def empty_cache(self) -> None:
-        """Return at once: host memory goes back by itself."""
+        """Return at once: the host's allocator has no cache."""
 
 
 def _peak_resident(process: Any) -> int:
-    # Not getrusage: its maximum is handed down from the parent process.
+    # Not getrusage: a child process inherits its maximum.
     status = Path("/proc/self/status")
     if status.exists():
         return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -118,13 +118,12 @@ def _peak_resident(process: Any) -> int:
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """The limits that Linux's control groups set to this process's memory, and what is used of each, in bytes.
+    """Yield the limit and the usage of each Linux control group of this process, such as a container's, in bytes.
 
-    A container is such a group. The cache of files is not counted as used, because the kernel gives it up on demand, as
-    it does before it says what a machine has available.
+    The page cache does not count as used, because the kernel frees it on demand, as in its figure of available memory.
 
     Args:
-        root: of the file system that says so.
+        root: the root of the file system.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it.
     """
@@ -138,7 +137,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # The groups around one limit it, too. In a container the path may be one that only the host can see.
+        # Parent groups limit a process, too. In a container the path may be visible to the host only.
         own = top / path.strip("/")
         for folder in (own, *(each for each in own.parents if each.is_relative_to(top))):
             try:

@@ -1,4 +1,4 @@
-"""Host values: what the launches of a captured graph read on the host, by name, and the check of new ones."""
+"""Host values: the values that a captured graph's launches read on the host, and the validation of new ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HostValue = Tensor | Sequence[int]
 
 
 class HostValues:
-    """The host values of one graph: what the capture met, by name, and the check that every replay passes."""
+    """The host values of one graph: recorded by the capture, and validated by every replay."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -22,39 +22,40 @@ class HostValues:
         return name in self._tensors
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """The names, and the tensors that the launches read."""
+        """Return the names, and the tensors that the launches read."""
         return list(self._tensors.items())
 
     def record(self, name: str, tensor: Tensor, operation: str) -> None:
-        """Note that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""
+        """Record that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""
         if tensor.device.type != "cpu":
             raise CaptureError(
-                f"{operation} was given {name} on {tensor.device}; a host value must be a CPU tensor",
-                "pass the host twin of the tensor, as hal.Batch carries it",
+                f"{operation} was called with {name} on {tensor.device}; a host value must be a CPU tensor",
+                "pass the host twin of the tensor, a field of hal.Batch",
             )
         known = self._tensors.setdefault(name, tensor)
         if known.data_ptr() != tensor.data_ptr() or known.shape != tensor.shape:
             raise CaptureError(
-                f"two launches in one capture take different tensors as {name}, so one name cannot update both",
+                f"two launches in one capture read different tensors as {name}; replays update one per name",
                 "pass the same tensor to every operation of the captured function",
             )
 
     def check(self, values: Mapping[str, HostValue]) -> dict[str, Tensor]:
-        """Return ``values`` as tensors fit to be copied; raise HostValueError if any name, shape or dtype is off."""
+        """Return ``values`` as tensors. Raise HostValueError if a name, shape or dtype is wrong."""
         for name in values:
             if name not in self._tensors:
                 raise HostValueError(
-                    f"the graph has no host value {name!r}; {nearest(name, self._tensors)}", "pass the names it has"
+                    f"the graph has no host value {name!r}; {nearest(name, self._tensors)}",
+                    "pass the names that were captured",
                 )
         if len(values) < len(self._tensors):
             missing = sorted(set(self._tensors) - set(values))
             raise HostValueError(
-                f"the replay lacks the host values {', '.join(missing)}", "pass every host value at every replay"
+                f"the replay lacks the host values {', '.join(missing)}", "pass every host value to every replay"
             )
         return {name: self._fit(name, value) for name, value in values.items()}
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy checked ``values`` into the tensors that the launches read."""
+        """Copy validated ``values`` into the tensors that the launches read."""
         for name, value in values.items():
             self._tensors[name].copy_(value)
 
@@ -62,15 +63,18 @@ class HostValues:
         expected = self._tensors[name]
         if not isinstance(value, Tensor):
             if not (isinstance(value, Sequence) and all(type(number) is int for number in value)):
-                raise HostValueError(f"host value {name} is {value!r:.70}", "pass a CPU tensor, or a list of integers")
+                raise HostValueError(
+                    f"the host value {name} is {value!r:.70}, not a CPU tensor or integers",
+                    "pass a CPU tensor, or a list of integers",
+                )
             try:
                 value = torch.tensor(value, dtype=expected.dtype)
             except RuntimeError as error:
-                raise HostValueError(f"host value {name}: {error}", "pass numbers that its dtype holds") from None
+                raise HostValueError(f"the host value {name}: {error}", f"pass numbers of {expected.dtype}") from None
         if not value.is_cpu or value.dtype != expected.dtype or value.shape != expected.shape:
             raise HostValueError(
-                f"host value {name} must be {_describe(expected)}, found {_describe(value)}",
-                "host values keep the shape and dtype of the capture; pad to the bucket's size",
+                f"the host value {name} must be {_describe(expected)}, found {_describe(value)}",
+                "pad host values to the shape of the capture, and keep its dtype",
             )
         return value
 

@@ -1,4 +1,4 @@
-"""What a backend can take."""
+"""The limits of a backend: dtypes, sizes and numbers of streams."""
 
 from __future__ import annotations
 
@@ -10,51 +10,49 @@ import torch
 from hal.errors import DriverError
 
 DEFAULT_BLOCK_SIZE = 64
-"""Tokens per block of a cache, where neither the config nor the backend prefers another size."""
+"""Tokens per block of a cache, if neither the configuration nor the backend specifies a size."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that operations declare tolerances for, and configurations can name."""
+"""The dtypes that operations declare tolerances for, and that configurations can name."""
 
 
 def _dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """A tuple of some of :data:`DTYPES`."""
+    """Validate a tuple of one or more of :data:`DTYPES`."""
     if not (isinstance(value, tuple) and value and all(each in DTYPES for each in value)):
         raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}",
-            f"give a tuple of one or more of {', '.join(map(str, DTYPES))}",
+            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of supported dtypes",
+            f"use one or more of {', '.join(map(str, DTYPES))}",
         )
 
 
 def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """A tuple of positive integers."""
+    """Validate a tuple of positive integers."""
     if not (isinstance(value, tuple) and all(type(each) is int and each > 0 for each in value)):
         raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}",
-            "give a tuple of positive integers, as (64, 128)",
+            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of positive integers",
+            "use a tuple such as (64, 128)",
         )
 
 
 def _streams(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """A number of streams: 1 or more where that is what a graph takes, and 0 or more, or None, as a limit."""
+    """Validate a number of streams: ``streams_per_graph`` is 1 or more; a limit is 0 or more, or None."""
     least, none = (1, "") if attribute.name == "streams_per_graph" else (0, ", or None for no limit")
     if not ((none and value is None) or (type(value) is int and value >= least)):
         raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}", f"give an integer of at least {least}{none}"
+            f"the limits of a backend have {attribute.name}={value!r}", f"use an integer of {least} or more{none}"
         )
 
 
 @attrs.frozen
 class Limits:
-    """What a backend can take. Constant for its lifetime.
-
-    A :class:`~hal.errors.DriverError` is raised for values that are none of these.
+    """The limits of a backend, constant for its lifetime. Invalid values raise :class:`~hal.errors.DriverError`.
 
     Attributes:
-        dtypes: of weights, activations and caches.
-        block_sizes: of the KV cache, the preferred first; empty if any will do.
-        head_dims: that attention takes; empty if any will do.
-        max_streams: streams that graphs may take together; None if there is no limit.
-        streams_per_graph: streams that a graph takes, which forks none.
-        capture_sizes: the decode batch sizes that are captured where the config names none, ascending.
+        dtypes: the dtypes of weights, activations and caches.
+        block_sizes: supported block sizes of the KV cache, the preferred one first; empty if any is supported.
+        head_dims: head dimensions that attention supports; empty if any is supported.
+        max_streams: the number of streams that all graphs together may use; None for no limit.
+        streams_per_graph: the number of streams that a graph without forks uses.
+        capture_sizes: the default decode batch sizes to capture, ascending.
     """
 
     dtypes: tuple[torch.dtype, ...] = attrs.field(default=DTYPES, validator=_dtypes)

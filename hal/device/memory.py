@@ -1,4 +1,4 @@
-"""Memory of a device: what is in use, what was in use at most, what there is."""
+"""Device memory: statistics, and recognition of out-of-memory exceptions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _HOST_ALLOCATOR = "DefaultCPUAllocator: "
 
 @attrs.frozen
 class MemoryStats:
-    """A snapshot of a device's memory, all in bytes.
+    """A snapshot of a device's memory, in bytes.
 
     Attributes:
-        allocated: in use by tensors of this process (on the CPU: the process's resident memory).
-        peak: the most that ``allocated`` has been.
-        reserved: held from the device by this process, ``allocated`` included.
-        free: still free on the device, for every process.
-        total: what the device has.
+        allocated: used by tensors of this process (on the CPU: the process's resident memory).
+        peak: the maximum of ``allocated``.
+        reserved: reserved on the device by this process, including ``allocated``.
+        free: free on the device, for all processes.
+        total: the device's total memory.
     """
 
     allocated: int
@@ -28,10 +28,10 @@ class MemoryStats:
 
 
 def lacking_memory(error: BaseException) -> str:
-    """What torch's allocators say they lack: of a device, or of the host; empty for any other exception."""
+    """Return the message of a device's or the host's out-of-memory exception; empty for any other exception."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device has no memory left: {str(error).strip().partition(chr(10))[0]}"
-    # The host's has no type of its own.
+    # The host allocator raises a plain RuntimeError.
     if type(error) is not RuntimeError or _HOST_ALLOCATOR not in str(error):
         return ""
     return f"the CPU has no memory left: {str(error).partition(_HOST_ALLOCATOR)[2].partition('. Error code')[0]}"

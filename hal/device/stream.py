@@ -1,7 +1,7 @@
-"""Streams and events: an order of work on a device, and points in that order.
+"""Streams and events: the order of work on a device, and markers in it.
 
-The defaults wrap PyTorch's device-generic ``torch.Stream`` and ``torch.Event``. A driver whose device is a PyTorch
-accelerator inherits them; one whose device runs everything at once (a CPU) overrides them with no-ops.
+The defaults wrap PyTorch's device-generic ``torch.Stream`` and ``torch.Event``. A driver for a PyTorch accelerator
+inherits them. A driver for a synchronous device, such as a CPU, overrides them with no-ops.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 
 class Event:
-    """A point in a stream's work.
+    """A marker in a stream's work.
 
-    Lifetime: usable until garbage-collected; recording again moves the point. Threading: record and wait may come from
+    Lifetime: usable until garbage-collected; recording again moves the marker. Threading: record and wait may run in
     different threads.
     """
 
@@ -26,11 +26,11 @@ class Event:
         self._event.record(stream.torch)
 
     def wait(self, stream: Stream) -> None:
-        """Make work enqueued on ``stream`` from now on wait until this event is reached; does not block the host."""
+        """Make work enqueued on ``stream`` from now on wait for this event, without blocking the host."""
         self._event.wait(stream.torch)
 
     def query(self) -> bool:
-        """Whether the marked work has finished. True before the first record."""
+        """Return whether the marked work has finished; True before the first recording."""
         return self._event.query()
 
     def synchronize(self) -> None:
@@ -38,15 +38,15 @@ class Event:
         self._event.synchronize()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to ``end``; both need ``timing=True`` and must have been reached."""
+        """Return the milliseconds from this event to ``end``. Both need ``timing=True`` and must have been reached."""
         return float(self._event.elapsed_time(end._event))
 
 
 class Stream:
     """A queue of work on one device, run in order, asynchronously to the host and to other streams.
 
-    As a context manager it becomes the current stream of the calling thread. Lifetime: work enqueued is finished even
-    if the object is dropped. Threading: may be shared; the order between threads is theirs to arrange.
+    As a context manager, it becomes the current stream of the calling thread. Lifetime: enqueued work finishes even if
+    the object is deleted. Threading: threads may share it; they arrange the order among themselves.
     """
 
     def __init__(self, device: torch.device, *, priority: int = 0) -> None:
@@ -57,11 +57,11 @@ class Stream:
         self.torch.synchronize()
 
     def query(self) -> bool:
-        """Whether all work enqueued so far has finished."""
+        """Return whether all work enqueued so far has finished."""
         return self.torch.query()
 
     def wait_stream(self, other: Stream) -> None:
-        """Make work enqueued here from now on wait for what is enqueued on ``other`` now."""
+        """Make work enqueued here from now on wait for the work enqueued on ``other`` so far."""
         self.torch.wait_stream(other.torch)
 
     def __enter__(self) -> Stream:

@@ -1,1 +1,1 @@
-"""What a vendor implements beside its driver and backend: compilers, and how configurations choose among them."""
+"""Drivers, backends and compilers: the interfaces that a vendor implements, and their selection by a configuration."""

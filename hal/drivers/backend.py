@@ -1,4 +1,4 @@
-"""A backend: an opened driver. It holds what models run on: a device, kernels, limits, graphs, caches."""
+"""Backends: an opened driver, with its device, kernels, compilers, limits, graphs and states."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from hal.drivers.backend_checks import (
     check_rewrites,
     check_state_layout,
 )
-from hal.drivers.backend_operations import BackendOps, StandIns, refusing
+from hal.drivers.backend_operations import BackendOps, ReferenceFallbacks, closed_resolver
 from hal.drivers.backend_resources import BackendResources
 from hal.drivers.compiler import Compiler
 from hal.drivers.compiler_registry import (
     EAGER,
     SPLITTING_OPS,
-    by_own_names,
     check_aliases,
     check_compilation,
     check_compilers,
     compilers_of,
     pass_name,
+    resolve_aliases,
 )
 from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
@@ -44,43 +44,46 @@ if TYPE_CHECKING:
     from hal.nn.weight import WeightUse
 
 LayerMaker = Callable[[Any], nn.Module]
-"""From a layer without values to the one in its place, or to the layer itself where that stays."""
+"""Return the replacement of a layer whose weights are not loaded yet, or the layer itself to keep it."""
 
 
 class Backend(BackendResources):
-    """An opened driver. Drivers make one, or a subclass with ``graph`` and ``allocate`` of their own.
+    """An opened driver.
 
-    A context manager: at the end of the block it is closed. :meth:`close` frees all graphs, streams, caches and
-    workspaces of the backend and of its runners at once; weights stay with the model, whoever holds that. From then on
-    the backend, its runners, its graphs and ``backend.ops`` raise ClosedError. If it was the active backend, none is
-    active afterwards, and ``hal.ops`` raises ClosedError until another is. Other backends go on as they are.
+    Drivers construct this class, or a subclass that overrides ``graph`` and ``allocate``.
+
+    As a context manager, a backend is closed at the end of the block. :meth:`close` frees all graphs, streams, caches
+    and workspaces of the backend and of its runners. The weights stay with the model. Afterwards the backend, its
+    runners, its graphs and ``backend.ops`` raise ClosedError. If the backend was active, no backend is active
+    afterwards, and ``hal.ops`` raises ClosedError until another is activated. Other backends are not affected.
 
     Args:
         name: the driver's name.
-        device: the device it runs on.
-        kernels: by operation name, a callable with the operation's arguments. An operation without one runs its body.
-        graphs: whether :meth:`graph` captures, so that hal's compilers that capture serve it.
-        compilers: of the driver's own. Those that are registered, hal's among them, need no mention.
-        aliases: other names that a configuration may call compilers by here, and hal's.
-        rewrites: graph rewrites of the driver's own, which run before those of the fused operations. One with a fused
-            operation's name takes the place of that operation's, for instance to say when it does not apply.
-        layers: by class of ``hal.nn``, what makes the layer that models get in its place: a subclass of it whose
-            constructor takes the original, or a function. Drivers whose hardware has a kernel need none.
-        native_names: the vendor's own names of operations, such as ``atb._npu_paged_attention``, and hal's.
-        capabilities: names of optional abilities.
+        device: the device that the backend runs on.
+        kernels: callables by operation name, with the operation's arguments. An operation without a kernel runs its
+            reference implementation.
+        graphs: whether :meth:`graph` supports capture. If so, hal's capturing compilers support the backend.
+        compilers: the driver's compilers. Omit registered compilers, including hal's.
+        aliases: compiler names by the additional name that a configuration may use for them.
+        rewrites: the driver's graph rewrites, which run before those of the fused operations. A rewrite named after a
+            fused operation replaces that operation's rewrite, for example to restrict where it applies.
+        layers: replacements by class of ``hal.nn``: a subclass whose constructor takes the original layer, or a
+            function of the original layer. Hardware with a kernel for the operation needs none.
+        native_names: hal's operation names by the vendor's, such as ``atb._npu_paged_attention``.
+        capabilities: names of the optional features that the backend supports.
         limits: see :class:`Limits`.
-        inductor: names of the operations whose kernels the code that Inductor makes calls, so that it compiles the
-            others from their bodies; None if the compiler ``inductor`` does not serve this backend.
-        state_layout: ``canonical``, or a name of the driver's own, whose ``allocate`` then makes states of that layout.
-            Only its own kernels can read them.
-        sources: by operation, the library that its kernel is from, for drivers that choose among several.
+        inductor: operations that Inductor calls as opaque kernels; it decomposes the others. None if the compiler
+            ``inductor`` does not support this backend.
+        state_layout: ``canonical``, or the driver's name for the layout that its ``allocate`` uses. Only the driver's
+            kernels can read another layout than the canonical one.
+        sources: the library of each kernel, by operation name, for drivers that choose among several libraries.
 
     Raises:
-        OperationError: a kernel is for no known operation, or cannot be called as its operation is.
-        DriverIncompatible: an argument is of another type than it must be; the layout of states is not canonical, and
-            an operation on such a state has no kernel; a compiler or rewrite is none, or has another's name; a rewrite
-            does not declare the axes and dtypes of a tensor; an alias is a compiler's own name, or stands for none; or
-            a layer is none of hal.nn's that can be replaced.
+        OperationError: a kernel is for an unknown operation, or its signature does not match its operation.
+        DriverIncompatible: an argument has the wrong type; the state layout is not canonical and an operation on keys
+            or values has no kernel; a compiler or rewrite is invalid, or its name is taken; a rewrite does not declare
+            the axes and dtypes of a tensor; an alias is a compiler's name, or refers to an unknown compiler; or a layer
+            is not a replaceable class of ``hal.nn``.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Backend(BackendResources):
             },
         )  # fmt: skip
         for each, kernel in kernels.items():
-            check_kernel(name, ops.operation(each), kernel)  # a misspelt name would otherwise never run
+            check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run
         check_state_layout(name, state_layout, kernels)
         check_compilers(name, compilers)
         check_rewrites(name, rewrites)
@@ -126,7 +129,8 @@ class Backend(BackendResources):
         check_aliases(name, aliases, self.compilers)
         if graphs and type(self).graph is Backend.graph:
             raise DriverIncompatible(
-                f"the driver {name} says that it has graphs, and does not bring them", "override Backend.graph"
+                f"the driver {name} has graphs = True but does not implement them",
+                "override Backend.graph, or set graphs = False",
             )
         self.rewrites = tuple(rewrites)
         self.layers = MappingProxyType(dict(layers))
@@ -136,7 +140,7 @@ class Backend(BackendResources):
         self.state_layout = state_layout
         self.sources = MappingProxyType(dict(sources))
         self.config = Config(backend=name)
-        self._stand_in = StandIns(name, lambda: self.config.strict)
+        self._fallback = ReferenceFallbacks(name, lambda: self.config.strict)
         self.table = Table(self.resolve)
         self.ops = BackendOps(self.uses, self.enter, self.leave)
 
@@ -145,19 +149,19 @@ class Backend(BackendResources):
 
     @property
     def active(self) -> bool:
-        """Whether ``hal.ops`` goes to this backend."""
+        """Whether ``hal.ops`` dispatches to this backend."""
         return _active is self
 
     @property
     def streams_in_graphs(self) -> int:
-        """Streams that the captured graphs of this backend's runners hold."""
+        """Number of streams that the captured graphs of this backend's runners hold."""
         return len(self.captured_graphs) * self.limits.streams_per_graph
 
     def compiler(self, name: str) -> Compiler:
-        """The compiler of a name, which is none of ``eager``.
+        """Return the compiler ``name``, except ``eager``, which has no compiler.
 
         Raises:
-            ConfigError: the backend has none of that name.
+            ConfigError: the backend has no compiler of that name.
         """
         if name not in self._compilers:
             raise ConfigError(f"the backend {self.name} has no compiler {name!r}", nearest(name, self._compilers))
@@ -165,15 +169,15 @@ class Backend(BackendResources):
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of a cache: the config's, or else the one that the backend prefers."""
+        """Tokens per block of a cache: the configured size, or else the backend's preferred size."""
         preferred = self.limits.block_sizes
         return self.config.cache.block_size or (preferred[0] if preferred else DEFAULT_BLOCK_SIZE)
 
     def activate(self) -> None:
-        """Make ``hal.ops`` go to this backend, process-wide, from the next call on.
+        """Make ``hal.ops`` dispatch to this backend, process-wide, from the next call on.
 
         Raises:
-            ClosedError: it is closed.
+            ClosedError: the backend is closed.
         """
         global _active
         with _activating, self.uses:
@@ -182,62 +186,64 @@ class Backend(BackendResources):
             _active = self
 
     def enter(self) -> Any:
-        """Make operations that this context calls run on this backend, active or not, until :meth:`leave`.
+        """Run operations called in this context on this backend, active or not, until :meth:`leave`.
 
-        A runner does so for each step. A driver whose kernels need their device to be the thread's current one
-        overrides both.
+        A runner does so for each step. A driver whose kernels require their device to be the thread's current device
+        overrides both methods.
 
         Returns:
-            What :meth:`leave` takes.
+            The token to pass to :meth:`leave`.
         """
         return enter(self.table)
 
     def leave(self, token: Any) -> None:
-        """End what :meth:`enter` began."""
+        """End the dispatch that :meth:`enter` started."""
         leave(token)
 
     def resolve(self, operation: Operation) -> Kernel:
-        """What an operation runs on this backend."""
-        return self.kernels.get(operation.name) or self._stand_in(operation, operation.body)
+        """Return the kernel that runs ``operation`` on this backend, or the reference fallback."""
+        return self.kernels.get(operation.name) or self._fallback(operation, operation.body)
 
     def configure(self, config: Config) -> None:
-        """Take over the configuration it was opened with; refuse what this backend cannot do.
+        """Apply a configuration.
 
         Raises:
-            ConfigError: a value is of a wrong type, or a compiler, dtype or block size that the backend does not have.
+            ConfigError: a value has the wrong type, or the backend lacks the compiler, dtype or block size.
             ClosedError: the backend is closed.
         """
         self.uses.check_open()
         config = load(config)
-        config = attrs.evolve(config, compilation=by_own_names(config.compilation, self.aliases))
+        config = attrs.evolve(config, compilation=resolve_aliases(config.compilation, self.aliases))
         check_compilation(self, config.compilation)
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         check_block_size(self.name, config.cache.block_size, self.limits.block_sizes)
         self.config = config
-        self.table.resolve(self.resolve)  # what stands in for missing kernels depends on the config
+        self.table.resolve(self.resolve)  # the reference fallbacks depend on the configuration
         if self.active:
             self.activate()
 
     def splitting_ops(self, config: CompilationConfig) -> set[str]:
-        """hal's names of the operations that a phase is split at."""
+        """Return hal's names of the operations at which a phase is split."""
         return {self.operation_named(name) for name in config.splitting_ops or SPLITTING_OPS}
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """The names that ``compilation.passes`` may hold: of the driver's own rewrites, and of the fused operations."""
+        """The valid names in ``compilation.passes``: the driver's rewrites, and the fused operations with kernels."""
         fused = [each.name for each in ops.catalogue().values() if each.fused and each.name in self.kernels]
         return tuple(dict.fromkeys((*map(pass_name, self.rewrites), *fused)))
 
     def operation_named(self, name: str) -> str:
-        """hal's name of an operation, by that or by the vendor's.
+        """Return hal's name of an operation, given that or the vendor's name.
 
         Raises:
-            ConfigError: there is no such operation.
+            ConfigError: no operation has that name.
         """
         known = {**self.native_names, **{each: each for each in ops.catalogue()}}
         if name not in known:
-            raise ConfigError(f"splitting_ops has {name!r}, which is no operation", nearest(name, known))
+            raise ConfigError(
+                f"compilation.splitting_ops has {name!r}, which is not the name of an operation", nearest(name, known)
+            )
         return known[name]
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -249,50 +255,52 @@ class Backend(BackendResources):
             )
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        """Bring a weight into the form that this backend's kernels take it in; called once for each, at load.
+        """Return a weight in the form that this backend's kernels take; called once per weight and use, at load.
 
-        It gets the tensors that an operation takes as one of its ``weights``, as a layer declares it
-        (:class:`hal.nn.Weight`), or a quantisation scheme. Answer by ``use``: an operation that is not known, such as
-        one of another package's, takes its weights as they are.
+        Layers declare the weights of an operation with :class:`hal.nn.Weight`; quantisation schemes declare theirs.
+        Decide by ``use``, and return the weights of unknown operations, such as another package's, unchanged.
 
         Args:
-            weight: on the backend's device, of the shape that the operation takes.
-            use: the operation and its argument, what the model computes in, and whether the tensor stays for another
-                use.
+            weight: on the backend's device, with the shape that the operation takes.
+            use: the operation, its argument, the model's compute dtype, and whether the tensor stays for another use.
 
         Returns:
-            ``weight`` itself by default, else what the operation gets in its place, of the same shape, in any layout.
+            A tensor of the same shape in any layout. The default returns ``weight`` itself.
         """
         return weight
 
     def plain_weight(self, weight: Tensor) -> Tensor:
-        """What :meth:`prepare_weight` made, as torch copies it to other devices and saves it.
+        """Return a prepared weight in a form that torch can copy to other devices and save.
 
         Args:
-            weight: prepared, or any other tensor of a model that was loaded on this backend.
+            weight: a result of :meth:`prepare_weight`, or any other tensor of a model that was loaded on this backend.
 
         Returns:
-            ``weight`` itself by default, which will do for a layout that torch brings out of by copying; else a tensor
-            of the same shape and dtype, in an ordinary layout.
+            A tensor of the same shape and dtype in an ordinary layout. The default returns ``weight`` itself, which is
+            right for layouts that torch converts when it copies.
         """
         return weight
 
     def _refuse_operations(self) -> None:
         global _active
         try:
-            self.table.resolve(refusing(self.name))
+            self.table.resolve(closed_resolver(self.name))
         finally:
             with _activating:
                 if _active is self:
-                    ops.activate(refusing(self.name))
+                    ops.activate(closed_resolver(self.name))
                     _active = None
 
 
 _activating = threading.RLock()
-"""Held while the active backend changes, so that it and what the operations run agree."""
+"""Held while the active backend changes, so that ``_active`` and the dispatch of operations agree."""
 _active: Backend | None = None
 
 
 def active_backend() -> Backend | None:
-    """The backend that ``hal.ops`` goes to, or None: before one is opened, and when the active one was closed."""
+    """Return the backend that ``hal.ops`` dispatches to.
+
+    Returns:
+        None before a backend is opened, and after the active one is closed.
+    """
     return _active

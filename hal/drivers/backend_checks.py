@@ -1,4 +1,4 @@
-"""Whether what a driver gives its backend can be used."""
+"""Validation of the arguments that a driver passes to its backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _is_listed(value: Any) -> bool:
-    """Whether it can be gone through, again and again; a text would be taken letter by letter."""
+    """Return whether ``value`` is a collection that can be iterated repeatedly; strings are not."""
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray)
 
 
@@ -48,29 +48,29 @@ def _are_layers(value: Any) -> bool:
 
 
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (_is_text, "the driver's name, a text"),
+    "name": (_is_text, "the driver's name, a string"),
     "device": (_is_device, "a hal.Device whose `torch` is a torch.device with its index, or a hal.HostDevice()"),
-    "kernels": (lambda value: _is_table(value, lambda kernel: True), "a mapping from operations' names to callables"),
+    "kernels": (lambda value: _is_table(value, lambda kernel: True), "a mapping from operation names to callables"),
     "graphs": (lambda value: isinstance(value, bool), "True or False"),
     "compilers": (_is_listed, "a collection of hal.Compiler"),
-    "aliases": (_is_table, "a mapping from texts to names of compilers"),
+    "aliases": (_is_table, "a mapping from strings to compiler names"),
     "rewrites": (_is_listed, "a collection of hal.compile.Rewrite, or of functions of a graph"),
-    "layers": (_are_layers, "a mapping from classes of hal.nn to callables that make a layer"),
-    "native_names": (_is_table, "a mapping from the vendor's names of operations to hal's"),
-    "capabilities": (_are_texts, "a collection of texts"),
+    "layers": (_are_layers, "a mapping from classes of hal.nn to callables that return a layer"),
+    "native_names": (_is_table, "a mapping from the vendor's operation names to hal's"),
+    "capabilities": (_are_texts, "a collection of strings"),
     "limits": (lambda value: value is None or isinstance(value, Limits), "hal.Limits, or leave it out"),
-    "inductor": (lambda value: value is None or _are_texts(value), "a collection of texts, or None"),
-    "state_layout": (_is_text, "a text"),
-    "sources": (_is_table, "a mapping from operations' names to names of libraries"),
+    "inductor": (lambda value: value is None or _are_texts(value), "a collection of strings, or None"),
+    "state_layout": (_is_text, "a string"),
+    "sources": (_is_table, "a mapping from operation names to library names"),
 }
-"""What each argument of :class:`hal.Backend` must be: whether it is, and in words."""
+"""Type check of each argument of :class:`hal.Backend`, and the required type in words."""
 
 
 def check_arguments(driver: Any, given: Mapping[str, Any]) -> None:
-    """Raise DriverIncompatible unless each argument of a :class:`hal.Backend` is of the type that it must be.
+    """Raise DriverIncompatible unless each argument of a :class:`hal.Backend` has the required type.
 
     Args:
-        driver: its name, or what it gave as that.
+        driver: the driver's name, not validated yet.
         given: the arguments, by name.
     """
     who = f"the driver {driver}" if _is_text(driver) else "a backend"
@@ -82,36 +82,32 @@ def check_arguments(driver: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_opened(driver: str, backend: Any) -> None:
-    """Raise DriverIncompatible unless what a driver's ``open`` returned is a backend that was made whole.
+    """Raise DriverIncompatible unless the backend that a driver's ``open`` returned is complete.
 
-    A subclass may leave out what the base's constructor sets, or set it otherwise afterwards.
-
-    Args:
-        driver: its name.
-        backend: what ``open`` returned, a :class:`hal.Backend`.
+    A subclass may skip the base constructor, or overwrite its attributes with wrong values.
     """
     held = vars(backend)
     if missing := [each for each in _ARGUMENTS if each not in held and not hasattr(type(backend), each)]:
         raise DriverIncompatible(
-            f"opening the driver {driver} gave a {type(backend).__name__} that has no {missing[0]}",
-            "call super().__init__ in its constructor, with all that hal.Backend takes",
+            f"opening the driver {driver} returned a {type(backend).__name__} without the attribute {missing[0]}",
+            "call super().__init__ in its constructor, with all arguments of hal.Backend",
         )
     check_arguments(driver, {each: getattr(backend, each) for each in _ARGUMENTS})
     if backend.limits is None:
-        raise DriverIncompatible(f"the driver {driver} has limits = None", "make them hal.Limits()")
+        raise DriverIncompatible(f"the driver {driver} has limits = None", "set limits = hal.Limits()")
 
 
 def check_rewrites(driver: str, rewrites: Sequence[Any]) -> None:
     """Raise DriverIncompatible unless each is a function of a graph, or a rewrite that declares all its tensors.
 
-    Each has a name of its own.
+    Names must be unique.
     """
     for each in rewrites:
-        # Whether it is a hal.compile.Rewrite cannot be asked here: the compile stack is loaded by who compiles.
+        # No isinstance check for hal.compile.Rewrite: only compilers import hal.compile.
         if not (callable(each) or (hasattr(each, "pattern") and hasattr(each, "check_declared"))):
             raise DriverIncompatible(
                 f"the driver {driver} has {reprlib.repr(each)} among its rewrites",
-                "give hal.compile.Rewrite, or functions of a graph",
+                "use hal.compile.Rewrite objects, or functions of a graph",
             )
         if hasattr(each, "check_declared"):
             try:
@@ -123,42 +119,43 @@ def check_rewrites(driver: str, rewrites: Sequence[Any]) -> None:
     if twice := [each for each, count in Counter(map(pass_name, rewrites)).items() if count > 1]:
         raise DriverIncompatible(
             f"the driver {driver} has more than one rewrite named {', '.join(twice)}",
-            "give each a name of its own, by which a configuration can turn it off",
+            "give each rewrite a unique name, so that a configuration can disable it",
         )
 
 
 def check_layers(driver: str, layers: Iterable[type[nn.Module]]) -> None:
-    """Raise DriverIncompatible unless each is a layer of hal.nn that a driver may put another in place of."""
+    """Raise DriverIncompatible unless a driver may replace each of these layer classes."""
     if wrong := [each.__name__ for each in layers if not _is_replaceable(each)]:
         raise DriverIncompatible(
-            f"the driver {driver} has a layer for {', '.join(wrong)}, in whose place no driver may put one",
-            "name classes of hal.nn, none of them a model or an int8 projection; the latter take kernels",
+            f"the driver {driver} replaces {', '.join(wrong)}, which drivers may not replace",
+            "replace classes of hal.nn, except models and int8 projections; give the latter kernels",
         )
 
 
 def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> None:
-    """Raise DriverIncompatible if an operation on keys or values that are laid out otherwise has no kernel."""
+    """Raise DriverIncompatible if the layout is not canonical and an operation on keys or values has no kernel."""
     without = [
         each.name for each in ops.catalogue().values()
         if each.touches_state and KEY_VALUE.intersection(each.state) and each.name not in kernels
     ]  # fmt: skip
     if without and layout != "canonical":
         raise DriverIncompatible(
-            f"the driver {driver} lays its states out as {layout} but has no kernel for {', '.join(without)}",
-            "give it those kernels, or use the canonical layout, which the references can read",
+            f"the driver {driver} has state_layout = {layout!r} but no kernel for {', '.join(without)}",
+            'add those kernels, or set state_layout = "canonical", which the reference implementations read',
         )
 
 
 def check_block_size(driver: str, size: int | None, sizes: Sequence[int]) -> None:
-    """Raise ConfigError unless the backend has blocks of the size that a configuration asks for."""
+    """Raise ConfigError unless the backend supports the configured block size."""
     if size is not None and sizes and size not in sizes:
         raise ConfigError(
-            f"cache.block_size {size} does not suit the backend {driver}", f"use one of {', '.join(map(str, sizes))}"
+            f"the backend {driver} does not support cache.block_size {size}",
+            f"set cache.block_size to one of {', '.join(map(str, sizes))}",
         )
 
 
 def _is_replaceable(layer: type[nn.Module]) -> bool:
-    """Whether it is a layer of hal.nn; not a model, nor what a checkpoint's quantisation fills."""
-    from hal.nn import CausalLM, QuantizedLinear  # not before: few backends have layers, and opening one is to be quick
+    """Return whether it is a layer of ``hal.nn`` that is neither a model nor a quantised projection."""
+    from hal.nn import CausalLM, QuantizedLinear  # imported late: few backends replace layers
 
     return layer.__module__.startswith("hal.nn.") and not issubclass(layer, CausalLM | QuantizedLinear)

@@ -1,4 +1,4 @@
-"""A backend's operations, and what stands in for the kernels that it lacks."""
+"""The operations of a backend, and the fallback for operations without a kernel."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from hal.ops.kernels.kernel_table import Kernel, Resolver
 log = logging.getLogger("hal.drivers")
 
 
-class StandIns:
-    """Bodies of operations in place of missing kernels: each says so at its first call, or raises under ``strict``.
+class ReferenceFallbacks:
+    """Reference fallbacks for operations without a kernel.
+
+    Each logs once, at its first call, or raises MissingKernel under ``strict``.
 
     Args:
-        name: the backend's.
-        strict: return whether the config says ``strict``, which may change until a call.
+        name: the backend's name.
+        strict: return the configuration's ``strict``; evaluated at each call.
     """
 
     def __init__(self, name: str, strict: Callable[[], bool]) -> None:
@@ -28,35 +30,34 @@ class StandIns:
         self._said: set[str] = set()
 
     def __call__(self, operation: Operation, body: Kernel) -> Kernel:
-        """What runs ``body`` for ``operation``."""
+        """Return a function that runs ``body`` for ``operation``."""
 
         def missing(*args: Any, **kwargs: Any) -> Any:
             if self._strict():
                 raise MissingKernel(
-                    f"the backend {self._name} has no kernel for {operation.name}, and the config says strict",
-                    "choose a driver that has it (`hal ops` lists them), or leave strict out",
+                    f"the backend {self._name} has no kernel for {operation.name}, and the configuration is strict",
+                    "choose a driver that has the kernel (`hal ops` lists them), or set strict to false",
                 )
             if operation.name not in self._said:
                 self._said.add(operation.name)
-                log.info("%s has no kernel for %s; its reference runs", self._name, operation.name)
+                log.info("%s has no kernel for %s; its reference implementation runs", self._name, operation.name)
             operation.replace(missing, body)
             return body(*args, **kwargs)
 
         return missing
 
 
-def refusing(name: str) -> Resolver:
-    """What ``hal.ops`` runs when the active backend, of that name, was closed: an error.
+def closed_resolver(name: str) -> Resolver:
+    """Return a resolver whose kernels raise ClosedError, for ``hal.ops`` after the active backend ``name`` was closed.
 
-    Not the references, which run before any backend is opened: they would compute much slower than the device that was
-    chosen, and nothing would say so.
+    Falling back to the reference implementations would silently be much slower than the device.
     """
 
     def resolve(operation: Operation) -> Kernel:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise ClosedError(
-                f"{operation.name} was called, and the backend {name}, which hal.ops went to, is closed",
-                "open a backend with hal.open, or call activate() of one that is open",
+                f"{operation.name} was called while hal.ops dispatches to the backend {name}, which is closed",
+                "open a backend with hal.open, or call activate() on an open one",
             )
 
         return refuse
@@ -68,9 +69,9 @@ class BackendOps:
     """The operations on one backend, active or not: ``backend.ops.rms_norm(x, weight, eps)``.
 
     Args:
-        uses: the backend's, each call of an operation among them.
-        enter: make a call run on the backend, until ``leave`` is called with what this returned.
-        leave: end that.
+        uses: the backend's use counter; each operation call counts.
+        enter: make calls run on the backend, and return a token.
+        leave: end that, given the token.
     """
 
     def __init__(self, uses: Uses, enter: Callable[[], Any], leave: Callable[[Any], None]) -> None:
@@ -93,7 +94,7 @@ class BackendOps:
             self._uses.check_open()
             token = self._enter()
             try:
-                return operation.function(*args)  # which a graph's capture sees
+                return operation.function(*args)  # the function that graph captures intercept
             finally:
                 self._leave(token)
 

@@ -1,4 +1,4 @@
-"""The part of a backend that uses the device: graphs, states, errors, counts of launches, and closing."""
+"""Device resources of a backend: graphs, states, error translation, launch counts, and closing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hal.step.state import StateMemory, StateSpec, canonical_states
 
 
 class BackendResources(Closable):
-    """The part of :class:`hal.Backend` that uses the device. It makes graphs and states, and frees them in the end.
+    """The device resources of a :class:`hal.Backend`: it creates graphs and states, and frees them when it is closed.
 
     Attributes:
         name: the driver's name.
-        device: the device it runs on.
+        device: the device that the backend runs on.
         captured_graphs: the graphs that its runners hold.
-        runners: that run on it, which are closed with it.
+        runners: the runners on this backend, which are closed with it.
     """
 
     def __init__(self, name: str, device: Device) -> None:
@@ -44,45 +44,45 @@ class BackendResources(Closable):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, guard in _GUARDS.items():  # so that no driver has to think of closing here
+        for name, guard in _GUARDS.items():  # so that drivers need not handle closing
             if name in vars(cls):
                 setattr(cls, name, guard(vars(cls)[name]))
 
     def graph(self) -> Graph:
-        """A new, empty graph. The backend closes it when it is closed itself.
+        """Return a new, empty graph, which is closed with the backend.
 
         Raises:
-            ConfigError: the driver brings no graphs.
+            ConfigError: the driver does not support graphs.
             ClosedError: the backend is closed.
         """
-        raise ConfigError(f"the backend {self.name} has no graphs", 'use the compiler "eager"')
+        raise ConfigError(f"the backend {self.name} has no graphs", 'set compilation.compiler to "eager"')
 
     def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:
-        """A block in which several graphs of this backend are captured, one after the other; see `Graph.capturing`."""
+        """Return a context manager that captures several graphs in turn; see :meth:`hal.Graph.capturing`."""
         return self.graph().capturing(stream)
 
     def allocate(self, spec: StateSpec) -> StateMemory:
-        """Allocate a model's states, zeroed, in a layout of the backend's choosing; by default the canonical one."""
+        """Allocate a model's states, zeroed, in the backend's layout; the default is the canonical layout."""
         with self.uses:
             return canonical_states(spec, self.device.torch)
 
     def explain(self, error: BaseException) -> HalError | None:
-        """The typed error for an exception that PyTorch or the vendor's package raised, or None if it is not known.
+        """Return the HalError for an exception of PyTorch or the vendor's package, or None if it is unknown.
 
-        Runners ask here, so that callers meet :class:`~hal.errors.DeviceError`, whatever the vendor raises. By default
-        it knows torch's own exceptions for devices.
+        Runners raise the result, so that callers handle :class:`~hal.errors.DeviceError` on every device. The default
+        handles torch's device exceptions.
         """
         if what := lacking_memory(error):
             return DeviceOutOfMemory(what, DeviceOutOfMemory.REMEDY)
         if isinstance(error, torch.AcceleratorError):
-            return DeviceError(f"the device failed: {error}", "run the step again; restart the process if it repeats")
+            return DeviceError(f"the device failed: {error}", "rerun the step; restart the process if it fails again")
         return None
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Inside the block, exceptions that :meth:`explain` knows are raised as what it says.
+        """Raise the result of :meth:`explain` in place of exceptions that it knows.
 
-        Put reads of a step's results into it: what fails on the device is reported where the host waits.
+        Read a step's results inside the block: device failures are raised where the host waits.
         """
         try:
             yield
@@ -95,20 +95,21 @@ class BackendResources(Closable):
             raise known from error
 
     def counting_launches(self) -> AbstractContextManager[Counter[str]]:
-        """A context whose counter has, behind the block, how often each kernel was launched on the device in it.
+        """Return a context manager whose counter holds, after the block, the number of launches of each kernel.
 
         Raises:
-            ConfigError: the backend cannot tell.
+            ConfigError: the backend cannot count launches.
         """
         raise ConfigError(
-            f"the backend {self.name} does not count launches", "use one that does, such as an emulated device"
+            f"the backend {self.name} does not count launches",
+            "use a backend that does, such as an emulated device",
         )
 
     def _release(self) -> None:
-        """Give back what the driver itself holds: streams, workspaces, handles. :meth:`close` calls it once.
+        """Free the driver's streams, workspaces and handles. :meth:`close` calls it once.
 
-        By then the runners and graphs of this backend are closed, and nothing of theirs runs on the device any more.
-        What a process needs for other backends of the same driver stays.
+        By then the runners and graphs of this backend are closed, and none of their work is running. Keep process-wide
+        resources that other backends of the driver need.
         """
 
     def _check_closable(self) -> None:
@@ -118,7 +119,7 @@ class BackendResources(Closable):
             runner.uses.check_not_mine()
 
     def _free(self) -> None:
-        with ExitStack() as stack:  # goes on to the end, whatever raises
+        with ExitStack() as stack:  # runs every callback, even if one raises
             stack.callback(self._empty_cache)
             stack.callback(self._release)
             stack.callback(self._close_graphs)
@@ -128,14 +129,14 @@ class BackendResources(Closable):
 
     @abstractmethod
     def _refuse_operations(self) -> None:
-        """Have operations that would run on this backend raise ClosedError."""
+        """Make operations that would run on this backend raise ClosedError."""
 
     def _close_graphs(self) -> None:
         graphs = list(self._made)
         if not graphs:
             return
         with CAPTURING, ExitStack() as stack:
-            stack.callback(gc.collect)  # what was captured may refer to itself
+            stack.callback(gc.collect)  # captured objects may form reference cycles
             stack.callback(self.captured_graphs.clear)
             for graph in graphs:
                 stack.callback(graph.close)
@@ -143,12 +144,12 @@ class BackendResources(Closable):
                 self.device.synchronize()
 
     def _empty_cache(self) -> None:
-        with CAPTURING:  # a capture of another thread's may be disturbed by it
+        with CAPTURING:  # emptying the cache may disturb another thread's capture
             self.device.empty_cache()
 
 
 def _while_open(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Count a call among the backend's uses, so that it is refused when the backend is closed."""
+    """Count each call among the backend's uses, so that calls on a closed backend raise ClosedError."""
 
     @wraps(method)
     def guarded(self: BackendResources, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +160,7 @@ def _while_open(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _making_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Likewise, and have the backend close the graph that the call makes."""
+    """Count each call like :func:`_while_open`, and register the returned graph to be closed with the backend."""
 
     @wraps(method)
     def guarded(self: BackendResources) -> Any:
@@ -172,4 +173,4 @@ def _making_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _GUARDS = {"graph": _making_graphs, "allocate": _while_open}
-"""By the name of a method that drivers override, what is put around theirs."""
+"""Wrappers of the methods that drivers override, by method name."""

@@ -1,7 +1,7 @@
-"""Compilers and forms: the ways to run a model's steps, as an interface for hal, drivers and other packages.
+"""The interface of compilers, which run a model's steps, for hal, drivers and other packages.
 
-A compiler is registered in the entry-point group ``hal.compilers`` under its name, and then serves every backend that
-it supports; a driver gives its own to :class:`hal.Backend`. For each runner, a compiler makes a form, which runs steps.
+A compiler registered in the entry-point group ``hal.compilers`` is available on every backend that it supports. A
+driver passes its own compilers to :class:`hal.Backend`. A compiler makes one form for each runner; the form runs steps.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from hal.step import Batch, StepShape
 
 
 class Form(ABC):
-    """Runs the steps of some shapes, for one runner."""
+    """The compiled form of a model for one runner, which runs the steps of some shapes."""
 
     @abstractmethod
     def refusal(self, batch: Batch, shape: StepShape) -> str | None:
-        """Return why the form cannot run a batch; None if it can. Asked before anything is launched.
+        """Return why the form cannot run a batch, or None if it can. Called before any launch.
 
-        The runner warns once for each reason, so that one does not name what differs from step to step.
+        The runner warns once for each distinct reason, so a reason must not contain values that change with each step.
         """
 
     @abstractmethod
     def run(self, batch: Batch, shape: StepShape) -> Tensor:
-        """Run a batch that :meth:`refusal` has nothing against.
+        """Run a batch that :meth:`refusal` accepted.
 
         Returns:
             Logits ``[rows, vocab_size]``; valid until the next step.
         """
 
     def stages(self, shape: StepShape) -> tuple[Any, ...]:
-        """Return what came after the rewrites, as ``hal.compile.optimise.Stage`` objects, for ``hal explain``."""
+        """Return the stages after the rewrites, as ``hal.compile.optimise.Stage`` objects, for ``hal explain``."""
         return ()
 
-    def close(self) -> None:  # noqa: B027 (most forms hold nothing that must be freed by hand)
-        """Free what the form holds of the device."""
+    def close(self) -> None:  # noqa: B027 (most forms hold nothing to free explicitly)
+        """Free the form's device resources."""
 
 
 class Compiler(ABC):
-    """One way to run steps, by a name that a configuration can give as ``compilation.compiler``.
+    """One way to run steps, selected by ``compilation.compiler``.
 
     Attributes:
-        name: what a configuration calls it.
-        reads: keys of the configuration that it reads, of ``splitting_ops``, ``passes``, ``torch_compile_max_bs``,
-            ``cache_dir`` and ``queries``. A key that no chosen compiler reads is refused. All read the capture sizes.
-        any_shape: whether its forms run steps of any shape. Otherwise they run those whose sequences all have the same
-            number of queries, one of the configuration's ``queries``.
+        name: the compiler's name in a configuration.
+        reads: the configuration keys that it reads, of ``splitting_ops``, ``passes``, ``torch_compile_max_bs``,
+            ``cache_dir`` and ``queries``. A key that no chosen compiler reads is an error. Every compiler reads the
+            capture sizes.
+        any_shape: whether its forms run steps of any shape. Otherwise they run only steps whose sequences all have the
+            same number of queries, which is one of the configured ``queries``.
     """
 
     name: ClassVar[str]
@@ -56,7 +57,7 @@ class Compiler(ABC):
     any_shape: ClassVar[bool] = False
 
     def unsupported(self, backend: Any) -> str | None:
-        """Return why the compiler does not serve a :class:`hal.Backend`; None if it does."""
+        """Return why the compiler does not support a :class:`hal.Backend`, or None if it does."""
         return None
 
     @abstractmethod
@@ -64,11 +65,10 @@ class Compiler(ABC):
         """Make the form that runs a model's steps.
 
         Args:
-            context: a :class:`hal.execution.context.FormContext`: the model, its backend and states, and the
-                configuration.
+            context: a :class:`hal.execution.context.FormContext`, with the model, backend, states and configuration.
 
         Raises:
             CaptureError: the steps cannot be captured.
-            CompileError: they cannot be compiled.
-            ConfigError: the configuration does not suit the model.
+            CompileError: the steps cannot be compiled.
+            ConfigError: the configuration does not fit the model.
         """

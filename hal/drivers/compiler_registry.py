@@ -1,4 +1,4 @@
-"""The compilers that a backend has, and what a configuration may ask of them."""
+"""The compilers of a backend, and validation of the compilation settings."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 
 GROUP = "hal.compilers"
 EAGER = "eager"
-"""The name of no compiler: the model's own Python runs."""
+"""The setting that runs the model's Python code without a compiler."""
 SPLITTING_OPS = ("paged_attention",)
-"""Where steps are split, unless the config says otherwise."""
+"""The default of ``compilation.splitting_ops``."""
 
 
 COMPILERS: Plugins[Compiler] = Plugins(GROUP, "compiler", instance_of(Compiler, GROUP))
-"""The compilers of all installed packages."""
+"""The registered compilers of all installed packages."""
 
 
 def compilers_of(backend: Any, own: Iterable[Compiler]) -> dict[str, Compiler]:
-    """The compilers that serve a backend: its driver's, and of the registered ones those that support it."""
+    """Return the driver's compilers, and the registered compilers that support the backend, by name."""
     mine = {each.name: each for each in own}
     others = {name: each for name, each in COMPILERS.load_all().plugins.items() if each.unsupported(backend) is None}
     return dict(sorted((others | mine).items()))
 
 
 def check_compilers(driver: str, own: Sequence[Any]) -> None:
-    """Raise DriverIncompatible unless each is a compiler with a name of its own."""
+    """Raise DriverIncompatible unless each is a compiler with a unique name."""
     for each in own:
         if not isinstance(each, Compiler):
             raise DriverIncompatible(
                 f"the driver {driver} has {each!r:.70} among its compilers",
-                "give objects of hal.drivers.compiler.Compiler; hal's own need no mention (graphs=True offers them)",
+                "pass hal.Compiler objects; omit hal's own compilers, which graphs=True makes available",
             )
         if each.name == EAGER or [other.name for other in own].count(each.name) > 1 or each.name in COMPILERS.names():
             raise DriverIncompatible(
-                f"the driver {driver} has a compiler named {each.name!r}, and there is another of that name",
-                "give each a name of its own",
+                f"the driver {driver} has a compiler named {each.name!r}, a name that another compiler has",
+                "give each compiler a unique name",
             )
 
 
 def check_aliases(driver: str, aliases: Mapping[str, str], served: Collection[str]) -> None:
-    """Raise DriverIncompatible for an alias that is a compiler's own name, or stands for none."""
+    """Raise DriverIncompatible for an alias that is a compiler's name, or that refers to an unknown compiler."""
     known = dict.fromkeys((EAGER, *COMPILERS.names(), *served))
     if wrong := [each for each, own in aliases.items() if each in served or own not in known]:
         raise DriverIncompatible(
             f"the driver {driver} has the alias {wrong[0]!r} for the compiler {aliases[wrong[0]]!r}",
-            f"give new names for some of {', '.join(known)}",
+            f"choose unused names as aliases, for some of {', '.join(known)}",
         )
 
 
 def check_compilation(backend: Any, config: CompilationConfig) -> None:
-    """Raise ConfigError for what a :class:`hal.Backend` does not have, and for settings that nothing would read."""
+    """Raise ConfigError for features that a :class:`hal.Backend` lacks, and for settings that would be ignored."""
     decode, prefill = config.of("decode"), config.of("prefill")
     any_shape = [name for name in backend.compilers if name == EAGER or backend.compiler(name).any_shape]
     for phase, served, where in ((decode, backend.compilers, ""), (prefill, any_shape, " for prefill")):
@@ -79,11 +79,11 @@ _DEFAULTS = attrs.asdict(CompilationConfig(), recurse=False)
 
 
 def _check_readers(backend: Any, config: CompilationConfig, compilers: Mapping[str, str]) -> None:
-    """Refuse what would be ignored without a word: keys of a phase that it does not read, and of both if none does."""
+    """Raise ConfigError for a phase's key that its compiler ignores, and for a common key that every phase ignores."""
     known = [backend.compiler(name) for name in backend.compilers if name != EAGER]
     for key in ("splitting_ops", "passes", "torch_compile_max_bs", "cache_dir", "queries"):
         readers = {each.name for each in known if key in each.reads}
-        held = []  # the compilers of the phases for which the key of both holds
+        held = []  # the compilers of the phases that use the common value of the key
         for phase, compiler in compilers.items():
             own = getattr(getattr(config, phase), key, None)
             if own and compiler not in readers:
@@ -92,28 +92,28 @@ def _check_readers(backend: Any, config: CompilationConfig, compilers: Mapping[s
                 held.append(compiler)
         given = getattr(config, key) != _DEFAULTS[key]
         if given and not readers.intersection(held):
-            why = f"the compiler {held[0]!r} does not read it" if held else "decode and prefill each have their own"
+            why = f"the compiler {held[0]!r} does not read it" if held else "decode and prefill both override it"
             raise _unread(key, why, readers)
     if set(compilers.values()) == {EAGER}:
-        return  # a configuration of other compilers, run without them to compare
+        return  # both phases run eagerly, for comparison with the compilers that the rest configures
     captures = {each.name for each in known}
     for phase, readers in (("decode", captures), ("prefill", {each.name for each in known if each.any_shape})):
         given = [name for name in ("capture_sizes", "max_capture_size") if getattr(getattr(config, phase), name)]
         if given and compilers[phase] == EAGER:
             raise _unread(
-                f"{phase}.{given[0]}", f"{phase} is eager, which captures nothing", readers, f"{phase}.compiler "
+                f"{phase}.{given[0]}", f"{phase} is eager, which captures no graphs", readers, f"{phase}.compiler "
             )
 
 
 def _unread(key: str, why: str, readers: Collection[str], where: str = "") -> ConfigError:
     return ConfigError(
-        f"compilation.{key} is given, and {why}",
-        f"leave it out, or use {where}{', '.join(sorted(readers)) or 'another backend'}",
+        f"compilation.{key} is set, but {why}",
+        f"remove it, or use {where}{', '.join(sorted(readers)) or 'another backend'}",
     )
 
 
-def by_own_names(config: CompilationConfig, aliases: Mapping[str, str]) -> CompilationConfig:
-    """With hal's names of the compilers in place of a driver's."""
+def resolve_aliases(config: CompilationConfig, aliases: Mapping[str, str]) -> CompilationConfig:
+    """Return the configuration with each compiler alias replaced by the compiler's name."""
     decode, prefill = (
         attrs.evolve(each, compiler=each.compiler and aliases.get(each.compiler, each.compiler))
         for each in (config.decode, config.prefill)
@@ -123,5 +123,5 @@ def by_own_names(config: CompilationConfig, aliases: Mapping[str, str]) -> Compi
 
 
 def pass_name(each: Any) -> str:
-    """What a rewrite, or a function of a graph, is called in configurations and reports."""
+    """Return the name of a rewrite, or of a function of a graph, in configurations and reports."""
     return str(getattr(each, "__name__", repr(each)) if callable(each) else getattr(each, "name", repr(each)))

@@ -1,4 +1,4 @@
-"""What a vendor implements: a driver that says whether it can run here, and opens a backend."""
+"""The driver interface: probe whether the hardware is usable, and open a backend on it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import attrs
 from hal.drivers.backend import Backend
 
 ADDED: Mapping[tuple[int, int], tuple[str, ...]] = MappingProxyType({})
-"""By minor version of the driver API above the first of its major, what it added for drivers to define or to give."""
+"""The additions of each minor version of the driver API after the first, for drivers to define or return."""
 
 
 @attrs.frozen
 class Probe:
-    """Whether a driver can run here.
+    """The result of probing a driver.
 
     Attributes:
-        available: whether :meth:`Driver.open` can be expected to succeed.
-        reason: what was found, in a sentence; required when not available.
-        hint: what a user can do about it; required when not available.
+        available: whether :meth:`Driver.open` is expected to succeed.
+        reason: the finding, as a sentence; required if unavailable.
+        hint: the action for the user to take; required if unavailable.
     """
 
     available: bool
@@ -31,20 +31,20 @@ class Probe:
 
     def __attrs_post_init__(self) -> None:
         if not self.available and not (self.reason and self.hint):
-            raise ValueError("a probe that says unavailable must give a reason and a hint")
+            raise ValueError("a Probe with available=False must have a reason and a hint")
 
 
 class Driver(ABC):
     """A vendor's entry in the group ``hal.drivers``. Instances are cheap and hold no hardware.
 
     Attributes:
-        name: the entry point's name, and what a config says to choose it. A driver under another name does not load.
-        api_version: the driver API that it was written for, such as ``(2, 0)``.
-        priority: ``auto`` takes the available driver of highest priority.
-        requires: the packages that it is known to work with, as requirements such as ``torch==2.13.*``. Nothing is
-            refused for them; ``hal doctor`` compares what is installed, and warns.
-        variables: how the names begin of the environment variables that matter to it beside ``HAL_*``, such as
-            ``ACME_``. ``hal doctor`` shows them, so name none that holds a secret.
+        name: the name in configurations, equal to the entry point's name. A driver whose names differ does not load.
+        api_version: the driver API that the driver implements, such as ``(2, 0)``.
+        priority: ``auto`` selects the available driver with the highest priority.
+        requires: the package versions that the driver supports, as requirements such as ``torch==2.13.*``. They are not
+            enforced; ``hal doctor`` warns about installed packages that differ.
+        variables: prefixes of relevant environment variables besides ``HAL_*``, such as ``ACME_``. ``hal doctor``
+            prints these variables, so no prefix may match a secret.
     """
 
     name: ClassVar[str]
@@ -55,15 +55,15 @@ class Driver(ABC):
 
     @abstractmethod
     def probe(self) -> Probe:
-        """Say whether the driver can run here, within 50 ms.
+        """Return whether the driver can run on this machine, within 50 ms.
 
         Must not import the vendor's packages (``importlib.util.find_spec`` is enough) nor initialise hardware.
         """
 
     def probe_for(self, options: Mapping[str, Any]) -> Probe:
-        """Say whether :meth:`open` can be expected to succeed with ``options``, under the same rules as :meth:`probe`.
+        """Return whether :meth:`open` is expected to succeed with ``options``, under the rules of :meth:`probe`.
 
-        Override it where an option makes the driver run elsewhere than :meth:`probe` thinks, as on an emulator.
+        Override it if an option changes where the driver can run, such as one that selects an emulator.
         """
         return self.probe()
 
@@ -72,18 +72,20 @@ class Driver(ABC):
         """Open the hardware. May import anything.
 
         Args:
-            options: the config's ``options``; read them with :func:`hal.config.read` so that unknown ones are errors.
+            options: the configuration's ``options``. Read them with :func:`hal.config.read`, which rejects unknown
+                ones.
         """
 
     def devices(self, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """The options with which :meth:`open` opens each device that there is, one after the other.
+        """Return the options that open each available device.
 
-        ``hal doctor`` asks, after it has opened the driver with ``options``, and examines each. May import anything.
+        ``hal doctor`` calls it after opening the driver with ``options``, and examines each device. May import
+        anything.
 
         Args:
-            options: the user's. A device that they name is the only one to return.
+            options: the user's options. If they select a device, return that device only.
 
         Returns:
-            ``options`` alone by default, which is right where there is one device.
+            One mapping per device. The default returns ``options`` alone, which is right for a single device.
         """
         return (options,)

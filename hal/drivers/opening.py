@@ -1,4 +1,4 @@
-"""Probing and opening a driver: whatever it raises or gives becomes an error that names it."""
+"""Probing, opening and configuring a driver; exceptions and wrong results become errors that name the driver."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ REPORT = "report it to the driver's vendor"
 
 
 def probe_driver(driver: Driver, options: Mapping[str, Any]) -> Probe:
-    """Ask a driver whether it can run here.
+    """Probe a driver with ``options``.
 
     Raises:
-        ConfigError: an option is wrong.
-        DriverIncompatible: what the probe gives is none.
+        ConfigError: an option is invalid.
+        DriverIncompatible: the result is not a :class:`hal.Probe`.
         DriverError: the probe raised.
     """
-    with _naming(driver.name):
+    with _name_driver(driver.name):
         return _probe(driver, options)
 
 
 def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
-    """Open a driver, and check what it gives. Neither configures the backend nor activates it.
+    """Open a driver, and validate the backend. The backend is neither configured nor activated.
 
     Raises:
-        DriverUnavailable: a library that it needs is missing.
-        DriverIncompatible: what it gives is no backend, or not one that is whole.
-        DriverError: opening it raised something else; errors of hal's own are passed on, with the driver's name.
+        DriverUnavailable: a library that the driver needs is missing.
+        DriverIncompatible: the result is not a complete backend.
+        DriverError: the driver raised another exception. A HalError is passed on, with the driver's name added.
     """
-    with _naming(driver.name):
+    with _name_driver(driver.name):
         return _open(driver, options)
 
 
 def configure_backend(backend: Backend, settings: Config) -> None:
-    """Give a backend its configuration.
+    """Apply a configuration to a backend.
 
     Raises:
-        ConfigError: it asks for what the backend does not have.
-        DriverError: a method of the driver's own raised.
+        ConfigError: the configuration asks for a feature that the backend lacks.
+        DriverError: the driver's code raised.
     """
     try:
         backend.configure(settings)
     except HalError:
         raise
-    except Exception as error:  # of a subclass
+    except Exception as error:  # raised by an override in the driver
         raise DriverError(
             f"configuring the backend of the driver {backend.name} raised {said(error)}",
             f"{REPORT}, or choose another backend",
@@ -60,11 +60,8 @@ def configure_backend(backend: Backend, settings: Config) -> None:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the driver's name to an error that does not say it, such as one of the values that the driver gives.
-
-    What is wrong with the configuration is the user's, and stays as it is.
-    """
+def _name_driver(name: str) -> Iterator[None]:
+    """Add the driver's name to a HalError that lacks it, except to ConfigError, which the user's settings cause."""
     try:
         yield
     except ConfigError:
@@ -73,7 +70,7 @@ def _naming(name: str) -> Iterator[None]:
         if re.search(rf"\b{re.escape(name)}\b", str(error)) or type(error).__init__ is not HalError.__init__:
             raise
         named = type(error)(f"the driver {name}: {error.problem}", error.remedy)
-        raise named.with_traceback(error.__traceback__) from error.__cause__  # as if the driver itself had raised it
+        raise named.with_traceback(error.__traceback__) from error.__cause__  # as if the driver had raised it
 
 
 def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
@@ -81,9 +78,10 @@ def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
         backend: Any = driver.open(options)
     except HalError:
         raise
-    except (ImportError, OSError) as error:  # a library that is missing
+    except (ImportError, OSError) as error:  # a missing library
         raise DriverUnavailable(
-            f"opening the driver {driver.name} failed: {error}", "install what it needs, or choose another backend"
+            f"opening the driver {driver.name} failed: {error}",
+            "install the missing library, or choose another backend",
         ) from error
     except (Exception, SystemExit) as error:
         raise DriverError(
@@ -91,13 +89,13 @@ def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
         ) from error
     if not isinstance(backend, Backend):
         raise DriverIncompatible(
-            f"opening the driver {driver.name} gave {reprlib.repr(backend)}, not a hal.Backend", REPORT
+            f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
         )
     check_opened(driver.name, backend)
-    if backend.name != driver.name:  # configurations and variables go by the one, errors by the other
+    if backend.name != driver.name:  # configurations and variables use the driver's name, errors the backend's
         raise DriverIncompatible(
-            f"opening the driver {driver.name} gave a backend whose name is {backend.name!r}",
-            f"{REPORT}; its authors: give both the same name",
+            f"opening the driver {driver.name} returned a backend with the name {backend.name!r}",
+            f"{REPORT}, who must pass name={driver.name!r} to hal.Backend",
         )
     return backend
 
@@ -106,7 +104,7 @@ def _probe(driver: Driver, options: Mapping[str, Any]) -> Probe:
     try:
         probe: Any = driver.probe_for(options)
     except HalError:
-        raise  # an option is wrong
+        raise  # an option is invalid
     except (Exception, SystemExit) as error:
         raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
     if not isinstance(probe, Probe):

@@ -1,4 +1,4 @@
-"""Finding drivers through entry points, and choosing one."""
+"""Discovery of drivers through entry points, and selection of one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger("hal.drivers")
 
 @attrs.frozen
 class Candidate:
-    """A driver as ``auto`` and ``hal backends`` see it.
+    """An installed driver, probed, for ``auto`` and ``hal backends``.
 
     Attributes:
         name: the entry point's name.
-        driver: the driver, or None if it is broken: it could not be loaded, or its probe raised.
-        probe: what its probe said; of a broken one, what is wrong with it.
-        error: of a broken one, what was raised.
+        driver: the driver, or None if loading or probing it raised.
+        probe: the probe's result, or one that describes the error.
+        error: the error that loading or probing raised, if any.
     """
 
     name: str
@@ -48,7 +48,7 @@ DRIVERS: Plugins[Driver] = Plugins(GROUP, "driver", _check, error=DriverError, u
 
 
 def driver_names() -> list[str]:
-    """The names of all installed drivers; imports none of them."""
+    """Return the names of all installed drivers, without importing them."""
     return DRIVERS.names()
 
 
@@ -56,35 +56,35 @@ def load_driver(name: str) -> Driver:
     """Load the driver ``name``, and no other.
 
     Raises:
-        DriverNotFound: there is none of that name.
-        DriverIncompatible: it does not fit this release's driver API.
-        DriverError: importing it or making an instance of it failed, or several packages bring one of that name.
+        DriverNotFound: no driver of that name is installed.
+        DriverIncompatible: the driver does not match this release's driver API.
+        DriverError: importing or instantiating the driver failed, or several packages provide the name.
     """
     return DRIVERS.load(name)
 
 
 def candidates() -> list[Candidate]:
-    """Every installed driver, probed, the highest priority first. A broken one is reported, never raised."""
+    """Return every installed driver, probed, in descending priority. Broken drivers are included, not raised."""
     found = [_candidate(name) for name in driver_names()]
     return sorted(found, key=lambda each: -each.driver.priority if each.driver else 0)
 
 
 def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
-    """Open the backend that ``config`` asks for. As a context manager it is closed at the end of the block.
+    """Open the backend that ``config`` selects. As a context manager, it is closed at the end of the block.
 
     Args:
-        config: anything that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables. The chosen
-            driver's own ``HAL_<DRIVER>_*`` variables are its options wherever the config does not set them.
-        activate: make ``hal.ops`` go to it. Pass False to open a second one beside the active one.
+        config: any source that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables. The
+            driver's ``HAL_<DRIVER>_*`` variables set the options that the config does not.
+        activate: make ``hal.ops`` dispatch to the backend. Pass False to open a second one beside the active one.
 
     Raises:
-        ConfigError: the configuration is wrong, or asks for what the backend does not have. With ``auto``, also what is
-            wrong with the variables of any driver, for whoever set them meant that driver.
-        DriverNotFound: there is no such driver.
-        DriverIncompatible: the driver does not fit this release.
-        DriverUnavailable: the driver cannot run here, with its reason and hint.
-        DriverError: the driver is broken: it cannot be imported, or raised when it was probed or opened. ``auto`` warns
-            of one that cannot be imported or probed, and goes on to the next.
+        ConfigError: the configuration is invalid, or asks for a feature that the backend lacks. With ``auto``, invalid
+            ``HAL_<DRIVER>_*`` variables of any driver raise too.
+        DriverNotFound: no driver of that name is installed.
+        DriverIncompatible: the driver does not match this release.
+        DriverUnavailable: the driver cannot run on this machine.
+        DriverError: importing, probing or opening the driver raised. ``auto`` logs a warning for a driver that it
+            cannot import or probe, and skips it.
     """
     settings = load(config, driver_names=driver_names() if config is None else ())
     name, driver = _choose() if settings.backend == "auto" else (settings.backend, load_driver(settings.backend))
@@ -111,7 +111,7 @@ def _choose() -> tuple[str, Driver]:
             raise candidate.error
     for candidate in tried:
         if candidate.driver is None:
-            log.warning("auto passes over the driver %s: %s", candidate.name, candidate.probe.reason)
+            log.warning("auto skips the driver %s: %s", candidate.name, candidate.probe.reason)
     for candidate in tried:
         if candidate.driver is not None and candidate.probe.available:
             return candidate.name, candidate.driver
@@ -122,7 +122,7 @@ def _choose() -> tuple[str, Driver]:
 
 @contextmanager
 def _naming_variables(name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a ConfigError which variables set a driver's options, beside those that are ``given``."""
+    """Add to a ConfigError the environment variables that set options, except the ``given`` options."""
     try:
         yield
     except ConfigError as error:
@@ -133,7 +133,7 @@ def _naming_variables(name: str, given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _candidate(name: str) -> Candidate:
-    # Whatever is wrong: a vendor's broken package must not take the others down.
+    # Catches every HalError: a vendor's broken package must not disable the other drivers.
     try:
         driver, options = load_driver(name), environment_options(name)
         with _naming_variables(name, {}):

@@ -1,7 +1,7 @@
-"""Layers that models share, each made of ``hal.ops``.
+"""Layers for models, built on ``hal.ops``.
 
-Their parameters carry the names of Hugging Face checkpoints, so that loading needs no table per model.
-For type checkers and editors each layer's ``__call__`` is its ``forward``: ``torch.nn.Module`` types calls as ``Any``.
+Parameters have the names of Hugging Face checkpoints, so loading needs no per-model table.
+For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``torch.nn.Module`` types it as ``Any``.
 """
 
 from hal.nn.attention import Attention

@@ -14,19 +14,19 @@ from hal.step.state import LayerStates, key_value_states
 
 
 class Attention(nn.Module):
-    """Write new keys and values to the cache, then attend over all of each sequence. Causal; has no weights.
+    """Causal attention over the paged cache, without weights. Stores the new keys and values first.
 
     Args:
-        num_kv_heads: key heads, and value heads.
+        num_kv_heads: the number of key heads, equal to the number of value heads.
         head_dim: elements per head.
-        sliding_window: tokens that a query sees, its own included, so 1 or more; None for all.
-        scale: multiplies the scores; None for ``head_dim ** -0.5``.
+        sliding_window: the number of tokens that a query attends to, including its own; None for all.
+        scale: factor of the scores; None for ``head_dim ** -0.5``.
 
     Raises:
         OperationError: the window is less than 1.
 
     Attributes:
-        states: what it keeps between steps: ``key`` and ``value`` of each token.
+        states: the states of the layer, ``key`` and ``value``, per token.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Attention(nn.Module):
         super().__init__()
         if sliding_window is not None and sliding_window < 1:
             raise OperationError(
-                f"attention has a sliding_window of {sliding_window}, and a token sees at least itself",
-                "give 1 or more tokens, or None for all",
+                f"attention has sliding_window = {sliding_window}, which excludes the query's own token",
+                "set sliding_window to 1 or more, or to None for no window",
             )
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -44,14 +44,14 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, state: Mapping[str, Tensor]) -> Tensor:
-        """Attend.
+        """Store the keys and values, and attend.
 
         Args:
             query: ``[tokens, num_heads, head_dim]``.
             key: ``[tokens, num_kv_heads, head_dim]``.
-            value: likewise.
+            value: as ``key``.
             batch: the step.
-            state: this layer's ``key`` and ``value``.
+            state: this layer's ``key`` and ``value`` caches.
 
         Returns:
             ``[tokens, num_heads * head_dim]``.

@@ -1,6 +1,6 @@
-"""The decoder of Llama and of those made after it: grouped-query attention and a gated MLP, each behind a norm.
+"""The Llama-style decoder: grouped-query attention and a gated MLP, each after a norm.
 
-A family is what it does otherwise: its config, and whatever it changes about these layers.
+A model family subclasses its config and the layers in which it differs.
 
 Source: Touvron et al., *LLaMA: Open and Efficient Foundation Language Models*, 2023; Ainslie et al., *GQA*, 2023.
 """
@@ -27,10 +27,9 @@ from hal.step.batch import Batch
 
 @attrs.frozen(kw_only=True)
 class DecoderConfig:
-    """The keys of config.json that decide what is computed, under their names there; a family adds its own.
+    """The keys of config.json that affect the computation, under the same names. Families add keys.
 
-    Without ``num_key_value_heads`` there are ``num_attention_heads`` of them; without ``head_dim`` the heads share
-    ``hidden_size`` equally.
+    ``num_key_value_heads`` defaults to ``num_attention_heads``, and ``head_dim`` to ``hidden_size`` divided by it.
     """
 
     vocab_size: int = attrs.field(validator=SIZE)
@@ -53,17 +52,17 @@ class DecoderConfig:
 
     @head_dim.default
     def _equal_parts(self) -> int:
-        return self.hidden_size // max(self.num_attention_heads, 1)  # validated later, and named then
+        return self.hidden_size // max(self.num_attention_heads, 1)  # the validator rejects 0 later, by name
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.head_dim < 1 << 31 or self.head_dim % 2:
             raise ValueError(
-                f"head_dim is {self.head_dim}; the rotary embedding needs two halves of it, below {1 << 31}"
+                f"head_dim is {self.head_dim}; the rotary embedding needs an even number from 2 to {(1 << 31) - 2}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads, {self.num_attention_heads}, "
-                f"is no multiple of num_key_value_heads, {self.num_key_value_heads}"
+                f"is not a multiple of num_key_value_heads, {self.num_key_value_heads}"
             )
 
     @classmethod
@@ -71,30 +70,30 @@ class DecoderConfig:
         """Read a checkpoint's config.json.
 
         Raises:
-            ConfigError: a key is missing, or a value is not one that the model takes.
+            ConfigError: a key is missing, or the model does not support a value.
         """
         return attrs.evolve(read_model_config(cls, config), rope=RopeParameters.from_config(config))
 
 
 def check_window(config: Any, attribute: Any, value: int | None) -> None:
-    """The attrs validator of a config's ``sliding_window``: a number of tokens, or None for all.
+    """Validate a config's ``sliding_window``, as an attrs validator: a number of tokens, or None for all.
 
     Raises:
-        ValueError: it is less than 1, or no length that a sequence can have; :func:`hal.config.read` makes a
-            ConfigError of that.
+        ValueError: it is less than 1, or exceeds the longest sequence length. :func:`hal.config.read` turns it into a
+            ConfigError.
     """
     if value is not None and value < 1:
-        raise ValueError(f"{attribute.name} is {value}; a token sees at least itself")
+        raise ValueError(f"{attribute.name} is {value}; it must be 1 or more, or null for all tokens")
     if value is not None and value >= 1 << 31:
-        raise ValueError(f"{attribute.name} is {value}; lengths are less than {1 << 31}, and null stands for all")
+        raise ValueError(f"{attribute.name} is {value}; it must be less than {1 << 31}, or null for all tokens")
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions, from hidden states to hidden states.
+    """Grouped-query attention with rotary positions and its projections.
 
     Args:
-        config: sizes, and whether the projections have a bias.
-        sliding_window: tokens that a query sees, its own included; None for all.
+        config: the sizes, and whether the projections have biases.
+        sliding_window: the number of tokens that a query attends to, including its own; None for all.
     """
 
     def __init__(self, config: DecoderConfig, *, sliding_window: int | None = None) -> None:
@@ -108,11 +107,11 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias, shard="in_features")
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Give ``[tokens, heads, head_dim]`` their positions; a family does here what it does to heads before."""
+        """Rotate query and key, ``[tokens, heads, head_dim]``. A family overrides it to transform the heads before."""
         return ops.rotary_embedding(query, key, cos, sin)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
-        """``[tokens, hidden_size]`` to the same. See :class:`RotaryEmbedding` and :class:`Attention` for the rest."""
+        """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
         query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
         query, key = query.view(-1, self.heads, self.head_dim), key.view(-1, self.kv_heads, self.head_dim)
         query, key = self.rotate(query, key, cos, sin)
@@ -133,7 +132,7 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, shard="in_features")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[tokens, hidden_size]`` to the same."""
+        """Map ``[tokens, hidden_size]`` to the same shape."""
         return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
 
     if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
-        """``[tokens, hidden_size]`` to the same."""
+        """Map ``[tokens, hidden_size]`` to the same shape."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, state)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
@@ -161,7 +160,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From tokens to normed hidden states; cos and sin are made once for all layers."""
+    """Maps tokens to normalised hidden states. All layers share one cos and sin."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        """``[tokens, hidden_size]``."""
+        """Return the hidden states, ``[tokens, hidden_size]``."""
         hidden = self.embed_tokens(batch.token_ids)
         cos, sin = self.rotary(batch.positions, hidden.dtype)
         for layer, state in zip(self.layers, states, strict=True):
@@ -183,11 +182,11 @@ class Decoder(nn.Module):
 
 
 class DecoderLM(CausalLM):
-    """A :class:`Decoder` and its output projection, which may be the embedding's table.
+    """A :class:`Decoder` and its output projection, which may be tied to the embedding.
 
     Args:
-        config: of the checkpoint.
-        layers: as many as it says.
+        config: the checkpoint's config.
+        layers: ``config.num_hidden_layers`` layers.
     """
 
     def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:

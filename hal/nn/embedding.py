@@ -1,4 +1,4 @@
-"""The table of token embeddings."""
+"""Token embeddings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hal.nn.weight import Consumer, TiedUse, Weight
 
 
 class Embedding(nn.Module):
-    """A table ``[vocab_size, width]``; :meth:`as_linear` uses it as a tied output projection.
+    """An embedding table ``[vocab_size, width]``; :meth:`as_linear` uses it as a tied output projection.
 
     Attributes:
         weight: the table.
-        projection: the table as a driver prepared it for :meth:`as_linear`, if that is not the table itself.
+        projection: the table as the driver prepared it for :meth:`as_linear`; None if that is the table itself.
     """
 
     def __init__(self, vocab_size: int, width: int) -> None:
@@ -28,17 +28,17 @@ class Embedding(nn.Module):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """What its table is made of, and what else takes it where it is tied."""
+        """The declaration of the table, and of its tied use."""
         projecting = TiedUse("projection", Consumer("linear", "weight"))
         return {"weight": Weight(("weight",), "vocab_size width", shard="vocab_size", tied_use=projecting)}
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` to ``[tokens, width]``."""
+        """Map ``[tokens]`` to ``[tokens, width]``."""
         return ops.embedding(token_ids, self.weight)
 
     if TYPE_CHECKING:
         __call__ = forward
 
     def as_linear(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to logits ``[..., vocab_size]``."""
+        """Map ``[..., width]`` to logits ``[..., vocab_size]``."""
         return ops.linear(x, self.weight if self.projection is None else self.projection, None)

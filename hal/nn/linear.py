@@ -1,4 +1,4 @@
-"""Projections."""
+"""Linear projections."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ OUT, IN = "out_features", "in_features"
 
 
 def projection_weight(parts: Mapping[str, int], shard: str | None, consumer: Consumer) -> Weight:
-    """Return the declaration of a projection's weight ``[out_features, in_features]``, perhaps of several parts."""
+    """Return the declaration of a projection's weight ``[out_features, in_features]``, merged from ``parts`` if any."""
     return Weight.merged(parts, "weight", f"{OUT} {IN}", shard=shard, consumer=consumer)
 
 
 def row_weight(parts: Mapping[str, int], name: str, shard: str | None, consumer: Consumer | None = None) -> Weight:
-    """Return the declaration of what a projection has for each row of its weight, such as a bias."""
+    """Return the declaration of a tensor with one element per row of a projection's weight, such as a bias."""
     return Weight.merged(parts, name, OUT, shard=shard if shard == OUT else None, consumer=consumer)
 
 
 class Linear(nn.Module):
-    """:func:`hal.ops.linear` with its weight ``[out_features, in_features]`` and, if asked for, a bias.
+    """:func:`hal.ops.linear` with a weight ``[out_features, in_features]`` and an optional bias.
 
     Args:
-        in_features: of the input.
-        out_features: of the output.
-        bias: whether there is one.
-        shard: the axis of the weight along which ranks may cut it, ``out_features`` or ``in_features``, or None.
+        in_features: features of the input.
+        out_features: features of the output.
+        bias: whether it has a bias.
+        shard: the axis along which ranks may split the weight, ``out_features`` or ``in_features``, or None.
     """
 
     parts: Mapping[str, int]
@@ -45,14 +45,14 @@ class Linear(nn.Module):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """What its tensors are made of."""
+        """The declarations of its tensors."""
         return {
             "weight": projection_weight(self.parts, self.shard, Consumer("linear", "weight")),
             "bias": row_weight(self.parts, "bias", self.shard),
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
         return ops.linear(x, self.weight, self.bias)
 
     if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one: their outputs lie one after another in the last dimension.
+    """Several projections of one input as one projection. Their outputs are concatenated in the last dimension.
 
     Args:
-        in_features: of all parts.
-        parts: the checkpoint's name of each part (beside this layer's), and its out_features, in order.
-        bias: whether every part has one.
-        shard: the axis along which ranks may cut each part.
+        in_features: features of the input.
+        parts: the out_features of each part, in order, by the name of the checkpoint layer beside this one.
+        bias: whether the parts have biases.
+        shard: the axis along which ranks may split each part.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the runtime asks of every causal language model."""
+"""The interface of causal language models."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from hal.step.batch import Batch
 from hal.step.state import LayerStates
 
 LayerState = Mapping[str, Tensor]
-"""The tensors of a layer's states, by name."""
+"""The state tensors of a layer, by name."""
 
 
 class CausalLM(nn.Module):
     """Base of all causal language models. A model sets the attributes and implements the two methods.
 
-    Registered in the entry-point group ``hal.models`` under the architecture name of config.json.
+    It is registered in the entry-point group ``hal.models`` under the architecture name in config.json.
 
     Attributes:
-        vocab_size: rows of the logits.
-        max_length: the longest sequence it was made for, in tokens.
-        states: what each layer keeps between steps, by name; an empty mapping for a layer that keeps nothing.
-        batch_type: the class of its batches: :class:`hal.Batch`, or a subclass with further fields.
-        output_projection: the name of the module that makes the logits, which quantising leaves as it is.
-        tied: names of checkpoint tensors that repeat a parameter of another name, and that parameter.
-        prepared_by: the backend that brought weights into a form of its own at load, or put layers of its own in; None
-            if neither.
-        ignored: ends of the names of checkpoint tensors that are not read, since the config says the same.
+        vocab_size: the size of the vocabulary, and of the last dimension of the logits.
+        max_length: the maximum sequence length, in tokens.
+        states: the states of each layer, by name; an empty mapping for a layer without state.
+        batch_type: the class of its batches: :class:`hal.Batch`, or a subclass with more fields.
+        output_projection: the name of the module that computes the logits, which stays unquantised.
+        tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
+        prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.
+        ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
     """
 
     vocab_size: int
@@ -45,19 +44,19 @@ class CausalLM(nn.Module):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Mapping[str, Any]) -> CausalLM:
-        """Build the model from a checkpoint's config.json, on whatever device is the default; weights are not set.
+        """Build the model from a checkpoint's config.json, on the default device, with uninitialised weights.
 
         Raises:
-            ConfigError: the config asks for what the model does not do.
+            ConfigError: the model does not support the config.
         """
 
     @abstractmethod
     def forward(self, batch: Any, states: Sequence[LayerState]) -> Tensor:
-        """One step.
+        """Run one step.
 
         Args:
             batch: the new tokens, of the class ``batch_type``.
-            states: per layer, the tensors of its states, by name; written in place.
+            states: the state tensors of each layer, by name; written in place.
 
         Returns:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.

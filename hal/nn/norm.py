@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to the same."""
+        """Map ``[..., width]`` to the same shape."""
         return ops.rms_norm(x, self.weight, self.eps)
 
     if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Projections in int8, which stand where a checkpoint's quantised :class:`~hal.nn.Linear` would."""
+"""Int8 projections, which replace :class:`~hal.nn.Linear` layers that a checkpoint quantises."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hal.nn.weight import Consumer, Weight
 
 
 class QuantizedLinear(nn.Module):
-    """A projection whose weight is int8, with one scale for each of its rows.
+    """A projection with an int8 weight, and one scale per row.
 
-    Its tensors are buffers, so that a model's parameters are still all of the dtype that it computes in. A subclass
-    declares them in ``weights``; those without sources are given by the scheme that put the layer into the model.
+    Its tensors are buffers, so that all parameters of a model have its compute dtype. A subclass declares them in
+    ``weights``. The quantisation scheme that inserted the layer fills those without sources.
 
     Args:
-        linear: whose place it takes.
+        linear: the layer to replace.
 
     Attributes:
-        parts: of a :class:`~hal.nn.MergedLinear`, each part's name and rows; empty for another layer.
-        shard: as of the layer whose place it takes.
+        parts: the rows of each part of a :class:`~hal.nn.MergedLinear`, by name; empty for another layer.
+        shard: the shard axis of the replaced layer.
         weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
     """
 
@@ -38,18 +38,18 @@ class QuantizedLinear(nn.Module):
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
-        """What its tensors are made of."""
+        """The declarations of its tensors."""
 
 
 class StaticQuantizedLinear(QuantizedLinear):
-    """Activations are quantised by a scale and an offset that the checkpoint fixes.
+    """An int8 projection whose activations are quantised with the checkpoint's scale and offset.
 
     Attributes:
-        input_scale: ``[in_features]``, float32: one value repeated, as kernels that also normalise want it.
-        input_offset: ``[in_features]``, int32, one value likewise; or None for 0.
-        deq_scale: ``[out_features]``: the input's scale times the scale of each row, float32, or as the driver
-            prepared it.
-        quant_bias: ``[out_features]``, int32, or None: in units of deq_scale, the bias less what the offset adds.
+        input_scale: ``[in_features]``, float32: one value, repeated for kernels that fuse a norm.
+        input_offset: ``[in_features]``, int32, one value, repeated; None for 0.
+        deq_scale: ``[out_features]``: the input's scale times each row's scale, float32, or as the driver prepared it.
+        quant_bias: ``[out_features]``, int32, in units of deq_scale: the bias minus the contribution of the offset; or
+            None.
     """
 
     def __init__(self, linear: Linear) -> None:
@@ -66,7 +66,7 @@ class StaticQuantizedLinear(QuantizedLinear):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """What its tensors are made of; all but the weight are the scheme's."""
+        """The declarations of its tensors. The quantisation scheme fills all but the weight."""
         operation, out = "quant_linear_static", "out_features"
         cut = self.shard if self.shard == out else None
         return {
@@ -78,7 +78,7 @@ class StaticQuantizedLinear(QuantizedLinear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized = ops.quantize(x, self.input_scale, self.input_offset)
         return ops.quant_linear_static(quantized, self.weight, self.deq_scale, self.quant_bias, x.dtype)
 
@@ -87,7 +87,7 @@ class StaticQuantizedLinear(QuantizedLinear):
 
 
 class DynamicQuantizedLinear(QuantizedLinear):
-    """Activations are quantised by a scale for each token, from its largest element.
+    """An int8 projection whose activations are quantised with a scale per token, from the token's largest element.
 
     Attributes:
         weight_scale: ``[out_features]``, float32.
@@ -103,7 +103,7 @@ class DynamicQuantizedLinear(QuantizedLinear):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """What its tensors are made of; all but the weight are the scheme's."""
+        """The declarations of its tensors. The quantisation scheme fills all but the weight."""
         out = "out_features"
         cut = self.shard if self.shard == out else None
         return {
@@ -113,7 +113,7 @@ class DynamicQuantizedLinear(QuantizedLinear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized, scale = ops.dynamic_quantize(x)
         return ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
 

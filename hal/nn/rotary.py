@@ -1,4 +1,4 @@
-"""Cos and sin of the rotary position embedding, built once per step, and the ways to stretch it to longer texts."""
+"""Rotary position embeddings: cos and sin, computed once per step, and the scaling methods for longer contexts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hal.config import read
 from hal.errors import ConfigError, nearest
 
 SIZE = [ge(1), lt(1 << 31)]
-"""The attrs validators of a size, or of a number of tokens: positions and lengths are int32 on devices."""
+"""attrs validators of a size or a number of tokens, which are int32 on devices."""
 LARGEST_SCALE = 255.0
-"""What cos and sin may be multiplied by: scores grow by its square, which float16 still holds."""
+"""The maximum factor of cos and sin. Attention scores grow by its square, which float16 can represent."""
 _MOST = 2.0**64
-# Products and quotients of such numbers and of positions are finite in float32, in which angles are computed.
+# Products and quotients of such numbers and positions are finite in float32, the dtype of the angles.
 _POSITIVE = [gt(0.0), ge(1 / _MOST), le(_MOST)]
 _NOT_NEGATIVE = optional([ge(0.0), le(_MOST)])
 
 
 @attrs.frozen(kw_only=True)
 class RopeParameters:
-    """The ``rope_parameters`` of a checkpoint's config.json; this is the ``rope_type`` ``default``, of plain positions.
+    """The ``rope_parameters`` of config.json; this class is the ``rope_type`` ``default``, without scaling.
 
     Attributes:
-        rope_theta: the base of the frequencies; more than 1, so that they fall from pair to pair.
+        rope_theta: the base of the frequencies; more than 1, so that they decrease from pair to pair.
 
     Source: Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021.
     """
@@ -38,22 +38,24 @@ class RopeParameters:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> RopeParameters:
-        """Read a config.json of either spelling: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+        """Read a config.json with ``rope_parameters``, or with the older ``rope_theta`` and ``rope_scaling``.
 
         Returns:
-            Of the class that :data:`hal.nn.rotary.ROPE_TYPES` has for the ``rope_type``, which older files call
-            ``type``. A null stands for the default.
+            An instance of the class in :data:`hal.nn.rotary.ROPE_TYPES` for the ``rope_type``, which older files call
+            ``type``. Null values mean the default.
 
         Raises:
-            ConfigError: two spellings are there and differ, the ``rope_type`` is none that is known, or a key is
-                unknown to it, missing, or out of its range.
+            ConfigError: both spellings are present and differ, the ``rope_type`` is unknown, or a key is unknown,
+                missing or out of range.
         """
         new, old = config.get("rope_parameters"), config.get("rope_scaling")
         for name, table in (("rope_parameters", new), ("rope_scaling", old)):
             if table is not None and not isinstance(table, Mapping):
-                return read(RopeParameters, table, name)  # which says what is wrong with it
+                return read(RopeParameters, table, name)  # raises the error
         if new and old and new != old:
-            raise ConfigError("config.json has rope_parameters and another rope_scaling", "leave one of them out")
+            raise ConfigError(
+                "config.json has rope_parameters and a rope_scaling that differs", "remove one of them from config.json"
+            )
         given = new or old or {}
         parameters = {key: value for key, value in given.items() if value is not None}
         if config.get("rope_theta") is not None:
@@ -62,29 +64,30 @@ class RopeParameters:
         rope_type = parameters.pop("rope_type", older or "default")
         if older not in (None, rope_type):
             raise ConfigError(
-                f"rope_parameters has rope_type {rope_type!r} and another type, {older!r}", "leave one out"
+                f"rope_parameters has rope_type {rope_type!r} and type {older!r}, which differ",
+                "remove one of them from config.json",
             )
         if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
             raise ConfigError(
-                f"config.json asks for rope_type {rope_type!r}: {nearest(str(rope_type), ROPE_TYPES)}",
-                "use a checkpoint whose positions are scaled in one of these ways, or not at all",
+                f"config.json has rope_type {rope_type!r}: {nearest(str(rope_type), ROPE_TYPES)}",
+                "use a checkpoint with one of these types, or without scaling",
             )
         return read(ROPE_TYPES[rope_type], parameters, f"rope_parameters of rope_type {rope_type}")
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
-        """Radians that each pair of a head's elements turns by per position: ``[head_dim / 2]``, float32."""
+        """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
         return 1.0 / self.rope_theta**exponent
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by; attention scores grow by its square."""
+        """The factor of cos and sin; attention scores grow by its square."""
         return 1.0
 
 
 @attrs.frozen(kw_only=True)
 class LinearRope(RopeParameters):
-    """``rope_type`` ``linear``: positions are divided by ``factor``.
+    """``rope_type`` ``linear``: divides positions by ``factor``.
 
     Source: Chen et al., *Extending Context Window of Large Language Models via Positional Interpolation*, 2023.
     """
@@ -97,13 +100,13 @@ class LinearRope(RopeParameters):
 
 @attrs.frozen(kw_only=True)
 class Llama3Rope(LinearRope):
-    """``rope_type`` ``llama3``: only the pairs that turn slowly are stretched.
+    """``rope_type`` ``llama3``: divides only low frequencies.
 
     Attributes:
-        factor: by which the slow ones are divided.
-        low_freq_factor: pairs that turn fewer times over the original length are divided by all of ``factor``.
-        high_freq_factor: pairs that turn more times are left alone; in between it goes linearly.
-        original_max_position_embeddings: the length that it was trained for before, in tokens.
+        factor: the divisor of low frequencies.
+        low_freq_factor: pairs with fewer turns over the original length are divided by ``factor``.
+        high_freq_factor: pairs with more turns are unchanged; between the two, linear interpolation applies.
+        original_max_position_embeddings: the context length of the original training, in tokens.
 
     Source: Grattafiori et al., *The Llama 3 Herd of Models*, 2024, and the code of Llama 3.1.
     """
@@ -115,7 +118,9 @@ class Llama3Rope(LinearRope):
     @high_freq_factor.validator
     def _above_low(self, attribute: Any, value: float) -> None:
         if value <= self.low_freq_factor:
-            raise ValueError(f"high_freq_factor, {value}, is not above low_freq_factor, {self.low_freq_factor}")
+            raise ValueError(
+                f"high_freq_factor is {value}; it must be greater than low_freq_factor, {self.low_freq_factor}"
+            )
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
         plain = RopeParameters.inv_freq(self, head_dim, device)
@@ -126,16 +131,18 @@ class Llama3Rope(LinearRope):
 
 @attrs.frozen(kw_only=True)
 class YarnRope(LinearRope):
-    """``rope_type`` ``yarn``: slow pairs are stretched, fast ones are not, and attention is sharpened.
+    """``rope_type`` ``yarn``: divides low frequencies, keeps high ones, and scales attention.
 
     Attributes:
-        factor: by which the slow ones are divided.
-        original_max_position_embeddings: the length that it was trained for before, in tokens.
-        attention_factor: what cos and sin are multiplied by; None (``null``) computes it from ``factor``.
-        beta_fast: pairs that turn more times over the original length are left alone.
-        beta_slow: pairs that turn fewer times are divided by all of ``factor``; in between it goes linearly by pair.
-        truncate: the pairs between which it goes are rounded outwards to whole ones.
-        mscale: with ``mscale_all_dim``, that is the quotient of what both give; 0 is as None.
+        factor: the divisor of low frequencies.
+        original_max_position_embeddings: the context length of the original training, in tokens.
+        attention_factor: the factor of cos and sin; None (``null``) computes it from ``factor``.
+        beta_fast: pairs with more turns over the original length are unchanged.
+        beta_slow: pairs with fewer turns are divided by ``factor``; between the two, linear interpolation by pair
+            applies.
+        truncate: whether the ends of the interpolation are rounded outwards to whole pairs.
+        mscale: with ``mscale_all_dim``, makes the attention factor the quotient of both scalings; 0 is the same as
+            None.
         mscale_all_dim: see ``mscale``.
 
     Source: Peng et al., *YaRN: Efficient Context Window Extension of Large Language Models*, 2023; ``mscale`` is
@@ -153,8 +160,8 @@ class YarnRope(LinearRope):
     def __attrs_post_init__(self) -> None:
         if self.attention_scaling > LARGEST_SCALE:
             raise ValueError(
-                f"attention_factor, or what factor, mscale and mscale_all_dim give, is {self.attention_scaling:g}, "
-                f"above {LARGEST_SCALE:g}"
+                f"attention_factor, or its value from factor, mscale and mscale_all_dim, is "
+                f"{self.attention_scaling:g}; it must be at most {LARGEST_SCALE:g}"
             )
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
@@ -162,14 +169,14 @@ class YarnRope(LinearRope):
         first, last = self._pair_turning(self.beta_fast, head_dim), self._pair_turning(self.beta_slow, head_dim)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # The bound is a head's elements, not its pairs: so it is in the published code that models were trained with.
+        # The bound is the number of elements, not of pairs, as in the published code that models were trained with.
         first, last = max(first, 0), min(last, head_dim - 1)
         width = last - first or 0.001
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
         return torch.lerp(plain, plain / self.factor, ((pairs - first) / width).clamp(0.0, 1.0))
 
     def _pair_turning(self, turns: float, head_dim: int) -> float:
-        """The pair (a fraction, perhaps out of range) that turns so many times over the original length."""
+        """Return the index, perhaps fractional or out of range, of the pair with ``turns`` over the original length."""
         per_turn = self.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(per_turn) / (2 * math.log(self.rope_theta))
 
@@ -191,13 +198,13 @@ ROPE_TYPES: Mapping[str, type[RopeParameters]] = {
     "llama3": Llama3Rope,
     "yarn": YarnRope,
 }
-"""By the ``rope_type`` of config.json."""
+"""Classes by the ``rope_type`` in config.json."""
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of positions: ``position * inv_freq[i]`` for the pair ``i`` of a head's elements.
+    """Cos and sin of the angles ``position * inv_freq[i]``, for the pair ``i`` of a head's elements.
 
-    It has no weights and no table, so that no length is the longest.
+    It has neither weights nor a table, so the sequence length is unlimited.
     """
 
     def __init__(self, head_dim: int, parameters: RopeParameters) -> None:
@@ -206,11 +213,11 @@ class RotaryEmbedding(nn.Module):
         self.rope = parameters
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each ``[tokens, head_dim]`` of ``dtype``, computed in float32; the halves are equal.
+        """Return cos and sin, each ``[tokens, head_dim]`` of ``dtype``, computed in float32; the halves are equal.
 
         Args:
             positions: ``[tokens]``, int64.
-            dtype: of the query that they will rotate.
+            dtype: the dtype of the query to rotate.
         """
         inv_freq = self.rope.inv_freq(self.head_dim, positions.device)
         angles = (positions.float()[:, None] * inv_freq).repeat(1, 2)

@@ -1,7 +1,7 @@
-"""How a layer's tensors are made of a checkpoint's: declarations, which hold no values.
+"""Declarations of how a layer's tensors are assembled from a checkpoint's.
 
-A layer declares them in its attribute ``weights``, a mapping from the names of its parameters and buffers to
-:class:`Weight`. A parameter without a declaration is one tensor of the checkpoint, of the parameter's own name.
+A layer declares them in its attribute ``weights``, a mapping from the names of parameters and buffers to
+:class:`Weight`. A parameter without a declaration is the checkpoint tensor of the same name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hal.nn.weight_assembly import Assembly, Concatenated, Whole
 
 @attrs.frozen
 class Consumer:
-    """The unfused operation that takes a weight, and as which argument.
+    """The unfused operation that uses a weight, and the argument it is passed as.
 
     Attributes:
-        operation: its name, such as ``linear``.
-        argument: the argument's name, which the operation declares among its ``weights``.
+        operation: the operation's name, such as ``linear``.
+        argument: the argument's name, one of the operation's ``weights``.
     """
 
     operation: str
@@ -31,14 +31,14 @@ class Consumer:
 
 @attrs.frozen
 class WeightUse:
-    """What a driver is told of a tensor that it may bring into a form of its own.
+    """The use of a tensor, which a driver prepares the tensor for.
 
     Attributes:
-        operation: the name of the unfused operation that takes it. A kernel of a fused one takes the same form.
-        argument: as which argument.
-        dtype: what the model computes in, and so of the operation's floating results.
-        shared: whether the tensor also stays as it is for another use, such as an embedding's table that is projected
-            with. What the driver makes of it then takes memory beside it.
+        operation: the name of the unfused operation that uses it. Kernels of fused operations take the same form.
+        argument: the argument's name.
+        dtype: the model's compute dtype, which is the dtype of the operation's floating-point results.
+        shared: whether the original tensor also stays, for another use, such as an embedding that is tied to the output
+            projection. The prepared tensor then takes additional memory.
     """
 
     operation: str
@@ -49,11 +49,11 @@ class WeightUse:
 
 @attrs.frozen
 class TiedUse:
-    """A second use of a tensor, in a model that ties it.
+    """A second use of a tensor that the model ties.
 
     Attributes:
-        attribute: the layer's buffer that gets the form which the driver prepared; None if that is the tensor itself.
-        consumer: of this use.
+        attribute: the layer's buffer for the prepared tensor, which is None if that is the original tensor.
+        consumer: the operation of this use.
     """
 
     attribute: str
@@ -62,26 +62,24 @@ class TiedUse:
 
 @attrs.frozen
 class Weight:
-    """How one parameter or buffer of a layer is made of a checkpoint's tensors.
+    """How one parameter or buffer of a layer is assembled from a checkpoint's tensors.
 
-    A source's name is relative to the layer, as in Python's relative imports: ``weight`` is the layer's own,
-    ``experts.3.up_proj.weight`` lies below it, and with a leading dot ``.q_proj.weight`` lies beside it.
+    A source's name is relative to the layer, as in Python's relative imports: ``weight`` is the layer's tensor,
+    ``experts.3.up_proj.weight`` is below the layer, and ``.q_proj.weight``, with a leading dot, is beside it.
 
     Attributes:
-        sources: names of tensors, in the order in which ``assemble`` takes them. Without any, the loader leaves the
-            tensor to the quantisation scheme that put the layer into the model.
-        axes: names of the dimensions, separated by spaces: ``"out_features in_features"``. A name has one size in all
-            tensors of a layer.
-        shard: the axis along which ranks may cut the tensor, or None. Ranks cut each concatenated part.
-        assemble: how the sources make the tensor.
-        consumer: the operation that takes it, for the driver that brings it into a form of its own; None for a tensor
-            that stays as it is.
-        tied_use: what else takes it in a model whose ``tied`` names it.
-        dtype: what it is held in; None for a floating tensor is what the model computes in, and for another the
-            layer's own.
+        sources: names of checkpoint tensors, in the order in which ``assemble`` takes them. If empty, the quantisation
+            scheme that inserted the layer fills the tensor.
+        axes: names of the dimensions, separated by spaces: ``"out_features in_features"``. A name has the same size in
+            all tensors of a layer.
+        shard: the axis along which ranks may split the tensor, or None. Ranks split each concatenated part.
+        assemble: how the sources form the tensor.
+        consumer: the operation that uses it, for drivers that prepare weights; None for a tensor to leave unchanged.
+        tied_use: the second use in a model whose ``tied`` refers to the tensor.
+        dtype: the dtype; None means the model's compute dtype for a floating-point tensor, else the layer's dtype.
 
     Raises:
-        ModelError: the axes are no names or repeat one, or ``shard`` is none of them.
+        ModelError: the axes are not distinct identifiers, or ``shard`` is not one of them.
     """
 
     sources: tuple[str, ...]
@@ -96,13 +94,13 @@ class Weight:
         names = self.axes.split()
         if len(set(names)) != len(names) or not all(each.isidentifier() for each in names):
             raise ModelError(
-                f"a weight is declared with the axes {self.axes!r}",
-                'give each dimension a name of its own, separated by spaces: "out_features in_features"',
+                f"a weight is declared with axes={self.axes!r}, which are not distinct names",
+                'name each dimension once, separated by spaces: "out_features in_features"',
             )
         if self.shard is not None and self.shard not in names:
             raise ModelError(
-                f"a weight is declared with shard={self.shard!r}, which is none of its axes {self.axes!r}",
-                "name one of the axes, or None",
+                f"a weight is declared with shard={self.shard!r}, which is not one of its axes {self.axes!r}",
+                "set shard to one of the axes, or to None",
             )
 
     @classmethod
@@ -116,16 +114,16 @@ class Weight:
         consumer: Consumer | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """Return a weight that several layers of the checkpoint share, concatenated along its first axis.
+        """Return the declaration of a weight concatenated from several checkpoint layers along its first axis.
 
         Args:
-            parts: the names of layers that lie beside this one in the checkpoint, and the sizes of their parts. Without
-                any, the tensor is the layer's own.
-            name: of the tensor in each of them.
-            axes: see :class:`Weight`, as the rest.
-            shard: likewise.
-            consumer: likewise.
-            dtype: likewise.
+            parts: the sizes of the parts, by the name of the checkpoint layer beside this one. If empty, the tensor is
+                the layer's own.
+            name: the tensor's name in each layer.
+            axes: see :class:`Weight`.
+            shard: see :class:`Weight`.
+            consumer: see :class:`Weight`.
+            dtype: see :class:`Weight`.
         """
         if not parts:
             return cls((name,), axes, shard, consumer=consumer, dtype=dtype)
@@ -135,22 +133,22 @@ class Weight:
 
 
 def source_name(path: str, source: str) -> str:
-    """Return the checkpoint's name of a source, of a layer at ``path`` in the model.
+    """Return the checkpoint name of a source of the layer at ``path`` in the model.
 
     Raises:
-        ModelError: it leads out of the model.
+        ModelError: the source has too many leading dots.
     """
     name = source.lstrip(".")
     parents = len(source) - len(name)
     steps = path.split(".") if path else []
     if parents > len(steps):
         raise ModelError(
-            f"the source {source!r} of a layer at {path!r} leads out of the model",
-            "a leading dot goes up by one module: leave one out",
+            f"the source {source!r} of the layer at {path!r} is outside the model",
+            "remove a leading dot; each one goes up by one module",
         )
     return ".".join([*steps[: len(steps) - parents], name])
 
 
 def default_weight(name: str, shape: Sequence[int]) -> Weight:
-    """Return the declaration of a parameter that has none: one tensor of its own name."""
+    """Return the declaration of a parameter without one: the checkpoint tensor of the same name."""
     return Weight((name,), " ".join(f"{name}_{dim}" for dim in range(len(shape))))

@@ -1,4 +1,4 @@
-"""How one tensor is assembled of others, as data: which part of which source goes where."""
+"""Assembly of a tensor from others, as data: the region that each source fills."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import attrs
 from hal.errors import ModelError
 
 Interval = tuple[int, int]
-"""A start, and an end that is not part of it."""
+"""A start, and an exclusive end."""
 Sizes = Mapping[str, Interval]
-"""By axis, in order: the interval of the assembled tensor that a part of the assembly fills."""
+"""The interval of the assembled tensor that an assembly fills, by axis, in order."""
 
 
 @attrs.frozen
 class Region:
-    """The part of the assembled tensor that one source fills.
+    """The region of the assembled tensor that one source fills.
 
     Attributes:
-        target: by axis of the assembled tensor, the interval.
-        axes: of the source, in its order.
-        shape: of the whole source.
-        starts: by axis of the source, where what is taken begins.
+        target: the interval in the assembled tensor, by axis.
+        axes: the source's axes, in order.
+        shape: the shape of the whole source.
+        starts: the start of the used part in the source, for each axis.
     """
 
     target: Mapping[str, Interval]
@@ -33,28 +33,28 @@ class Region:
 
 
 class Assembly(ABC):
-    """A way to make a tensor of sources."""
+    """A way to assemble a tensor from sources."""
 
     @abstractmethod
     def regions(self, box: Sizes, inner: tuple[str, ...]) -> Iterator[Region]:
-        """Yield what each source fills, in the order of sources.
+        """Yield the region of each source, in the order of sources.
 
         Args:
-            box: by axis of the assembled tensor, the interval that this assembly fills.
-            inner: the axes that its sources have; a stacked one is none of them.
+            box: the interval that this assembly fills, by axis of the assembled tensor.
+            inner: the axes of its sources, which exclude stacked axes.
 
         Raises:
             ModelError: the assembly does not fit these sizes.
         """
 
     def cuts(self, axis: str, size: int) -> tuple[int, ...]:
-        """Return the sizes of the parts along an axis of which each rank gets its share."""
+        """Return the sizes of the parts along an axis, each of which the ranks split."""
         return (size,)
 
 
 @attrs.frozen
 class Whole(Assembly):
-    """One source, as it is."""
+    """One source, unchanged."""
 
     def regions(self, box: Sizes, inner: tuple[str, ...]) -> Iterator[Region]:
         yield Region(box, inner, tuple(box[axis][1] - box[axis][0] for axis in inner), (0,) * len(inner))
@@ -62,25 +62,26 @@ class Whole(Assembly):
 
 @attrs.frozen
 class Transposed(Assembly):
-    """One source, whose last two dimensions are swapped."""
+    """One source with its last two dimensions swapped."""
 
     def regions(self, box: Sizes, inner: tuple[str, ...]) -> Iterator[Region]:
         if len(inner) < 2:
             raise ModelError(
-                f"a source of {len(inner)} dimensions is to be transposed", "transpose those of 2 or more only"
+                f"a source has {len(inner)} dimensions, too few to transpose",
+                "use Transposed for sources of 2 or more dimensions",
             )
         yield from Whole().regions(box, (*inner[:-2], inner[-1], inner[-2]))
 
 
 @attrs.frozen
 class Slice(Assembly):
-    """A part of one source, along an axis: one tensor of the checkpoint feeds several.
+    """A part of one source along an axis, for checkpoint tensors that several tensors use.
 
     Attributes:
-        axis: of the assembled tensor.
-        start: where the part begins in the source.
+        axis: the axis of the assembled tensor.
+        start: the start of the part in the source.
         of: the source's size along the axis.
-        each: whether the source is transposed.
+        each: how the source is assembled: whole or transposed.
     """
 
     axis: str
@@ -93,8 +94,8 @@ class Slice(Assembly):
         size = box[self.axis][1] - box[self.axis][0]
         if not 0 <= self.start <= self.start + size <= self.of:
             raise ModelError(
-                f"a slice of {size} {self.axis} from {self.start} on is to be taken of {self.of}",
-                "let it lie within the source",
+                f"a slice of {size} {self.axis} from {self.start} exceeds the source's {self.of}",
+                "declare a slice within the source",
             )
         for region in self.each.regions(box, inner):
             place = region.axes.index(self.axis)
@@ -105,11 +106,11 @@ class Slice(Assembly):
 
 @attrs.frozen
 class Concatenated(Assembly):
-    """Parts one after another along an axis.
+    """Parts concatenated along an axis.
 
     Attributes:
-        axis: along which.
-        sizes: of the parts.
+        axis: the axis.
+        sizes: the sizes of the parts.
         each: how each part is assembled.
     """
 
@@ -122,8 +123,8 @@ class Concatenated(Assembly):
         start, stop = box[self.axis]
         if sum(self.sizes) != stop - start:
             raise ModelError(
-                f"parts of {', '.join(map(str, self.sizes))} {self.axis} are to be concatenated to {stop - start}",
-                "let the sizes add up",
+                f"parts of {', '.join(map(str, self.sizes))} {self.axis} do not add up to {stop - start}",
+                "declare sizes whose sum is the size of the axis",
             )
         for size in self.sizes:
             yield from self.each.regions({**box, self.axis: (start, start + size)}, inner)
@@ -137,7 +138,7 @@ class Concatenated(Assembly):
 
 @attrs.frozen
 class Stacked(Assembly):
-    """As many parts as the first axis is long; their sources do not have that axis.
+    """Parts stacked along a new first axis, which their sources do not have.
 
     Attributes:
         each: how each part is assembled.
@@ -147,7 +148,7 @@ class Stacked(Assembly):
 
     def regions(self, box: Sizes, inner: tuple[str, ...]) -> Iterator[Region]:
         if not inner:
-            raise ModelError("a tensor without dimensions is to be stacked", "declare its first axis")
+            raise ModelError("a tensor without dimensions cannot be stacked", "declare its first axis")
         for index in range(*box[inner[0]]):
             yield from self.each.regions({**box, inner[0]: (index, index + 1)}, inner[1:])
 
@@ -158,6 +159,6 @@ class Stacked(Assembly):
 def _check_axis(axis: str, inner: tuple[str, ...]) -> None:
     if axis not in inner:
         raise ModelError(
-            f"a weight is assembled along {axis!r}, and its sources have the axes {', '.join(inner) or 'of no name'}",
-            "name one of these",
+            f"a weight is assembled along {axis!r}, but its sources have the axes {', '.join(inner) or '(none)'}",
+            "use one of these axes",
         )

@@ -1,6 +1,6 @@
-"""The operations that models are written in, one module a family.
+"""The operations that models call, one module per family.
 
-Each is declared once (see :mod:`hal.ops.declaration.operation`) and runs on whichever backend is active.
+Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on the active backend.
 """
 
 from hal.ops.activation import silu_and_mul

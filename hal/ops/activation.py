@@ -1,4 +1,4 @@
-"""Activations."""
+"""Activation functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _silu_samples(draw: Draw) -> Iterator[Sample]:
     rowwise="...",
 )
 def silu_and_mul(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` of a merged projection whose first half is the gate. In float32, rounded to x's dtype once.
+    """Return ``silu(gate) * up``, where the first half of ``x`` is the gate. Computed in float32, and rounded once.
 
     Args:
         x: ``[..., 2 * width]``, floating.

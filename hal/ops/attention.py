@@ -97,24 +97,25 @@ def paged_attention(
     causal: bool,
     sliding_window: int | None,
 ) -> Tensor:
-    """Attention of each sequence's new tokens over all its tokens in the paged cache. Serves prefill and decode alike.
+    """Attend from each sequence's new tokens to all its tokens in the paged cache, for prefill and decode.
 
-    Sequence ``i`` owns the queries from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``, which are the last of its
+    Sequence ``i`` has the queries from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``, the last of its
     ``kv_lens[i]`` tokens. Query heads share key heads in groups of ``num_heads / num_kv_heads``. Scores and softmax are
-    in float32; the result is rounded once. A query of a sequence of length 0, and one past the last sequence, gives 0.
+    computed in float32, and the result is rounded once. Queries of a sequence of length 0, or past the last sequence,
+    return 0.
 
     Args:
         query: ``[tokens, num_heads, head_dim]``, floating.
-        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, of query's dtype; new keys are in it already.
-        value_cache: likewise.
-        block_table: ``[sequences, blocks]``, int32; entries past a sequence's length must be valid, too.
+        key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, of query's dtype; includes the new keys.
+        value_cache: as ``key_cache``.
+        block_table: ``[sequences, blocks]``, int32; entries past a sequence's length must be valid too.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
-        kv_lens: ``[sequences]``, int32, in tokens, the new ones included.
-        query_start_loc_host: the same values as query_start_loc, on the CPU.
-        kv_lens_host: the same values as kv_lens, on the CPU.
-        scale: multiplies the scores.
-        causal: whether a query sees only tokens up to its own.
-        sliding_window: if given, 1 or more: a query sees only that many tokens, its own the last.
+        kv_lens: ``[sequences]``, int32, in tokens, including the new ones.
+        query_start_loc_host: a CPU copy of ``query_start_loc``.
+        kv_lens_host: a CPU copy of ``kv_lens``.
+        scale: factor of the scores.
+        causal: whether a query attends only to tokens up to its own.
+        sliding_window: the number of tokens, 1 or more, that a query attends to, ending with its own; None for all.
 
     Returns:
         ``[tokens, num_heads, head_dim]``, of query's dtype.
@@ -125,7 +126,7 @@ def paged_attention(
     sequences, max_blocks = block_table.shape
     kv_heads, capacity = key_cache.shape[2], max_blocks * key_cache.shape[1]
 
-    # Every token meets every gathered key, and the mask leaves it those of its own sequence.
+    # Compute the scores of all tokens and gathered keys, and mask those of other sequences.
     token = torch.arange(tokens, device=query.device)
     owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
     owned = torch.clamp(owner, max=sequences - 1)
@@ -141,7 +142,7 @@ def paged_attention(
     same = owner[:, None, None] == torch.arange(sequences, device=query.device)[:, None]
     mask = (same & visible[:, None, :]).view(1, 1, tokens, sequences * capacity)
 
-    # A slot that no sequence fills may hold anything, even NaN, and 0 * NaN is NaN.
+    # Unfilled slots may contain NaN, and 0 * NaN is NaN.
     filled = (slot < kv_lens[:, None]).view(-1, 1, 1)
     keys = key_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
     values = value_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)

@@ -1,4 +1,4 @@
-"""Writing the paged KV cache."""
+"""Writes to the paged KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hal.ops.declaration.samples import Draw, Sample
 def cache_sample(
     draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A key and a value cache that are not empty, and distinct slots for ``tokens``. For samples of other families."""
+    """Return key and value caches with random contents, and distinct slots for ``tokens``, for samples."""
     num_blocks = tokens // block_size + 2
     shape = (num_blocks, block_size, kv_heads, head_dim)
     slots = draw.permutation(num_blocks * block_size)[:tokens]
@@ -47,16 +47,16 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
     mutates=("key_cache", "value_cache"),
 )  # fmt: skip
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write each token's key and value into its slot of the paged cache; every other slot stays as it was.
+    """Write each token's key and value into its slot of the paged cache. Other slots stay unchanged.
 
-    A slot is ``block * block_size + offset``. Two tokens may share a slot only where nobody reads it (padding); which
-    of the two is kept is then undefined.
+    A slot is ``block * block_size + offset``. Tokens may share only slots that are never read (padding), where the
+    result is undefined.
 
     Args:
         key: ``[tokens, num_kv_heads, head_dim]``, of the cache's dtype.
-        value: likewise.
+        value: as ``key``.
         key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; written in place.
-        value_cache: likewise.
+        value_cache: as ``key_cache``.
         slot_mapping: ``[tokens]``, int32.
 
     Source: the paged layout of Kwon et al., *PagedAttention*, 2023.

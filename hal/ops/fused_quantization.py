@@ -1,4 +1,4 @@
-"""Eight-bit integers (W8A8): quantisation fused with the norm or activation before it."""
+"""W8A8: quantisation to int8 fused with the preceding norm or activation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hal.ops.norm import add_rms_norm
 from hal.ops.quantization import SCALES, SHAPES, dynamic_quantize, dynamic_samples, quantize, quantizers
 
 ROUNDED_BEFORE = {torch.float32: 0.01, torch.bfloat16: 0.15, torch.float16: 0.03}
-"""The same where a kernel keeps float32 and the reference rounds to the dtype: a value of 127 by up to a quarter."""
+"""Off-by-one shares for kernels that keep float32 where the reference rounds, which moves 127 by up to 0.25."""
 
 
 def _add_norm_samples(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
@@ -45,15 +45,15 @@ def _add_norm_quantize_samples(draw: Draw) -> Iterator[Sample]:
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`add_rms_norm`, then :func:`quantize` of what it normalised. A kernel may leave that in float32 between.
+    """Apply :func:`add_rms_norm`, then :func:`quantize` to the norm, which a kernel may keep in float32.
 
     Args:
         x: ``[..., width]``, floating.
         residual: of x's shape and dtype.
         weight: ``[width]``, of x's dtype.
         eps: added to the mean square.
-        scale: as of :func:`quantize`.
-        offset: as of :func:`quantize`.
+        scale: as in :func:`quantize`.
+        offset: as in :func:`quantize`.
 
     Returns:
         The quantised norm, int8, and the sum, of x's dtype, both of x's shape.
@@ -75,16 +75,16 @@ def add_rms_norm_quantize(
 def add_rms_norm_dynamic_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`add_rms_norm`, then :func:`dynamic_quantize` of what it normalised, which may stay in float32 between.
+    """Apply :func:`add_rms_norm`, then :func:`dynamic_quantize` to the norm, which a kernel may keep in float32.
 
     Args:
-        x: ``[..., width]``, floating, of 2 dimensions or more.
+        x: ``[..., width]``, floating, of 2 or more dimensions.
         residual: of x's shape and dtype.
         weight: ``[width]``, of x's dtype.
         eps: added to the mean square.
 
     Returns:
-        The quantised norm, int8 of x's shape, its scales, float32 ``[...]``, and the sum, of x's shape and dtype.
+        The quantised norm, int8 of x's shape; its scales, float32 ``[...]``; and the sum, of x's shape and dtype.
     """
     normed, hidden = add_rms_norm(x, residual, weight, eps)
     quantized, scale = dynamic_quantize(normed)
@@ -107,12 +107,12 @@ def _silu_quantize_samples(draw: Draw) -> Iterator[Sample]:
     off_by_one=ROUNDED_BEFORE,
 )  # fmt: skip
 def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """:func:`silu_and_mul`, then :func:`quantize`. A kernel may leave the product in float32 between the two.
+    """Apply :func:`silu_and_mul`, then :func:`quantize` to the product, which a kernel may keep in float32.
 
     Args:
         x: ``[..., 2 * width]``, floating.
-        scale: as of :func:`quantize`.
-        offset: as of :func:`quantize`.
+        scale: as in :func:`quantize`.
+        offset: as in :func:`quantize`.
 
     Returns:
         int8 ``[..., width]``.
@@ -129,10 +129,10 @@ def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Te
     off_by_one=ROUNDED_BEFORE,
 )
 def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`silu_and_mul`, then :func:`dynamic_quantize`. A kernel may leave the product in float32 between the two.
+    """Apply :func:`silu_and_mul`, then :func:`dynamic_quantize` to the product, which a kernel may keep in float32.
 
     Args:
-        x: ``[..., 2 * width]``, floating, of 2 dimensions or more.
+        x: ``[..., 2 * width]``, floating, of 2 or more dimensions.
 
     Returns:
         int8 ``[..., width]``, and the scales, float32 ``[...]``.

@@ -16,8 +16,8 @@ def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:
     for shape in ((1, 64), (7, 96), (3, 4, 128), (0, 64)):
         yield draw.normal(*shape), draw.normal(shape[-1]), 1e-6
     yield draw.normal(5, 192)[:, 64:128], draw.normal(64), 1e-5  # rows that are not contiguous
-    yield draw.normal(2, 64, scale=1e-4), draw.normal(64), 1e-6  # where epsilon counts
-    yield draw.normal(64, 3).t(), draw.normal(128)[::2], 1e-6  # nothing has unit stride
+    yield draw.normal(2, 64, scale=1e-4), draw.normal(64), 1e-6  # epsilon matters
+    yield draw.normal(64, 3).t(), draw.normal(128)[::2], 1e-6  # no unit stride
 
 
 @op(
@@ -27,9 +27,9 @@ def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:
     rowwise="...",
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension: ``x / sqrt(mean(x**2) + eps) * weight``.
+    """Return the root-mean-square norm over the last dimension: ``x / sqrt(mean(x**2) + eps) * weight``.
 
-    Computed in float32 throughout, rounded to ``x.dtype`` once.
+    Computed in float32, and rounded to x's dtype once.
 
     Args:
         x: ``[..., width]``, floating.
@@ -58,7 +58,7 @@ def _add_rms_norm_samples(draw: Draw) -> Iterator[Sample]:
     rowwise="...",
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add a residual, then :func:`rms_norm`. The sum is rounded to x's dtype before the norm reads it.
+    """Add a residual, then apply :func:`rms_norm`. The sum is rounded to x's dtype before the norm.
 
     Args:
         x: ``[..., width]``, floating.
@@ -67,7 +67,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         eps: added to the mean square.
 
     Returns:
-        The normalised sum, and the sum, both of x's shape and dtype.
+        The norm of the sum, and the sum, both of x's shape and dtype.
     """
     hidden = x + residual
     return rms_norm(hidden, weight, eps), hidden

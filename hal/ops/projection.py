@@ -1,4 +1,4 @@
-"""Projections and table look-ups."""
+"""Linear projections and embedding lookups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, width, out in ((1, 64, 96), (17, 128, 64), (0, 32, 16)):
         yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), None
         yield draw.normal(tokens, width), draw.normal(out, width, scale=width**-0.5), draw.normal(out)
-    yield draw.normal(64, 3).t(), draw.normal(32, 64, scale=0.125), draw.normal(64)[::2]  # nothing has unit stride
+    yield draw.normal(64, 3).t(), draw.normal(32, 64, scale=0.125), draw.normal(64)[::2]  # no unit stride
     yield draw.normal(2, 3, 32), draw.normal(48, 32, scale=0.125), None
 
 
@@ -32,7 +32,7 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
     weights=("weight",),
 )  # fmt: skip
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, accumulated in float32 and rounded to x's dtype.
+    """Return ``x @ weight.T + bias``, accumulated in float32 and rounded to x's dtype.
 
     Args:
         x: ``[..., in_features]``, floating.
@@ -58,10 +58,10 @@ def _embedding_samples(draw: Draw) -> Iterator[Sample]:
     rowwise="tokens",
 )
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Row ``token_ids[i]`` of ``weight`` for each token.
+    """Return row ``token_ids[i]`` of ``weight`` for each token ``i``.
 
     Args:
-        token_ids: ``[tokens]``, int32 or int64, each below ``vocab_size`` (whoever builds the batch checks it).
+        token_ids: ``[tokens]``, int32 or int64, less than ``vocab_size``, which the caller checks.
         weight: ``[vocab_size, width]``, floating.
 
     Returns:

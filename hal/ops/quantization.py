@@ -1,4 +1,4 @@
-"""Eight-bit integers (W8A8): quantising activations, and projections of integers."""
+"""W8A8: quantisation of activations to int8, and int8 projections."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hal.ops.declaration.samples import Draw, Sample
 SHAPES = ((1, 64), (7, 96), (2, 3, 128), (0, 64))
 
 NEAR_TIES = {torch.float32: 0.01, torch.bfloat16: 0.01, torch.float16: 0.01}
-"""Share of values that lie so near the middle of two integers that one rounding of the quotient moves them."""
+"""Share of values so close to the midpoint of two integers that rounding the quotient differently moves them."""
 SCALES = {torch.float32: (1e-5, 1e-7), torch.bfloat16: (8e-3, 1e-7), torch.float16: (1e-3, 1e-7)}
-"""Tolerance of scales, which are small: the usual absolute one would hide them."""
+"""Tolerance of scales, which are too small for the default absolute tolerance."""
 
 
 def quantizers(draw: Draw, width: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Scale and offset in each form that they may have."""
+    """Yield each valid form of scale and offset."""
     for count in (1, width):
         scale = draw.tensor([0.0234375], torch.float32).expand(count).contiguous()
         offset = draw.tensor([-7], torch.int32).expand(count).contiguous()
@@ -45,15 +45,15 @@ def _quantize_samples(draw: Draw) -> Iterator[Sample]:
     off_by_one=NEAR_TIES,
 )
 def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """To int8 by a scale and an offset known beforehand: ``clamp(round(x / scale + offset), -128, 127)``.
+    """Quantise to int8 with a given scale and offset: ``clamp(round(x / scale + offset), -128, 127)``.
 
-    Computed in float32, and divided, not multiplied by a reciprocal; half rounds to even. What NaN becomes is not said.
+    Computed in float32 by division, not by a reciprocal; half rounds to even. The result of NaN is undefined.
 
     Args:
         x: ``[..., width]``, floating.
-        scale: ``[1]``, or the same value ``[width]`` times, which is the form that fused kernels take without a
-            launch more; float32, positive.
-        offset: in the shape of scale, likewise one value; int32. None is 0, and costs nothing.
+        scale: float32, positive: ``[1]``, or ``[width]`` with the same value repeated, the form that fused kernels take
+            without another launch.
+        offset: int32, of scale's shape, one value; None means 0, at no cost.
 
     Returns:
         int8, of x's shape.
@@ -65,7 +65,7 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 
 
 def dynamic_samples(draw: Draw) -> Iterator[Sample]:
-    """Activations to be quantised by a scale for each token."""
+    """Yield activations to quantise with a scale per token."""
     for shape in SHAPES:
         yield (draw.normal(*shape),)
     yield (draw.normal(5, 192)[:, 64:128],)
@@ -82,13 +82,13 @@ def dynamic_samples(draw: Draw) -> Iterator[Sample]:
     off_by_one=NEAR_TIES,
 )
 def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """To int8 by a scale for each token, found from its values: ``round(x / scale)`` with ``scale = max|x| / 127``.
+    """Quantise to int8 with a scale per token: ``round(x / scale)`` with ``scale = max|x| / 127``.
 
-    Computed in float32; half rounds to even. A row of zeros gives zeros, and the scale 0. A row with NaN or an infinity
-    has a scale that is not finite, so that it shows in what is computed from it.
+    Computed in float32; half rounds to even. A row of zeros returns zeros and the scale 0. A row with NaN or infinity
+    has a non-finite scale, so that results computed from it are not finite either.
 
     Args:
-        x: ``[..., width]``, floating, of 2 dimensions or more.
+        x: ``[..., width]``, floating, of 2 or more dimensions.
 
     Returns:
         int8 of x's shape, and the scales, float32 ``[...]``.
@@ -100,7 +100,7 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _projections(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, weight, and a scale for each output."""
+    """Yield x, a weight, and a scale per output."""
     for tokens, width, out in ((1, 64, 96), (17, 128, 64), (0, 32, 16), (3, 2080, 48)):
         x = draw.integers(-128, 128, tokens, width, dtype=torch.int8)
         weight = draw.integers(-127, 128, out, width, dtype=torch.int8)
@@ -132,18 +132,18 @@ def _static_linear_samples(draw: Draw) -> Iterator[Sample]:
 def quant_linear_static(
     x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``(x @ weight.T + quant_bias) * deq_scale``: a projection of what :func:`quantize` gave.
+    """Project the result of :func:`quantize`: ``(x @ weight.T + quant_bias) * deq_scale``.
 
-    Products and bias are summed in int32, exactly; the sum is converted to float32, multiplied, and rounded to dtype.
-    Everything else is folded at load: ``deq_scale = x_scale * weight_scale``, and into the bias, a float one divided by
-    deq_scale, and ``-offset * weight.sum(-1)``.
+    Products and bias are summed exactly, in int32. The sum is converted to float32, multiplied, and rounded to dtype.
+    The rest is folded at load: ``deq_scale = x_scale * weight_scale``, and the bias includes a floating-point bias
+    divided by deq_scale, and ``-offset * weight.sum(-1)``.
 
     Args:
         x: ``[..., in_features]``, int8.
         weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
-        deq_scale: ``[out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` made it for dtype.
+        deq_scale: ``[out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` returned it for dtype.
         quant_bias: ``[out_features]``, int32, or None.
-        dtype: of the result, floating.
+        dtype: the dtype of the result, floating.
 
     Returns:
         ``[..., out_features]``, of dtype.
@@ -180,9 +180,9 @@ def _dynamic_linear_samples(draw: Draw) -> Iterator[Sample]:
 def quant_linear_dynamic(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``(x @ weight.T) * weight_scale * x_scale + bias``: a projection of what :func:`dynamic_quantize` gave.
+    """Project the result of :func:`dynamic_quantize`: ``(x @ weight.T) * weight_scale * x_scale + bias``.
 
-    Products are summed in int32, exactly. The rest is in float32, in the order written, and rounded to dtype once.
+    Products are summed exactly, in int32. The rest is computed in float32, in this order, and rounded to dtype once.
 
     Args:
         x: ``[..., in_features]``, int8.
@@ -190,7 +190,7 @@ def quant_linear_dynamic(
         weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
         weight_scale: ``[out_features]``, float32.
         bias: ``[out_features]``, float32 or of dtype, or None.
-        dtype: of the result, floating.
+        dtype: the dtype of the result, floating.
 
     Returns:
         ``[..., out_features]``, of dtype.
@@ -202,6 +202,6 @@ def quant_linear_dynamic(
 
 
 def accumulated(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in int32. Few devices but the CPU multiply such matrices; float64 has exactly the same sums."""
+    """Return ``x @ weight.T`` in int32. Devices other than the CPU compute it exactly in float64."""
     kind = torch.int32 if x.device.type == "cpu" else torch.float64
     return (x.to(kind) @ weight.to(kind).t()).to(torch.int32)

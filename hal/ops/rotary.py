@@ -42,7 +42,7 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
     rowwise="tokens",
 )  # fmt: skip
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by their positions; the two halves of a head are its real and imaginary parts (Neox).
+    """Rotate query and key by their positions; the halves of a head are the real and imaginary parts (Neox).
 
     ``x * cos + rotate_half(x) * sin``, computed in float32 and rounded to x's dtype once, where ``rotate_half`` of
     ``(a, b)`` is ``(-b, a)``.
@@ -50,11 +50,11 @@ def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
     Args:
         query: ``[tokens, num_heads, head_dim]``, floating.
         key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype.
-        cos: ``[tokens, head_dim]``, of query's dtype; the second half repeats the first. Built once per step.
-        sin: likewise.
+        cos: ``[tokens, head_dim]``, of query's dtype; the second half repeats the first. Computed once per step.
+        sin: as ``cos``.
 
     Returns:
-        The rotated query and key, of their shapes and dtype.
+        The rotated query and key, of the same shapes and dtype.
 
     Source: Su et al., *RoFormer*, 2021; halves as in GPT-NeoX.
     """
@@ -103,22 +103,22 @@ def split_qkv_rmsnorm_rope(
     num_heads: int,
     num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a merged projection into heads, normalise query and key per head, and rotate them.
+    """Split a merged projection into heads, then normalise and rotate query and key.
 
-    Rounds where :func:`rms_norm` and :func:`rotary_embedding` round.
+    Results are rounded where :func:`rms_norm` and :func:`rotary_embedding` round.
 
     Args:
         qkv: ``[tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, floating: query, key, value.
         q_weight: ``[head_dim]``, of qkv's dtype.
-        k_weight: likewise.
+        k_weight: as ``q_weight``.
         cos: ``[tokens, head_dim]``, of qkv's dtype.
-        sin: likewise.
-        eps: of both norms.
-        num_heads: query heads.
-        num_kv_heads: key heads, and value heads.
+        sin: as ``cos``.
+        eps: added to the mean square in both norms.
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key heads, equal to the number of value heads.
 
     Returns:
-        query ``[tokens, num_heads, head_dim]``, key and value ``[tokens, num_kv_heads, head_dim]``, of qkv's dtype.
+        Query ``[tokens, num_heads, head_dim]``, key and value ``[tokens, num_kv_heads, head_dim]``, of qkv's dtype.
     """
     head_dim = q_weight.shape[0]
     query, key, value = qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=-1)
@@ -164,23 +164,23 @@ def split_qkv_rmsnorm_rope_cache(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """:func:`split_qkv_rmsnorm_rope`, then :func:`store_kv_cache` of key and value.
+    """Apply :func:`split_qkv_rmsnorm_rope`, then :func:`store_kv_cache` to key and value.
 
     Args:
         qkv: ``[tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, floating.
         q_weight: ``[head_dim]``, of qkv's dtype.
-        k_weight: likewise.
+        k_weight: as ``q_weight``.
         cos: ``[tokens, head_dim]``, of qkv's dtype.
-        sin: likewise.
-        eps: of both norms.
-        num_heads: query heads.
-        num_kv_heads: key heads, and value heads.
+        sin: as ``cos``.
+        eps: added to the mean square in both norms.
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key heads, equal to the number of value heads.
         key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; written in place.
-        value_cache: likewise.
+        value_cache: as ``key_cache``.
         slot_mapping: ``[tokens]``, int32.
 
     Returns:
-        query ``[tokens, num_heads, head_dim]``, of qkv's dtype.
+        Query ``[tokens, num_heads, head_dim]``, of qkv's dtype.
     """
     query, key, value = split_qkv_rmsnorm_rope(qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads)
     store_kv_cache(key, value, key_cache, value_cache, slot_mapping)

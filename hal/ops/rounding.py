@@ -1,6 +1,6 @@
-"""How far rounding takes a run of a model, and whether a run, or a token that it chooses, is within that.
+"""Measured rounding errors of model runs, and checks of runs and tokens against them.
 
-:mod:`hal.ops.tolerance` says why these are the measures.
+:mod:`hal.ops.tolerance` explains the measures.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 @attrs.frozen
 class Bounds:
-    """How far a run's logits may be from the exact ones, in units of the measured rounding (:class:`ReferenceLogits`).
+    """Maximum distance of a run's logits from exact ones, in units of the rounding error in :class:`ReferenceLogits`.
 
     Attributes:
-        token: root mean square of one token's logits, in units of the rounding there and in the mean, added up: some
-            tokens magnify what rounding does before them, and the reference may come close there by chance.
-        mean: root mean square of all logits, in units of the mean rounding.
+        token: for the root mean square of one token's logits, relative to the sum of that token's rounding error and
+            the mean: some tokens amplify earlier rounding, and the reference may be accurate there by chance.
+        mean: for the root mean square of all logits, relative to the mean rounding error.
     """
 
     token: float
@@ -28,20 +28,20 @@ class Bounds:
 
 
 SUITE = Bounds(token=4.0)
-"""For the few tokens of a conformance case."""
+"""Bounds for the few tokens of a conformance case."""
 MANY_TOKENS = Bounds(token=2.0, mean=1.05)
-"""For thousands of tokens."""
+"""Bounds for thousands of tokens."""
 TIE_RATIO = 6.0
-"""Margin of a tie in units of the root mean square rounding there (:class:`ReferenceLogits`), or in the mean if that is
-larger: each rounding moves both logits, so these are three standard deviations of what the margin may differ by."""
+"""Maximum margin of a tie, relative to the larger of the token's rounding error and the mean (:class:`ReferenceLogits`).
+Rounding moves both logits, so this is three standard deviations of the margin."""
 DRIFT_RATIO = 4.0
-"""Drift of a correct run in units of the disturbed run's. Backends that compute the same were up to 1.3 times as far
-apart on int8 weights, and 0.7 times otherwise."""
+"""Maximum drift of a correct run, relative to the disturbed run's. Measured drift between correct backends was up to
+1.3 times on int8 weights, and 0.7 times otherwise."""
 DRIFT_TIE_RATIO = 2.0
-"""Margin of a tie in units of the disturbed run's drift, which is a maximum: each of two logits moves by as much."""
+"""Maximum margin of a tie, relative to the disturbed run's drift. That drift is a maximum, and moves both logits."""
 _DISTURBANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-# Parts of a result. Half precision is rounded once, from float32: a unit in the last place lies between two that were
-# rounded from either side. In float32 sums of products differ by some units more.
+# Relative to the result. Half precision rounds once, from float32, so two correct results differ by at most one unit in
+# the last place. Sums of products in float32 differ by several units.
 
 
 def rms(values: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def rms(values: Tensor) -> Tensor:
 
 
 def drift(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference in a row of the last dimension, over the row's root mean square in ``expected``."""
+    """Return the largest difference, relative to the root mean square of its row in ``expected``."""
     if found.shape != expected.shape:
         return math.inf
     if not expected.numel():
@@ -63,16 +63,16 @@ def drift(found: Tensor, expected: Tensor) -> float:
 
 
 def margin(runs: Sequence[Tensor], one: int, other: int) -> float:
-    """Return how far apart the logits of two tokens are, in the run where they are furthest; NaN counts as infinite."""
+    """Return the largest distance of two tokens' logits in any run; NaN counts as infinite."""
     return max(float((each[one].double() - each[other].double()).abs().nan_to_num(nan=math.inf)) for each in runs)
 
 
 class Disturbance:
-    """Moves results at random by about one rounding, reproducibly.
+    """Perturbs results at random by about one rounding, reproducibly.
 
     Args:
-        dtype: that the model computes in.
-        seed: of the draws.
+        dtype: the model's compute dtype.
+        seed: the seed of the random generator.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class Disturbance:
         self._generator = torch.Generator().manual_seed(seed)
 
     def moved(self, result: Tensor) -> Tensor:
-        """Return a result, moved. Integers stay: they follow from what is moved before them."""
+        """Return a perturbed result. Integers stay unchanged, because they follow from perturbed values."""
         if not result.is_floating_point():
             return result
         wide = result.float()
@@ -90,13 +90,13 @@ class Disturbance:
 
 @attrs.frozen
 class ReferenceLogits:
-    """What a reference makes of some texts, and how far rounding takes it.
+    """The logits of a reference for some texts, and their rounding errors.
 
     Attributes:
-        rounded: per text, logits ``[tokens, vocab_size]`` after each token, in the dtype.
-        exact: likewise, in a wider one.
-        errors: per text, ``[tokens]``: root mean square of what is between them after each token.
-        mean: the same over all tokens.
+        rounded: logits ``[tokens, vocab_size]`` of each text, in the compute dtype.
+        exact: the same in a wider dtype.
+        errors: ``[tokens]`` of each text: the root mean square of their difference, per token.
+        mean: the root mean square over all tokens.
     """
 
     rounded: Sequence[Tensor]
@@ -106,33 +106,33 @@ class ReferenceLogits:
 
     @classmethod
     def of(cls, rounded: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> ReferenceLogits:
-        """Measure how far rounding to ``dtype`` takes logits: at the least what rounding the logits themselves does.
+        """Measure the rounding errors of logits; each is at least that of rounding the logits themselves to ``dtype``.
 
         Raises:
-            AssertionError: not all of them are finite, and so they prove nothing.
+            AssertionError: a logit is not finite.
         """
         floor, errors = torch.finfo(dtype).eps * math.sqrt(1 / 12), []
         for mine, right in zip(rounded, exact, strict=True):
             if not bool(mine.isfinite().all() & right.isfinite().all()):
-                raise AssertionError("the reference's logits are not all finite, and prove nothing")
+                raise AssertionError("the reference has logits that are not finite, so it cannot be compared with")
             wide = right.double()
             errors.append(rms(torch.maximum((mine.double() - wide).abs(), wide.abs() * floor)))
         return cls(rounded, exact, errors, float(rms(torch.cat(errors))))
 
     def error(self, row: int, at: int) -> float:
-        """Return how far rounding takes the logits after a token: there, or in the mean if that is farther."""
+        """Return the rounding error of a token's logits, or the mean if that is larger."""
         return max(self.mean, float(self.errors[row][at]))
 
 
 @attrs.frozen
 class Agreement:
-    """A comparison that found nothing wrong.
+    """The result of a successful comparison.
 
     Attributes:
-        tokens: after how many logits were compared, and the choice by them.
-        mean: their distance from the exact ones, root mean square over all, in units of the reference's.
-        worst: the largest of a token, in the units of :attr:`Bounds.token`.
-        ties: how many choices differ, between logits that are equal but for rounding.
+        tokens: the number of compared tokens.
+        mean: the distance from the exact logits, as the root mean square over all, relative to the reference's.
+        worst: the largest distance of a token, in units of :attr:`Bounds.token`.
+        ties: the number of chosen tokens that differ within rounding.
     """
 
     tokens: int
@@ -142,10 +142,11 @@ class Agreement:
 
 
 def check_logits(found: Mapping[tuple[int, int], Tensor], known: ReferenceLogits, bounds: Bounds = SUITE) -> Agreement:
-    """Hold logits ``[vocab_size]``, by text and token, against a reference's.
+    """Compare logits ``[vocab_size]``, by text and token, with a reference.
 
     Raises:
-        AssertionError: they are farther off than rounding explains, or choose another token where there is no tie.
+        AssertionError: the logits are farther from the exact ones than rounding explains, or choose another token that
+            is not tied.
     """
     distances, errors, worst, ties = [], [], 0.0, 0
     for (row, at), logits in found.items():
@@ -156,8 +157,8 @@ def check_logits(found: Mapping[tuple[int, int], Tensor], known: ReferenceLogits
         ratio = distance / (there + known.mean)
         if ratio > bounds.token:
             raise AssertionError(
-                f"{where}: logits are {distance:.3g} from the exact ones, the reference's {there:.3g} there and "
-                f"{known.mean:.3g} in the mean"
+                f"{where}: logits are {distance:.3g} from the exact ones; the reference's are {there:.3g} from them "
+                f"at this token and {known.mean:.3g} in the mean"
             )
         ties += check_choice(where, int(logits.argmax()), known, row, at)
         distances.append(distance)
@@ -170,7 +171,7 @@ def check_logits(found: Mapping[tuple[int, int], Tensor], known: ReferenceLogits
 
 
 def check_choice(where: str, token: int, known: ReferenceLogits, row: int, at: int) -> bool:
-    """Demand the reference's choice, or one that is equal but for rounding; return whether it is such a tie.
+    """Check that a token is the reference's choice, or tied with it. Return whether it is a tie.
 
     Raises:
         AssertionError: it is neither.
@@ -180,7 +181,7 @@ def check_choice(where: str, token: int, known: ReferenceLogits, row: int, at: i
     apart = margin(runs, best, token)
     if token != best and apart > TIE_RATIO * known.error(row, at):
         raise AssertionError(
-            f"{where}: token {token} in place of {best}, which are {apart:.3g} apart, with an error of "
-            f"{known.error(row, at):.3g}"
+            f"{where}: chose token {token} instead of {best}; their logits differ by {apart:.3g}, with a rounding "
+            f"error of {known.error(row, at):.3g}"
         )
     return token != best

@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Selection of the next token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _greedy_samples(draw: Draw) -> Iterator[Sample]:
     rowwise="rows",
 )
 def greedy_sample(logits: Tensor) -> Tensor:
-    """The token of highest logit; of equal ones, the lowest token.
+    """Return the token with the highest logit; of equal ones, the lowest token.
 
     Args:
         logits: ``[rows, vocab_size]``, floating, free of NaN.
@@ -70,21 +70,22 @@ def _sample_samples(draw: Draw) -> Iterator[Sample]:
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor
 ) -> Tensor:
-    """Draw a token for each sequence, reproducibly: it depends on the row's own arguments, not on the batch.
+    """Draw a token for each sequence, reproducibly: the result depends on the row's arguments only, not on the batch.
 
-    Logits are divided by the temperature; then only the ``top_k`` likeliest tokens stay; of those, only the likeliest
-    that together reach ``top_p``, the one that reaches it included; of those, only tokens at least ``min_p`` times as
-    likely as the likeliest. Equal logits are ranked by token. All in float32. The draw takes the token of lowest
-    ``exponential / probability``, where the exponentials come from a hash of seed, step and token.
+    Logits are divided by the temperature. The filters apply in this order: the ``top_k`` most likely tokens; of those,
+    the most likely ones whose probabilities add up to ``top_p``, including the one that reaches it; of those, tokens at
+    least ``min_p`` times as likely as the most likely one. Equal logits are ranked by token. All is computed in
+    float32. The draw selects the token with the lowest ``exponential / probability``, where a hash of seed, step and
+    token provides the exponentials.
 
     Args:
         logits: ``[rows, vocab_size]``, floating, free of NaN.
-        temperature: ``[rows]``, float32; 0 takes the likeliest token.
+        temperature: ``[rows]``, float32; 0 selects the most likely token.
         top_k: ``[rows]``, int32; 0 keeps all.
         top_p: ``[rows]``, float32, in (0, 1]; 1 keeps all.
         min_p: ``[rows]``, float32, in [0, 1]; 0 keeps all.
         seed: ``[rows]``, int64: one per sequence.
-        step: ``[rows]``, int64: the number of the token in its sequence, so that each step draws anew.
+        step: ``[rows]``, int64: the index of the token in its sequence, so that each step draws differently.
 
     Returns:
         ``[rows]``, int64.
@@ -94,7 +95,7 @@ def sample(
     """
     greedy = temperature <= 0
     wide = logits.float()
-    # Less the highest, so that a temperature near 0 makes no two infinities.
+    # Subtract the maximum, so that a temperature near 0 produces at most one infinity.
     scaled = (wide - wide.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)[:, None]
     ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -112,17 +113,17 @@ def sample(
 
 
 def _exponential(seed: Tensor, step: Tensor, token: Tensor) -> Tensor:
-    """Exponentially distributed float32 numbers that depend on seed and step (``[rows]``) and token only."""
+    """Return exponentially distributed float32 numbers that depend only on seed and step (``[rows]``) and token."""
     state = _mix(seed & 0xFFFFFFFF)
     state = _mix(state ^ (seed >> 32 & 0xFFFFFFFF))
     state = _mix(state ^ (step & 0xFFFFFFFF))
     bits = _mix(_mix(state[:, None] ^ token) ^ 0x9E3779B9)
-    # The draw goes to small values, where float32 has precision to spare; 1.0 gives infinity, which never wins.
+    # Small values decide the draw, where float32 is precise; 1.0 maps to infinity, which is never selected.
     return -torch.log1p(-(bits.float() + 0.5) / 2**32)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finaliser of MurmurHash3, in int64."""
+    """Apply the 32-bit finaliser of MurmurHash3, in int64."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -1,30 +1,30 @@
-"""When two results count as the same: one theory for single calls, whole runs and chosen tokens.
+"""Comparison of results within tolerance, for single calls, whole runs and chosen tokens.
 
-Correct implementations of a computation differ by rounding only. Every check is therefore a distance over an allowance
-for rounding, and fails above 1. Distances are taken in float64. An allowance comes from one of two places.
+Correct implementations of a computation differ by rounding only. Every check therefore divides a distance by an
+allowance for rounding, and fails above 1. Distances are computed in float64. An allowance has one of two sources.
 
-**Declared, for one call.** A call rounds a few times, so its operation states the allowance by dtype: ``absolute * size
-+ relative * abs(expected)`` for each element (:func:`error`, :func:`assert_agree`). ``size`` is 1, for values of about
-unit size. A check whose values are larger gives theirs, since sums of larger terms are rounded by more. A quantised
-value near the middle of two steps may go to either: int8 results may be one step off, in at most the declared share.
-Other integers, shapes and dtypes are equal. A chain of calls is allowed a multiple.
+**Declared, for one call.** A call rounds a few times, so its operation declares the allowance by dtype: ``absolute *
+size + relative * abs(expected)`` for each element (:func:`error`, :func:`assert_agree`). ``size`` is 1, for values of
+about unit size. A check of larger values passes their size, because sums of larger terms are rounded more. A quantised
+value near the midpoint of two integers may round to either: int8 results may be off by one, in at most the declared
+share. Other integers, shapes and dtypes must be equal. For a chain of calls, the allowance is multiplied.
 
-**Measured, for a run of a model** (:mod:`hal.ops.rounding`). A run rounds too often for a declaration. How far that
-takes it depends on the model, its weights, the dtype and the text, so rounding is measured on the same ones:
+**Measured, for a run of a model** (:mod:`hal.ops.rounding`). A run rounds too often for a declaration. The effect
+depends on the model, its weights, the dtype and the text, so it is measured on the same ones:
 
-- ``ReferenceLogits``, where the reference also runs in a wider dtype: the distance between its two runs. A correct run
-  is about as far from the wider one. :mod:`hal.testing` and the tests of the NPU measure so.
-- ``Disturbance``, where it cannot, since the reference is any backend, with weights in a form of its own: the drift
-  between a run and the same run with every result moved by about one rounding. :mod:`hal.compare` measures so.
+- ``ReferenceLogits``, if the reference can also run in a wider dtype: the distance between its two runs. A correct run has
+  about the same distance from the wider run. :mod:`hal.testing` and the tests of the NPU use it.
+- ``Disturbance``, if it cannot, because the reference is any backend, with prepared weights: the drift between a run
+  and the same run with every result perturbed by about one rounding. :mod:`hal.compare` uses it.
 
-A measurement is one draw of a distribution with a long tail, so the allowance is a multiple of it: ``Bounds`` or
+A measurement is one draw from a long-tailed distribution, so the allowance is a multiple of it: ``Bounds`` or
 ``DRIFT_RATIO``. More tokens narrow the mean, and permit closer bounds.
 
-**Ties, for a token.** Another token than the reference's is right where rounding decides: where the logits of the two
-are no further apart, in either run, than a multiple of the measured rounding.
+**Ties, for a token.** A token other than the reference's is right if rounding decides between them: if in each run
+their logits differ by at most a multiple of the measured rounding.
 
-NaN is never within an allowance, and infinity only where it is expected. A reference with NaN proves nothing, unless a
-check wants NaN in the same places (``equal_nan``).
+NaN is never within an allowance, and infinity only where it is expected. A reference with NaN cannot be compared with,
+unless a check expects NaN in the same places (``equal_nan``).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from hal.ops.declaration.operation import DEFAULT_TOLERANCE, Operation
 
 @attrs.frozen
 class Error:
-    """How far a result is from what it should be, at its worst element.
+    """The difference between a result and its expected value, at the worst element.
 
     Attributes:
-        ratio: the difference in units of what is allowed; above 1 is out of tolerance.
-        result: which result, or which argument that the operation writes.
-        at: the element.
-        found: there, by what is checked.
-        expected: there, by the reference.
-        allowed: the difference that the tolerance allows there.
-        problem: what else is wrong, such as the shape; the numbers are 0 then.
+        ratio: the difference relative to the allowed one; above 1 is out of tolerance.
+        result: the name of the result, or of the argument that the operation writes.
+        at: the index of the element.
+        found: the element's value.
+        expected: the reference's value.
+        allowed: the difference that the tolerance allows.
+        problem: another difference, such as the shape; the numbers are 0 then.
     """
 
     ratio: float
@@ -64,8 +64,8 @@ class Error:
 
     def __str__(self) -> str:
         return self.problem or (
-            f"{self.found:.6g} in place of {self.expected:.6g} at {list(self.at)}, {self.ratio:.3g} times as far off "
-            f"as the allowed {self.allowed:.2g}"
+            f"{self.found:.6g} instead of {self.expected:.6g} at {list(self.at)}, {self.ratio:.3g} times the allowed "
+            f"difference {self.allowed:.2g}"
         )
 
 
@@ -76,14 +76,14 @@ def error(
     """Return the worst error of a tensor.
 
     Args:
-        operation: whose tolerance holds; None for the default tolerance.
-        dtype: that the call computes in.
-        found: on any device.
-        expected: the reference's, likewise.
-        result: its name.
-        size: of the values, which multiplies the absolute tolerance; a number or a tensor that broadcasts.
-        times: multiplies the tolerance of floating-point results.
-        equal_nan: whether NaN is right where NaN is expected.
+        operation: the operation whose tolerance applies; None for the default tolerance.
+        dtype: the compute dtype of the call.
+        found: the result, on any device.
+        expected: the reference's result, on any device.
+        result: the name of the result.
+        size: the size of the values, which multiplies the absolute tolerance; a number or a tensor that broadcasts.
+        times: factor of the tolerance of floating-point results.
+        equal_nan: whether NaN matches an expected NaN.
     """
     got, want = found.cpu(), expected.cpu()
     if (got.dtype, got.shape, got.layout) != (want.dtype, want.shape, want.layout):
@@ -104,7 +104,7 @@ def error(
     if share and ratio <= 1:
         off, most = int((~same).sum()), 1 + int(share * want.numel())
         if off > most:
-            problem = f"{off} of {want.numel()} int8 results are one step off, and {most} may be"
+            problem = f"{off} of {want.numel()} int8 results are off by one; at most {most} are allowed"
             return Error(off / most, result, problem=problem)
         ratio = off / most
     at = tuple(int(index) for index in torch.unravel_index(torch.tensor(place), want.shape))
@@ -115,17 +115,17 @@ def assert_agree(
     operation: Operation | None, dtype: torch.dtype, found: Any, expected: Any, what: str = "", *,
     size: float = 1.0, times: float = 1.0, equal_nan: bool = False,
 ) -> None:  # fmt: skip
-    """Demand results that an operation may give where its reference gives ``expected``.
+    """Assert that results agree with those of the reference.
 
     Args:
-        operation: as in :func:`error`, like all that is not here.
-        dtype: that its sample was drawn in.
-        found: results, or results and arguments: any nest of tensors and other values, tensors on any device.
-        expected: the reference's, nested alike. What is not a tensor there must be equal.
-        what: is said in the message.
+        operation: see :func:`error`, as for the arguments that are not listed here.
+        dtype: the dtype of the sample.
+        found: results, or results and arguments: a nest of tensors, on any device, and other values.
+        expected: the reference's, in the same nest. Values other than tensors must be equal.
+        what: added to the message.
 
     Raises:
-        AssertionError: they differ by more. It is raised by hand, as ``python -O`` leaves out assert statements.
+        AssertionError: they differ by more than the tolerance. ``python -O`` does not remove the check.
     """
     named = " ".join(each for each in ("" if operation is None else operation.name, what) if each)
     for got, want in zip(tree_leaves(found), tree_leaves(expected), strict=True):
@@ -140,7 +140,7 @@ def assert_agree(
 
 
 def shape_of(value: Any) -> str:
-    """Describe an argument or a result: ``float32[12, 192]``, or the value."""
+    """Describe an argument or a result, as in ``float32[12, 192]``, or the value of a non-tensor."""
     if not isinstance(value, Tensor):
         return str(value)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -1,5 +1,5 @@
-"""Quantised checkpoints: one file for each scheme, and for each format that describes which layers have which.
+"""Quantised checkpoints: the quantisation schemes, and the formats that describe how each layer is quantised.
 
-``scheme`` is what a scheme says, ``registry`` finds them, ``read_quantization`` finds and reads
-a checkpoint's description.
+``scheme`` is the interface of schemes, ``scheme_registry`` finds them, and ``read_quantization`` finds and reads a
+checkpoint's description.
 """

@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of llm-compressor: ``quantization_config`` in config.json says which layers, and how.
+"""compressed-tensors, the format of llm-compressor: ``quantization_config`` in config.json describes the layers.
 
 Source: the documentation of compressed-tensors; ``int-quantized`` with W8A8 as vLLM reads it.
 """
@@ -20,8 +20,8 @@ from hal.quantization.scheme_registry import schemes, supported
 _WHERE = "quantization_config in config.json"
 COMPRESSED_TENSORS = "compressed-tensors"
 CHANNEL_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-"""Weights in int8 with a scale for each row."""
-# What a key means where it is left out. A type, a number of bits and a strategy must be said.
+"""Int8 weights with a scale per row."""
+# Defaults of keys. A type, a number of bits and a strategy are required.
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _UNSET = ("group_size", "block_structure", "actorder")
 """Keys of weights and activations that must be absent or null."""
@@ -29,12 +29,12 @@ _UNSET = ("group_size", "block_structure", "actorder")
 
 @attrs.frozen
 class Group:
-    """How a group of ``config_groups`` spells a scheme.
+    """The representation of a scheme as a group of ``config_groups``.
 
     Attributes:
-        weights: keys and values that its ``weights`` have.
-        input_activations: likewise; None where the group has none.
-        format: the ``format`` of the group, or else of all.
+        weights: required keys and values of ``weights``.
+        input_activations: the same for ``input_activations``; None if the group must not have any.
+        format: the ``format`` of the group, or else of the whole section.
     """
 
     weights: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Group:
     format: str = "int-quantized"
 
     def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:  # noqa: A002
-        """Say in what a checkpoint's group of that name differs."""
+        """Yield the differences of the checkpoint's group ``name`` from this one."""
         if format != self.format:
             yield f"the format of {name} in {_WHERE} is {format!r:.60}, not {self.format!r}"
         for part, wanted in (("weights", self.weights), ("input_activations", self.input_activations)):
@@ -56,7 +56,7 @@ class Group:
                 yield from _differences(found, wanted, f"{part} of {name}")
 
     def written(self) -> dict[str, Any]:
-        """Return the group as it is written."""
+        """Return the group as JSON."""
         unset = dict.fromkeys((*_UNSET, "observer"))
         activations = self.input_activations
         return {
@@ -68,7 +68,7 @@ class Group:
 
 @attrs.frozen
 class Matcher:
-    """Layers, by exact name, by ``re:`` and a regular expression that matches from the start, or as ``Linear``."""
+    """Layers selected by exact name, by ``re:`` and a regular expression matched from the start, or by ``Linear``."""
 
     names: frozenset[str]
     patterns: tuple[LayerPattern, ...]
@@ -76,21 +76,21 @@ class Matcher:
 
     @classmethod
     def of(cls, entries: object, where: str) -> Matcher:
-        """Read a list of them.
+        """Read a list of names and patterns.
 
         Raises:
-            CheckpointError: it is not a list of names, or holds an invalid regular expression.
-            ConfigError: it holds a regular expression that hal does not read.
+            CheckpointError: it is not a list of strings, or a regular expression is invalid.
+            ConfigError: hal does not support a regular expression.
         """
         if not isinstance(entries, list) or not all(isinstance(each, str) for each in entries):
-            raise CheckpointError(f"{where} of {_WHERE} is {entries!r:.60}, no list of names", AGAIN)
+            raise CheckpointError(f"{where} of {_WHERE} is {entries!r:.60}, not a list of names", AGAIN)
         patterns = tuple(
             LayerPattern(each.removeprefix("re:"), f"{where} of {_WHERE}") for each in entries if each.startswith("re:")
         )
         return cls(frozenset(each for each in entries if not each.startswith("re:")), patterns, "Linear" in entries)
 
     def names_layer(self, layer: str) -> bool:
-        """Return whether a name or a regular expression takes it, not only its being linear.
+        """Return whether a name or a regular expression selects the layer; ``Linear`` does not count.
 
         Raises:
             ConfigError: a regular expression takes too long.
@@ -102,7 +102,7 @@ class CompressedTensors(Quantization):
     """Quantisation by ``quantization_config``.
 
     Args:
-        groups: each scheme, and the layers that it is for. What names a layer goes before what takes all linear ones.
+        groups: the schemes and their layers. A group that names a layer takes precedence over one for ``Linear``.
         ignore: the layers that are not quantised.
     """
 
@@ -117,13 +117,13 @@ class CompressedTensors(Quantization):
         """Read ``quantization_config``.
 
         Raises:
-            ConfigError: something in it is not what hal reads.
-            CheckpointError: it is damaged.
+            ConfigError: hal does not support a setting.
+            CheckpointError: the section is damaged.
         """
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
             value = section.get(key)
             if value and value != {"format": "dense"}:
-                raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not read", supported())
+                raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not support", supported())
         groups = section.get("config_groups")
         if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
             raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
@@ -143,7 +143,7 @@ class CompressedTensors(Quantization):
 
 
 class CompressedTensorsWriter(Writer):
-    """Writes what :class:`CompressedTensors` reads."""
+    """Writes the format that :class:`CompressedTensors` reads."""
 
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
@@ -161,9 +161,9 @@ class CompressedTensorsWriter(Writer):
 
 
 def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:  # noqa: A002
-    """The scheme that a group spells, or else what it differs in from the nearest one."""
+    """Return the scheme of a group, or raise ConfigError with a difference from the most similar scheme."""
     if group.get("output_activations"):
-        raise ConfigError(f"{_WHERE} quantises output_activations in {name}, which hal does not do", supported())
+        raise ConfigError(f"{_WHERE} quantises output_activations in {name}, which hal does not support", supported())
     spelt = [each for each in schemes().values() if COMPRESSED_TENSORS in each.spellings]
     problems = {
         scheme.name: list(scheme.spellings[COMPRESSED_TENSORS].problems(group, name, group.get("format") or format))

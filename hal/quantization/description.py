@@ -1,4 +1,4 @@
-"""What a checkpoint says about its quantisation: which layers, by which scheme."""
+"""The interface of quantisation formats, which describe the scheme of each layer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ class Quantization(ABC):
     """A checkpoint's quantisation, in one of the formats.
 
     Attributes:
-        format: its name.
+        format: the name of the format.
     """
 
     format: ClassVar[str]
 
     @abstractmethod
     def scheme(self, layer: str) -> Scheme | None:
-        """How the layer of that name in the checkpoint is quantised; None if it is not.
+        """Return the scheme of the checkpoint layer ``layer``, or None if it is not quantised.
 
         Raises:
-            CheckpointError: it is quantised in a way that hal does not read, or nothing says how.
+            CheckpointError: hal does not support its quantisation, or the description lacks the layer.
         """
 
 
 class Writer(ABC):
-    """Writes a format."""
+    """Writes the description of a format."""
 
     @abstractmethod
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        """The JSON files that describe the checkpoint, by name; config.json is one.
+        """Return the JSON files that describe the checkpoint, by name, including config.json.
 
         Args:
-            config: config.json of the checkpoint that was quantised.
-            scheme: of the layers.
+            config: config.json of the original checkpoint.
+            scheme: the scheme of the quantised layers.
             kept: linear layers that are not quantised.
-            tensors: all tensors' names, and whether each belongs to a quantised layer.
+            tensors: whether each tensor belongs to a quantised layer, by name.
         """

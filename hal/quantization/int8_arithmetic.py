@@ -1,4 +1,4 @@
-"""The numbers of W8A8: weights to int8, the scale of activations, and layers put together from their parts."""
+"""The arithmetic of W8A8: quantisation of weights, scales of activations, and merging of layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGAIN = "the checkpoint is damaged: quantise or download it again"
 
 @attrs.frozen(eq=False)
 class Activation:
-    """How a layer's input becomes int8: ``round(x / scale) + offset``, clamped to -128 and 127."""
+    """The quantisation of a layer's input to int8: ``round(x / scale) + offset``, clamped to -128 and 127."""
 
     scale: float
     offset: int = 0
@@ -25,16 +25,16 @@ class Activation:
 
 @attrs.frozen(eq=False)
 class StaticLayer:
-    """A projection whose activations have a scale that is known beforehand, or one part of it.
+    """A projection, or a part of a merged one, whose activations have a fixed scale.
 
     ``y = (q @ weight.T + quant_bias) * deq_scale``, where ``q`` is the quantised input.
 
     Attributes:
-        name: of the layer in the checkpoint.
-        activation: of the input.
+        name: the layer's name in the checkpoint.
+        activation: the quantisation of the input.
         deq_scale: ``[rows]``, float32.
-        quant_bias: ``[rows]``, int64: the bias in units of deq_scale, less ``offset * row_sums``.
-        row_sums: ``[rows]``, int64, of the weight.
+        quant_bias: ``[rows]``, int64: the bias in units of deq_scale, minus ``offset * row_sums``.
+        row_sums: ``[rows]``, int64: the sums of the weight's rows.
     """
 
     name: str
@@ -46,10 +46,10 @@ class StaticLayer:
 
 @attrs.frozen(eq=False)
 class DynamicLayer:
-    """A projection whose activations get a scale for each token, or one part of it.
+    """A projection, or a part of a merged one, whose activations have a scale per token.
 
     Attributes:
-        name: of the layer in the checkpoint.
+        name: the layer's name in the checkpoint.
         weight_scale: ``[rows]``, float32.
         bias: ``[rows]``, float32, or None.
     """
@@ -60,55 +60,55 @@ class DynamicLayer:
 
 
 def quantize_weight(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise ``[rows, columns]`` symmetrically, row by row: ``scale = max|row| / 127``, half rounds to even.
+    """Quantise ``[rows, columns]`` symmetrically per row: ``scale = max|row| / 127``; half rounds to even.
 
     Returns:
         int8 of the same shape, and the scales, float32 ``[rows]``. A row of zeros has the scale 1.
 
     Raises:
-        CheckpointError: a value is no number, or infinite.
+        CheckpointError: a value is NaN or infinite.
     """
     wide = weight.float()
     largest = wide.abs().amax(-1)
     if not bool(largest.isfinite().all()):
-        raise CheckpointError(f"{name} holds values that are not finite", "use a checkpoint whose weights are")
+        raise CheckpointError(f"{name} has values that are not finite", "use a checkpoint with finite weights")
     scale = torch.where(largest == 0, 1.0, largest / 127)
     return (wide / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def activation_for(low: float, high: float, *, symmetric: bool, dtype: torch.dtype = torch.float32) -> Activation:
-    """The scale and offset that take all of ``low`` to ``high``, and 0 exactly.
+    """Return the quantisation of inputs from ``low`` to ``high`` that represents 0 exactly.
 
     Args:
-        low: the smallest input seen.
-        high: the largest.
+        low: the smallest observed input.
+        high: the largest observed input.
         symmetric: whether the offset is 0.
-        dtype: what the scale will be stored in. It is rounded to that now, so that all who read it compute the same.
+        dtype: the dtype to store the scale in. The scale is rounded to it here, so that every reader computes the same.
     """
     low, high = min(low, 0.0), max(high, 0.0)
     span = max(-low, high) / 127 if symmetric else (high - low) / 255
     scale = float(torch.tensor(span or 1.0, dtype=torch.float64).to(dtype))
-    # float16 holds nothing smaller; inputs as small as that come out as 0 in any case.
+    # The smallest scale that float16 can store; inputs that small quantise to 0 anyway.
     scale = max(scale, torch.finfo(dtype).tiny)
     return Activation(scale, 0 if symmetric else max(-128, min(127, round(-128 - low / scale))))
 
 
 def fold(name: str, activation: Activation, weight_scale: Tensor, row_sums: Tensor, bias: Tensor | None) -> StaticLayer:
-    """A layer from its scales and its bias ``[rows]``, floating or None."""
+    """Return a layer from its scales and its bias, ``[rows]`` floating or None."""
     deq_scale = weight_scale.float() * torch.tensor(activation.scale, dtype=torch.float32)
     counts = torch.zeros_like(row_sums)
     if bias is not None:
-        # A row whose weights are all zero may have the scale 0; without a bias, nothing is divided by it.
+        # A row of zero weights may have the scale 0; avoid the division if its bias is 0.
         exact = torch.where(bias == 0, 0.0, bias.double() / deq_scale.double())
         counts = _whole(name, exact)
     return StaticLayer(name, activation, deq_scale, counts - activation.offset * row_sums, row_sums)
 
 
 def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
-    """One layer of several that have the same input: rows one after another, under the largest of the input scales.
+    """Merge layers with the same input: concatenate their rows, and use the largest input scale.
 
     Raises:
-        CheckpointError: their offsets differ, a number is not finite, or a bias does not fit into 32 bits.
+        CheckpointError: offsets differ, a number is not finite, or a bias does not fit into 32 bits.
     """
     if len({part.activation.offset for part in parts}) > 1:
         found = ", ".join(f"{part.activation.offset} of {part.name}" for part in parts)
@@ -120,7 +120,7 @@ def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
     scales, biases = [], []
     for part in parts:
         deq_scale, bias = part.deq_scale, part.quant_bias
-        if part.activation.scale != scale:  # its weights' scale is as it was, its bias counts larger units
+        if part.activation.scale != scale:  # keep the weight scale, and convert the bias to the larger unit
             ratio = part.activation.scale / scale
             correction = offset * part.row_sums
             deq_scale = (deq_scale.double() / ratio).float()
@@ -136,7 +136,7 @@ def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
 
 
 def merge_dynamic(parts: Sequence[DynamicLayer]) -> DynamicLayer:
-    """One layer of several that have the same input: rows one after another.
+    """Merge layers with the same input by concatenating their rows.
 
     Raises:
         CheckpointError: a scale is not finite.
@@ -145,25 +145,25 @@ def merge_dynamic(parts: Sequence[DynamicLayer]) -> DynamicLayer:
         if not bool(part.weight_scale.isfinite().all()) or bool((part.weight_scale < 0).any()):
             raise CheckpointError(f"the scales of {part.name} are not all finite and positive", AGAIN)
     biases = [part.bias for part in parts if part.bias is not None]
-    bias = torch.cat(biases) if biases else None  # the loader has seen to it that all have one or none has
+    bias = torch.cat(biases) if biases else None  # the loader has checked that all parts have a bias or none has
     return DynamicLayer(parts[0].name, torch.cat([part.weight_scale for part in parts]), bias)
 
 
 def input_activation(name: str, scale: Tensor, offset: Tensor | None) -> Activation:
-    """The activation that a checkpoint's tensors of one element say.
+    """Return the quantisation that a checkpoint's scale and offset tensors, of one element each, specify.
 
     Raises:
-        CheckpointError: the scale is not positive and finite, or the offset no whole number of 8 bits.
+        CheckpointError: the scale is not positive and finite, or the offset is not an 8-bit integer.
     """
     found, shift = float(scale.double()), 0.0 if offset is None else float(offset.double())
     if not (math.isfinite(found) and found > 0):
         raise CheckpointError(f"the input scale of {name} is {found}, not positive and finite", AGAIN)
     if not (-128 <= shift <= 127 and shift == int(shift)):
-        raise CheckpointError(f"the input offset of {name} is {shift}, no whole number from -128 to 127", AGAIN)
+        raise CheckpointError(f"the input offset of {name} is {shift}, not an integer from -128 to 127", AGAIN)
     return Activation(found, int(shift))
 
 
 def _whole(name: str, values: Tensor) -> Tensor:
-    if not bool((values.abs() <= INT32_MAX).all()):  # NaN is not, either
+    if not bool((values.abs() <= INT32_MAX).all()):  # also false for NaN
         raise CheckpointError(f"the bias of {name} does not fit into 32 bits in units of its scale", AGAIN)
     return values.round().to(torch.int64)

@@ -1,8 +1,8 @@
-"""Regular expressions over layer names, from a checkpoint, which may be hostile.
+"""Regular expressions over layer names, from an untrusted checkpoint.
 
-`regex <https://pypi.org/project/regex>`_ matches them, since it stops a match that takes too long. It has no limit for
-compiling: a group with ``+`` is compiled twice and one with ``{n}`` n times, so sixty nested groups would fill the
-memory. The size of an expression is therefore computed before that.
+`regex <https://pypi.org/project/regex>`_ matches them, because it supports a timeout for matching. It has none for
+compiling: it compiles a group with ``+`` twice and one with ``{n}`` n times, so sixty nested groups would exhaust the
+memory. The size of an expression is therefore checked before it is compiled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hal.errors import CheckpointError, ConfigError
 from hal.quantization.int8_arithmetic import AGAIN
 
 READ = (
-    "hal reads Python's regular expressions but for named and atomic groups, conditions, comments and flags inside; "
+    "hal supports Python's regular expressions except named and atomic groups, conditions, comments and inline flags; "
     r"escape a literal brace or bracket, as \{ and [\[]; or list the layers by name"
 )
 SIMPLER = "list the layers by name, or use fewer nested or adjacent repeats"
 SECONDS = 1.0
-"""CPU time that the slow matches of an expression may take, all names together."""
+"""Limit of the total CPU time of an expression's slow matches, over all names."""
 SLOW = 1e-3
-"""CPU seconds from which a match is slow. An ordinary one takes microseconds, whatever the number of layers."""
+"""CPU seconds from which a match counts as slow. A usual one takes microseconds."""
 MOST = 100_000
-"""Characters that an expression may have once its repeats are written out; each takes about 300 bytes."""
+"""Maximum number of characters of an expression after expansion of its repeats; each takes about 300 bytes."""
 _TOKEN = re.compile(
     r"""
       (?P<open>\((?:\?(?::|<?[=!]))?(?!\?))
@@ -39,15 +39,15 @@ _TOKEN = re.compile(
 
 
 class LayerPattern:
-    """An expression that matches from the beginning of a name, as :func:`re.match` does.
+    """An expression that matches from the start of a name, as :func:`re.match` does.
 
     Args:
         text: the expression, without ``re:``.
-        where: the key that holds it, for errors.
+        where: the key that contains it, for errors.
 
     Raises:
-        CheckpointError: it is not a regular expression of Python's.
-        ConfigError: it is one that hal does not read, or too large.
+        CheckpointError: it is not a valid regular expression in Python.
+        ConfigError: hal does not support it, or it is too large.
     """
 
     def __init__(self, text: str, where: str) -> None:
@@ -55,10 +55,10 @@ class LayerPattern:
         self._named = f"the regular expression {text!r:.80} in {where}"
         self._left = SECONDS
         try:
-            re.compile(text)  # regex reads more than Python does, and would give it another meaning
+            re.compile(text)  # regex accepts more syntax than Python, with another meaning
             self._check_size()
             self._compiled = regex.compile(text)
-        except (re.error, OverflowError, ValueError) as error:  # the latter two for numbers of repeats
+        except (re.error, OverflowError, ValueError) as error:  # the latter two for repeat counts
             raise CheckpointError(f"{self._named} is not valid: {error}", AGAIN) from None
         except RecursionError:
             raise ConfigError(f"{self._named} is nested too deeply", SIMPLER) from None
@@ -67,10 +67,10 @@ class LayerPattern:
         return f"LayerPattern({self.text!r})"
 
     def match(self, name: str) -> bool:
-        """Return whether a name begins with what the expression describes.
+        """Return whether the expression matches from the start of ``name``.
 
         Raises:
-            ConfigError: the expression takes too long on the names that it was given.
+            ConfigError: the matches of this expression take too long in total.
         """
         began = time.thread_time()
         try:
@@ -84,9 +84,9 @@ class LayerPattern:
         return found
 
     def _check_size(self) -> None:
-        """Refuse an expression that is too large once its repeats are written out, as compiling does."""
+        """Raise ConfigError if the expression is too large after expansion of its repeats, as in compiling."""
         around: list[int] = []
-        size = last = at = 0  # of the group so far, of the item that a repeat belongs to, and the place in the text
+        size = last = at = 0  # the size of the current group, the size of its last item, and the position in the text
         while at < len(self.text):
             token = _TOKEN.match(self.text, at)
             if token is None:
@@ -106,14 +106,14 @@ class LayerPattern:
                     last = len(token.group())
                     size += last
             if size > MOST:
-                raise ConfigError(f"{self._named} has more than {MOST} parts once repeats are written out", SIMPLER)
+                raise ConfigError(f"{self._named} has more than {MOST} parts after expansion of repeats", SIMPLER)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(f"{self._named} has {what!r:.30}, which hal does not read", READ)
+        raise ConfigError(f"{self._named} has {what!r:.30}, which hal does not support", READ)
 
 
 def _copies(repeat: str) -> int:
-    """Return how often a repeated item is compiled, at most."""
+    """Return the maximum number of times that a repeated item is compiled."""
     if repeat[0] == "{":
         return 1 + max(int(each or 0) for each in repeat[1:-1].split(","))
     return 2 if repeat == "+" else 1

@@ -1,4 +1,4 @@
-"""The format of ModelSlim: ``quant_model_description.json`` says of each tensor how it is quantised.
+"""The format of ModelSlim: ``quant_model_description.json`` has the quantisation type of each tensor.
 
 Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE's of W8A8.
 """
@@ -18,15 +18,15 @@ FILE = "quant_model_description.json"
 MODELSLIM = "modelslim"
 _FLOAT = "FLOAT"
 _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
-"""Quantisation of the cache and of attention, which must not be asked for."""
+"""Keys for quantisation of the cache and of attention, which hal does not support."""
 
 
 class ModelSlim(Quantization):
-    """Quantisation by a description of every tensor.
+    """Quantisation by a type for every tensor.
 
     Args:
-        file: the description's name, for errors.
-        types: by tensor's name.
+        file: the description's file name, for errors.
+        types: the type of each tensor, by name.
     """
 
     format = MODELSLIM
@@ -38,34 +38,34 @@ class ModelSlim(Quantization):
 
     @classmethod
     def read(cls, file: str, description: Mapping[str, Any]) -> ModelSlim:
-        """Take over a description.
+        """Read a description.
 
         Raises:
-            ConfigError: it says something of the whole model that hal does not read.
+            ConfigError: hal does not support a setting of the whole model.
         """
         for key in _OTHERS:
             if (value := description.get(key)) not in (None, "", _FLOAT):
-                raise ConfigError(f"{file} says {key} {value!r:.60}, which hal does not read", supported())
+                raise ConfigError(f"{file} has {key} {value!r:.60}, which hal does not support", supported())
         return cls(file, description)
 
     def scheme(self, layer: str) -> Scheme | None:
         name = f"{layer}.weight"
         if name not in self._types:
-            raise CheckpointError(f"{self._file} does not say how {name} is quantised", AGAIN)
+            raise CheckpointError(f"{self._file} has no quantisation type for {name}", AGAIN)
         found = self._types[name]
         known = {scheme.spellings[MODELSLIM]: scheme for scheme in schemes().values() if MODELSLIM in scheme.spellings}
         if found == _FLOAT:
             return None
         if not isinstance(found, str) or found not in known:
             raise CheckpointError(
-                f"{self._file} says {found!r:.60} of {name}, which hal does not read",
-                f"it reads {', '.join((_FLOAT, *known))}: {supported()}",
+                f"{self._file} has the quantisation type {found!r:.60} for {name}, which hal does not support",
+                f"use one of {', '.join((_FLOAT, *known))}: {supported()}",
             )
         return known[found]
 
 
 class ModelSlimWriter(Writer):
-    """Writes what :class:`ModelSlim` reads."""
+    """Writes the format that :class:`ModelSlim` reads."""
 
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]

@@ -1,4 +1,4 @@
-"""What a quantisation scheme says: which tensors belong to a weight, what computes with them, and how they are made."""
+"""The interface of quantisation schemes: the tensors of a quantised weight, its layer, and how they are computed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 @attrs.frozen
 class TensorSpec:
-    """What a tensor beside a quantised weight may look like.
+    """The requirements of a tensor that accompanies a quantised weight.
 
     Attributes:
-        shapes: any of these.
-        dtypes: any of these, as safetensors name them.
-        required: whether the checkpoint must hold it.
+        shapes: the valid shapes.
+        dtypes: the valid dtypes, in safetensors' names.
+        required: whether the checkpoint must contain it.
     """
 
     shapes: Shapes
@@ -35,26 +35,26 @@ class TensorSpec:
     required: bool = True
 
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
-        """What is wrong with a tensor of this shape and dtype."""
+        """Return why a tensor of this shape and dtype is invalid, or None."""
         if shape not in self.shapes:
             return f"is {list(shape)}, not {list(self.shapes[0])}"
         return None if dtype in self.dtypes else f"is {dtype}, not {' or '.join(sorted(self.dtypes))}"
 
 
 class Scheme(ABC):
-    """A quantisation scheme. Registered in the entry-point group ``hal.quantization`` under its name.
+    """A quantisation scheme, registered in the entry-point group ``hal.quantization`` under its name.
 
-    A scheme replaces linear layers by one of its own, whose ``weights`` bind what the checkpoint holds
-    (:class:`hal.nn.Weight`). Where that says all, only :meth:`layer` is to be written. What has to be computed from
-    several tensors is declared in :meth:`tensors`, checked by :meth:`part`, and put together by :meth:`finish`.
+    A scheme replaces linear layers with its layer, whose ``weights`` declare the checkpoint's tensors
+    (:class:`hal.nn.Weight`). If that is enough, implement only :meth:`layer`. For values computed from several tensors,
+    declare the tensors in :meth:`tensors`, validate them in :meth:`part`, and compute the values in :meth:`finish`.
 
     Attributes:
-        name: the entry point's.
-        summary: what it computes, for errors, as a part of a sentence.
-        spellings: by format, how a description says it: for ``compressed-tensors`` a
-            :class:`~hal.quantization.compressed_tensors.Group`, for ``modelslim`` the name of a type.
-        writes: the formats that :meth:`write` knows; ``hal quantize`` writes these.
-        calibrated: whether :meth:`write` wants an activation that was found on a text.
+        name: the entry point's name.
+        summary: a phrase that describes the computation, for errors.
+        spellings: the scheme's representation, by format: a :class:`~hal.quantization.compressed_tensors.Group` for
+            ``compressed-tensors``, the name of a type for ``modelslim``.
+        writes: the formats that :meth:`write` supports, and ``hal quantize`` writes.
+        calibrated: whether :meth:`write` needs an activation that was calibrated on text.
     """
 
     name: ClassVar[str]
@@ -65,54 +65,54 @@ class Scheme(ABC):
 
     @abstractmethod
     def layer(self, linear: Linear) -> nn.Module:
-        """Make the layer that takes a linear layer's place. Both are on the meta device."""
+        """Return the layer that replaces a linear layer. Both are on the meta device."""
 
     def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
-        """Return what lies beside a weight and is bound by no ``weights``, by the last part of its name.
+        """Return the tensors beside a weight that no ``weights`` declare, by the last part of their name.
 
         Args:
-            format: that the checkpoint has.
-            rows: of the weight.
-            bias: whether the linear layer has one.
+            format: the checkpoint's format.
+            rows: the number of rows of the weight.
+            bias: whether the linear layer has a bias.
         """
         return {}
 
     def row_statistics(self, rows: Tensor) -> Tensor | None:
-        """Return what :meth:`part` needs of the weight's values, or None.
+        """Return the statistics of the weight that :meth:`part` needs, or None.
 
         Args:
-            rows: some of the weight's rows, as they are read. What is returned for consecutive ones is concatenated.
+            rows: some rows of the weight. The results of consecutive calls are concatenated.
         """
         return None
 
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> Any:  # noqa: A002
-        """Check a layer of the checkpoint, and return what :meth:`finish` takes of it.
+        """Validate a layer of the checkpoint, and return its data for :meth:`finish`.
 
         Args:
-            format: that the checkpoint has.
-            name: of the layer in the checkpoint.
-            tensors: those of :meth:`tensors` that the checkpoint holds.
-            statistics: what :meth:`row_statistics` returned.
+            format: the checkpoint's format.
+            name: the layer's name in the checkpoint.
+            tensors: the tensors of :meth:`tensors` in the checkpoint.
+            statistics: the result of :meth:`row_statistics`.
 
         Raises:
-            CheckpointError: a number is not one that it can be.
+            CheckpointError: a number is invalid.
         """
         return None
 
     def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
-        """Return what the layer's buffers without sources hold, on the CPU; by default it has none.
+        """Return the contents of the layer's buffers without sources, on the CPU; none by default.
 
         Args:
-            layer: that :meth:`layer` made.
-            parts: of each layer of the checkpoint that it is computed from, what :meth:`part` returned.
+            layer: the layer that :meth:`layer` returned.
+            parts: the result of :meth:`part` for each checkpoint layer that the layer is computed from.
 
         Raises:
-            CheckpointError: the parts do not go together.
+            CheckpointError: the parts are incompatible.
         """
         return {}
 
     def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002
-        """Return how inputs from ``low`` to ``high`` are quantised, in a checkpoint of ``dtype``, if ``calibrated``."""
+        """Return the quantisation of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``."""
         raise NotImplementedError
 
     def write(
@@ -124,15 +124,15 @@ class Scheme(ABC):
         activation: Activation | None,
         dtype: torch.dtype,
     ) -> dict[str, Tensor]:
-        """Quantise a layer, and return its tensors by the last part of the name.
+        """Quantise a layer, and return its tensors by the last part of their name.
 
         Args:
             format: one of ``writes``.
-            name: of the weight in the checkpoint.
+            name: the weight's name in the checkpoint.
             weight: ``[rows, columns]``, floating.
             bias: ``[rows]``, floating, or None.
-            activation: of the input, if ``calibrated``.
-            dtype: of the checkpoint.
+            activation: the quantisation of the input, if ``calibrated``.
+            dtype: the checkpoint's dtype.
 
         Raises:
             CheckpointError: a value is not finite.
@@ -141,22 +141,18 @@ class Scheme(ABC):
 
 
 def zeros(name: str, what: str, values: Tensor | None) -> None:
-    """Refuse weights that are quantised asymmetrically: ``values`` must all be 0.
-
-    Raises:
-        CheckpointError: they are not.
-    """
+    """Raise CheckpointError unless all ``values`` are 0, as for symmetrically quantised weights."""
     if values is not None and bool(values.double().ne(0).any()):
         raise CheckpointError(
-            f"{name} has a {what} other than 0: its weights are asymmetric", "quantise its weights symmetrically"
+            f"{name} has a {what} other than 0, so its weights are asymmetric", "quantise its weights symmetrically"
         )
 
 
 def int8_row_sums(rows: Tensor) -> Tensor:
-    """Return the sums of an int8 matrix's rows, int64. torch widens what it sums: a few rows are summed at a time."""
+    """Return the sums of an int8 matrix's rows, int64. Sums a few rows at a time, because torch widens them first."""
     count = max(1, _SUMMED // max(1, rows.shape[1]))
     return torch.cat([part.sum(-1, dtype=torch.int64) for part in rows.split(count)])
 
 
 _SUMMED = 1 << 15
-"""Elements at a time: large temporaries would leave holes in the heap."""
+"""Elements per sum: large temporaries would fragment the heap."""

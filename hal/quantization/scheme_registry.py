@@ -1,4 +1,4 @@
-"""The quantisation schemes of all installed packages."""
+"""The registered quantisation schemes of all installed packages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _check(plugin: Plugin, found: Any) -> Scheme:
     lacking = [("write", scheme.writes), ("activation", scheme.calibrated)]
     if missing := [name for name, needed in lacking if needed and name not in _overridden(scheme)]:
         raise ConfigError(
-            f"the quantisation scheme {plugin.name} says that it is written, and has no {missing[0]}()",
-            "let its package bring that method, or leave `writes` and `calibrated` out",
+            f"the quantisation scheme {plugin.name} sets `writes` or `calibrated` but has no {missing[0]}()",
+            "install a release of its package that implements the method, or remove `writes` and `calibrated`",
         )
     return scheme
 
@@ -27,14 +27,14 @@ SCHEMES: Plugins[Scheme] = Plugins(GROUP, "quantisation scheme", _check)
 
 
 def schemes() -> Mapping[str, Scheme]:
-    """Return the registered schemes, by name, without those that cannot be loaded. A warning is logged for each."""
+    """Return the registered schemes, by name. Logs a warning for each that cannot be loaded."""
     return SCHEMES.load_all().plugins
 
 
 def supported() -> str:
-    """Return what hal reads, for the remedy of an error."""
+    """Return the supported schemes and formats, as a remedy of an error."""
     known = "; ".join(f"{scheme.summary} ({name})" for name, scheme in schemes().items())
-    return f"hal reads {known}, as compressed-tensors or ModelSlim write them"
+    return f"hal supports {known}, in the formats of compressed-tensors and ModelSlim"
 
 
 def _overridden(scheme: Scheme) -> set[str]:

@@ -1,4 +1,4 @@
-"""``w8a8``: int8 weights with a scale for each row, and int8 activations with one scale and offset for a layer."""
+"""``w8a8``: int8 weights with a scale per row, and int8 activations with a fixed scale and offset per layer."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class W8A8(Scheme):
             "input_offset": TensorSpec(one, INTEGERS | FLOATS),
             "deq_scale": TensorSpec(row, frozenset({"F32", "BF16", "I64"})),
             "quant_bias": TensorSpec(row, frozenset({"I32"})),
-            # The three above say the same, and more exactly.
+            # Redundant with the three above, which are more precise.
             "weight_scale": TensorSpec(column, required=False),
             "bias": TensorSpec(row, required=False),
             "weight_offset": TensorSpec(column, INTEGERS | FLOATS, required=False),
         }
 
     def row_statistics(self, rows: Tensor) -> Tensor:
-        """The sums of the rows, which the input's offset is multiplied by."""
+        """Return the sums of the rows, which the input's offset is multiplied by."""
         return int8_row_sums(rows)
 
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> StaticLayer:  # noqa: A002
@@ -92,7 +92,7 @@ class W8A8(Scheme):
         }
 
     def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002
-        """Symmetric and in float32 in compressed-tensors, with an offset in ModelSlim: as each format's own tool."""
+        """Return a symmetric activation for compressed-tensors, or one with an offset for ModelSlim, as their tools."""
         if format == COMPRESSED_TENSORS:
             return activation_for(low, high, symmetric=True)
         return activation_for(low, high, symmetric=False, dtype=dtype)
@@ -117,7 +117,7 @@ class W8A8(Scheme):
             return found
         folded = fold(name, activation, scale, int8_row_sums(values), bias)
         deq_scale = folded.deq_scale
-        if dtype == torch.float16:  # so the kernels for float16 take it: its bits, in 64
+        if dtype == torch.float16:  # float16 kernels take the bits as int64
             deq_scale = deq_scale.view(torch.int32).long()
         return {
             "weight": values,
@@ -132,5 +132,5 @@ class W8A8(Scheme):
 
 def _from_bits(name: str, values: Tensor) -> Tensor:
     if bool((values < 0).any()) or bool((values >= 1 << 32).any()):
-        raise CheckpointError(f"deq_scale of {name} is I64 and holds no bits of float32", AGAIN)
+        raise CheckpointError(f"deq_scale of {name} is I64, with values that are not float32 bit patterns", AGAIN)
     return values.to(torch.int32).view(torch.float32)

@@ -1,4 +1,4 @@
-"""``w8a8_dynamic``: int8 weights with a scale for each row, and int8 activations with a scale for each token."""
+"""``w8a8_dynamic``: int8 weights with a scale per row, and int8 activations with a scale per token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What one step is: the batch's fields, the shape of a step, and the states that a model keeps between steps.
+"""Data of one step: the batch and its fields, the shape of the step, and the states that a model keeps between steps.
 
-Everything that has to know which dimension counts tokens, how a batch is padded, or which memory a model writes reads
-the declarations in here.
+Code that counts tokens, pads a batch, or tracks the memory that a model writes reads these declarations.
 """
 
 from hal.step.batch import Batch, SlotBatch

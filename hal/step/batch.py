@@ -1,7 +1,7 @@
-"""A batch: one step's tokens and where their keys and values live, as tensors.
+"""Batches: the tokens of one step and the cache locations of their keys and values, as tensors.
 
-The engine owns blocks and slots. It makes a batch with :meth:`Batch.build`, or from tensors that it has; the runner
-takes it finished. A model that needs more declares a subclass, which the rest of hal pads, cuts and traces alike.
+The engine owns blocks and slots. It makes a batch with :meth:`Batch.build`, or from its own tensors, and passes it to
+the runner. A model that needs more fields declares a subclass, which hal pads, splits and traces in the same way.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ def _equal_starts(padding: Padding) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Batch:
-    """What a model sees of one step. ``tokens`` counts the new tokens of all sequences, one sequence after the other.
+    """The tensors that a model reads in one step. ``tokens`` counts the new tokens of all sequences, in sequence order.
 
     Attributes:
         token_ids: ``[tokens]``, int64.
-        positions: ``[tokens]``, int64: each token's place in its sequence, from 0.
-        slot_mapping: ``[tokens]``, int32: where each token's key and value go, ``block * block_size + offset``.
-        block_table: ``[sequences, max_blocks]``, int32: the blocks of each sequence, in order; padded with 0.
-        query_start_loc: ``[sequences + 1]``, int32: where each sequence's tokens begin; the last is ``tokens``.
-        kv_lens: ``[sequences]``, int32: the length of each sequence, new tokens included.
-        logits_indices: ``[rows]``, int64: the tokens whose logits are wanted; by default each sequence's last. They
-            count from 0: steps are padded, so that a negative one would be a row of padding. A runner refuses others
-            that lie in the CPU's memory. In a device's it does not look: the host would wait for the device each step.
-        query_start_loc_host: the values of query_start_loc on the CPU.
-        kv_lens_host: the values of kv_lens on the CPU.
+        positions: ``[tokens]``, int64: each token's position in its sequence, from 0.
+        slot_mapping: ``[tokens]``, int32: the cache slot of each token's key and value, ``block * block_size +
+            offset``.
+        block_table: ``[sequences, max_blocks]``, int32: the blocks of each sequence, in order, padded with 0.
+        query_start_loc: ``[sequences + 1]``, int32: the first token of each sequence, then ``tokens``.
+        kv_lens: ``[sequences]``, int32: the length of each sequence, including new tokens.
+        logits_indices: ``[rows]``, int64: the tokens to compute logits for; by default the last of each sequence.
+            Indices must not be negative, because steps are padded at the end. A runner checks them if the tensor is on
+            the CPU. On a device it does not, because the host would wait for the device in each step.
+        query_start_loc_host: a CPU copy of ``query_start_loc``.
+        kv_lens_host: a CPU copy of ``kv_lens``.
     """
 
     token_ids: Tensor = field("tokens", torch.int64)
@@ -64,71 +65,71 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all sequences."""
+        """Number of new tokens of all sequences."""
         return self.token_ids.shape[0]
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences."""
         return self.kv_lens.shape[0]
 
     @property
     def shape(self) -> StepShape:
-        """The step's shape, from the values on the host."""
+        """The shape of the step, from the host twins."""
         return StepShape.of_starts(self.num_tokens, self.query_start_loc_host.tolist())
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the axes."""
+        """The sizes of the axes, by name."""
         rows, blocks = self.logits_indices.shape[0], self.block_table.shape[1]
         return {"tokens": self.num_tokens, "sequences": self.num_sequences, "rows": rows, "blocks": blocks}
 
     def check(self) -> None:
         """Raise BatchError unless every tensor has the shape that its field declares.
 
-        Kernels would read past the end of one that is too short. Which rows of logits are wanted is checked where the
-        host has them. On a device they are not: to read them there is to wait for all work before, each step.
+        Kernels would read past the end of a tensor that is too short. ``logits_indices`` are checked on the CPU only:
+        reading them from a device would wait for all work enqueued before, in each step.
         """
         sizes = self.sizes
         for name, declared in fields_of(type(self)).items():
             found, wanted = tuple(getattr(self, name).shape), declared.shape(sizes)
             if found != wanted:
                 raise BatchError(
-                    f"the batch's {name} is {list(found)}, not {list(wanted)}, for {sizes['sequences']} sequences of "
-                    f"{sizes['tokens']} tokens",
+                    f"the batch's {name} has the shape {list(found)}, not {list(wanted)}, for {sizes['sequences']} "
+                    f"sequences of {sizes['tokens']} tokens",
                     f"give it the shape {declared} that {type(self).__name__} declares",
                 )
         if self.logits_indices.is_cpu:
-            indices, tokens = self.logits_indices.tolist(), sizes["tokens"]  # a list is faster than torch for so few
+            indices, tokens = self.logits_indices.tolist(), sizes["tokens"]  # a list is faster than a small tensor
             if indices and not (min(indices) >= 0 and max(indices) < tokens):
                 wrong = next(each for each in indices if not 0 <= each < tokens)
                 raise BatchError(
-                    f"the batch's logits_indices has {wrong}, and the step's tokens are 0 to {tokens - 1}",
-                    "count from 0; a negative index does not count from the end, as steps are padded there",
+                    f"the batch's logits_indices has {wrong}, out of the range 0 to {tokens - 1}",
+                    "index tokens from the start; negative indices would select the padding at the end",
                 )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in the order of the fields: contiguous, and of the dtypes that they declare."""
+        """Return the tensors in the order of the fields, contiguous and with the declared dtypes."""
         return [getattr(self, name).to(each.dtype).contiguous() for name, each in fields_of(type(self)).items()]
 
     def split(self, max_tokens: int) -> list[Self]:
-        """The same work in steps of at most ``max_tokens`` tokens, to be run in this order.
+        """Split the batch into steps of at most ``max_tokens`` tokens, to run in order.
 
-        A sequence that a step leaves unfinished goes on in the next, with what is done so far in the cache. Each step
-        asks for those logits of this batch that its tokens give; ``logits_indices`` must be sorted, from 0 or above.
+        A sequence that does not fit into a step continues in the next, which reads the earlier tokens from the cache.
+        Each step computes the requested logits of its own tokens.
 
         Raises:
-            BatchError: ``max_tokens`` is less than 1, or no integer; or ``logits_indices`` are not sorted.
+            BatchError: ``max_tokens`` is not an integer of 1 or more, or ``logits_indices`` are negative or not sorted.
         """
         if type(max_tokens) is not int or max_tokens < 1:
-            raise BatchError(f"steps of {max_tokens!r:.70} tokens were asked for", "ask for at least 1")
+            raise BatchError(f"max_tokens is {max_tokens!r:.70}", "set max_tokens to an integer of 1 or more")
         if self.num_tokens <= max_tokens:
             return [self]
         wanted = self.logits_indices
         if bool((wanted.diff() < 0).any() or (wanted < 0).any()):
             raise BatchError(
-                "logits_indices are negative or not sorted, and the batch takes several steps",
-                "count from 0 and sort them",
+                "logits_indices are negative or not sorted, and the batch must be split into several steps",
+                "sort logits_indices, and index tokens from the start",
             )
         return [self._between(start, start + max_tokens) for start in range(0, self.num_tokens, max_tokens)]
 
@@ -137,7 +138,7 @@ class Batch:
         clipped = starts.clamp(start, end)
         rows = (clipped[1:] > clipped[:-1]).nonzero().flatten()
         first, last = int(rows[0]), int(rows[-1]) + 1
-        # Of each sequence's length, what its tokens after this step will add is not there yet.
+        # A sequence's length in this step excludes the tokens of later steps.
         lengths = (self.kv_lens_host - (starts[1:] - clipped[1:])).to(torch.int32)[first:last]
         offsets = (clipped[first : last + 1] - start).to(torch.int32)
         asked = (self.logits_indices >= start) & (self.logits_indices < end)
@@ -172,31 +173,34 @@ class Batch:
         bounds: Bounds | None = None,
         fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Self:
-        """Make a batch from each sequence's new tokens and the blocks it owns.
+        """Make a batch from each sequence's new tokens and blocks.
 
         Args:
-            token_ids: per sequence, its new tokens; at least one each.
-            block_ids: per sequence, all blocks it owns, in order.
-            block_size: tokens per block, as the cache has it.
-            cached: per sequence, how many tokens the cache holds already; None for none.
-            all_logits: ask for the logits of every token instead of each sequence's last.
-            device: where the tensors for the model go.
-            bounds: what the numbers may be; :meth:`hal.Runner.batch` gives its model's and its cache's.
-            fields: the tensors of fields that a subclass declares; those with a default may be left out.
+            token_ids: the new tokens of each sequence, at least one.
+            block_ids: all blocks of each sequence, in order.
+            block_size: tokens per block of the cache.
+            cached: the number of tokens of each sequence that are already cached; None for 0.
+            all_logits: compute the logits of every token instead of the last of each sequence.
+            device: the device of all fields except host twins.
+            bounds: ranges to check the numbers against; :meth:`hal.Runner.batch` passes those of its model and cache.
+            fields: tensors of the fields that a subclass declares; fields with a default may be left out.
 
         Raises:
-            BatchError: no sequences, a sequence without new tokens, with too few blocks or with one of them twice, or
-                numbers that are no integers or out of their range; or ``fields`` lacks one, or one has another shape.
+            BatchError: there are no sequences; a sequence has no new tokens, too few blocks, or a block twice; a number
+                is not an integer or out of range; or a field is missing or has the wrong shape.
         """
         if type(block_size) is not int or block_size < 1:
-            raise BatchError(f"block_size is {block_size!r:.70}", "give the cache's, which is 1 or more")
+            raise BatchError(
+                f"block_size is {block_size!r:.70}, not an integer of 1 or more", "pass the cache's block size"
+            )
         bounds = bounds or Bounds()
         size = length_of("token_ids", token_ids)
         cached = [0] * size if cached is None else cached
         if not size or not size == length_of("block_ids", block_ids) == length_of("cached", cached):
             raise BatchError(
-                f"a batch of {size} token lists, {len(block_ids)} block lists and {len(cached)} lengths",
-                "give at least one sequence, and one of each per sequence",
+                f"a batch has {size} token lists, {len(block_ids)} block lists and {len(cached)} cached lengths; "
+                "the numbers must be equal, and 1 or more",
+                "pass one of each per sequence",
             )
         low, end = bounds.first_block, min(bounds.num_blocks, 2**31 // block_size)  # slots are int32
         token_ids = [integers_of(row, "token id {}", each, 0, bounds.vocab_size) for row, each in enumerate(token_ids)]
@@ -206,7 +210,7 @@ class Batch:
         positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
             if not tokens:
-                raise BatchError(f"sequence {row} has no new token", "leave it out, or give it at least one token")
+                raise BatchError(f"sequence {row} has no new token", "leave it out, or pass at least one token")
             length = start + len(tokens)
             if length > bounds.max_length:
                 raise BatchError(
@@ -216,13 +220,13 @@ class Batch:
             if length > len(blocks) * block_size:
                 raise BatchError(
                     f"sequence {row} has {length} tokens, but its {len(blocks)} blocks hold {len(blocks) * block_size}",
-                    "give it more blocks before the step",
+                    "allocate more blocks for it before the step",
                 )
             if len(set(blocks)) < len(blocks):
                 twice = next(block for block in blocks if blocks.count(block) > 1)
                 raise BatchError(
-                    f"sequence {row} has the block {twice} twice, and would overwrite its own tokens there",
-                    "give it each block once",
+                    f"sequence {row} has block {twice} twice; it would overwrite its own tokens",
+                    "pass each block once per sequence",
                 )
             positions += range(start, length)
             slots += (blocks[p // block_size] * block_size + p % block_size for p in range(start, length))
@@ -247,12 +251,12 @@ class Batch:
 
     @classmethod
     def _extending(cls, base: Batch, given: Mapping[str, Any]) -> Self:
-        """A batch of this class: ``base``, with the fields that the class declares beside."""
+        """Return a batch of this class with the tensors of ``base`` and the fields that the class adds."""
         declared, known = fields_of(cls), fields_of(Batch)
         own = {name: each for name, each in declared.items() if name not in known}
         for name in given:
             if name not in own or own[name].twin_of:
-                raise BatchError(f"{cls.__name__} has no field {name!r} to be given", nearest(name, own))
+                raise BatchError(f"{cls.__name__} has no field {name!r} that can be set", nearest(name, own))
         values = {name: getattr(base, name) for name in known}
         sizes, device = base.sizes, base.token_ids.device
         for name, each in own.items():
@@ -262,14 +266,14 @@ class Batch:
                 continue
             if source not in given and each.default is None:
                 raise BatchError(
-                    f"{cls.__name__} has the field {source}, and the batch was built without it",
-                    f"give a tensor {each} in `fields`",
+                    f"the field {source} of {cls.__name__} is missing and has no default",
+                    f"pass a tensor {each} in `fields`",
                 )
             tensor = tensor_of(source, given[source]) if source in given else each.default(base)  # type: ignore[misc]
             if tuple(tensor.shape) != each.shape(sizes):
                 raise BatchError(
-                    f"the field {name} is {list(tensor.shape)}, not {list(each.shape(sizes))}",
-                    f"give it the shape {each}",
+                    f"the field {name} has the shape {list(tensor.shape)}, not {list(each.shape(sizes))}",
+                    f"pass a tensor {each}",
                 )
             values[name] = tensor.to(device="cpu" if each.twin_of else device, dtype=each.dtype)
         return cls(**values)
@@ -277,20 +281,20 @@ class Batch:
 
 @attrs.frozen(eq=False)
 class SlotBatch(Batch):
-    """A batch of a model that keeps a state for each sequence.
+    """A batch for a model that keeps a state per sequence.
 
     Attributes:
-        slots: ``[sequences]``, int32: the slot of each sequence, from ``runner.slots``; padding has the dummy slot.
+        slots: ``[sequences]``, int32: the slot of each sequence, from ``runner.slots``; the dummy slot for padding.
     """
 
     slots: Tensor = field("sequences", torch.int32, pad=DUMMY_SLOT)
 
 
 def one_query_each(tokens: int, starts: list[int]) -> bool:
-    """Whether every sequence has one query, and no token is left over.
+    """Return whether every sequence has exactly one query.
 
     Args:
-        tokens: queries in all.
+        tokens: the number of queries.
         starts: the values of ``query_start_loc``.
     """
     return starts == list(range(tokens + 1))

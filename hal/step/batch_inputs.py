@@ -1,4 +1,4 @@
-"""The numbers that a batch is built from, checked."""
+"""Validation of the numbers that a batch is built from."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from hal.errors import BatchError
 
-_LISTS = "give a list of integers per sequence, of its tokens and of its blocks, and one length cached of each"
+_LISTS = "pass, for each sequence, a list of token ids, a list of blocks, and one cached length"
 
 
 @attrs.frozen
 class Bounds:
-    """What the numbers that a batch is built from may be. The defaults are what its tensors can hold.
+    """Ranges of the numbers in a batch. The defaults are the ranges of its tensors' dtypes.
 
     Attributes:
-        vocab_size: token ids are below it.
-        first_block: blocks are at least it,
-        num_blocks: and below it.
-        max_length: a sequence's tokens, new ones included.
+        vocab_size: token ids are less than this.
+        first_block: the lowest block that a sequence may own.
+        num_blocks: blocks are less than this.
+        max_length: the maximum length of a sequence, including new tokens.
     """
 
     vocab_size: int = 2**63
@@ -32,15 +32,17 @@ class Bounds:
 
 
 def tensor_of(name: str, given: Any) -> Tensor:
-    """Return what was given for a field, as a tensor. Raise BatchError if it is none."""
+    """Return a field's value as a tensor, or raise BatchError if it cannot be converted."""
     try:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
-        raise BatchError(f"the field {name} is {given!r:.70}", "give a tensor, or lists of numbers") from None
+        raise BatchError(
+            f"the field {name} is {given!r:.70}, which is not a tensor", "pass a tensor, or lists of numbers"
+        ) from None
 
 
 def length_of(name: str, given: Any) -> int:
-    """Return the length of a list. Raise BatchError if it has none."""
+    """Return the length of a list, or raise BatchError if the value has no length."""
     try:
         return len(given)
     except TypeError:
@@ -48,19 +50,19 @@ def length_of(name: str, given: Any) -> int:
 
 
 _REMEDIES = {
-    "token id {}": "check that tokenizer and model belong together",
-    "block {}": "take blocks from runner.blocks (block 0 is for padding), or raise cache.num_tokens for more of them",
-    "{} tokens cached": "give the number of tokens that the cache holds of it",
+    "token id {}": "check that the tokenizer belongs to the model",
+    "block {}": "take blocks from runner.blocks (block 0 is for padding), or raise cache.num_tokens",
+    "{} tokens cached": "pass the number of the sequence's tokens in the cache",
 }
 
 
 def integers_of(row: int, what: str, numbers: Any, low: int, end: int) -> list[int]:
-    """Return a sequence's numbers, as integers from ``low`` to below ``end``. Raise BatchError if one is not."""
+    """Return a sequence's numbers as integers from ``low`` to ``end - 1``. Raise BatchError if one is not."""
     if isinstance(numbers, Tensor):
-        raise BatchError(f"sequence {row} is given as a tensor", _LISTS)
+        raise BatchError(f"sequence {row} is a tensor, not a list of integers", _LISTS)
     try:
         kinds = set(map(type, numbers))
-        # Most are what they should be, and are looked at as little as can be: this is done for each sequence of a step.
+        # Lists of int take the fast path: this runs for each sequence of each step.
         found = numbers if kinds == {int} and type(numbers) is list else list(map(operator.index, numbers))
     except TypeError:
         raise BatchError(f"sequence {row} has {what.format(f'{numbers!r:.70}')}, not integers", _LISTS) from None

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache, handed out and taken back."""
+"""Allocation of the KV cache's blocks, and of slots for states per sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hal.step.state import DUMMY_BLOCK, DUMMY_SLOT
 
 
 class BlockAllocator:
-    """Hands out the blocks of a cache, one after another where it can, since neighbours can be read without a copy."""
+    """Allocates blocks of a cache, adjacent ones if possible, because adjacent blocks can be read without a copy."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(DUMMY_BLOCK + 1, num_blocks))
@@ -17,11 +17,11 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out."""
+        """Number of free blocks."""
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` blocks, or None if fewer are free."""
+        """Allocate ``count`` blocks, or return None if fewer are free."""
         if not 0 < count <= len(self._free):
             return None if count else []
         starts = range(len(self._free) - count + 1)
@@ -32,25 +32,25 @@ class BlockAllocator:
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        """Take blocks back.
+        """Free blocks.
 
         Raises:
-            ValueError: one of them is not out, or is named twice: its next two owners would overwrite each other. Then
-                none is taken back.
+            ValueError: a block is not allocated, or is given twice: two later owners would overwrite each other. No
+                block is freed then.
         """
         wrong = sorted(block for block, times in Counter(blocks).items() if times > 1 or block not in self._taken)
         if wrong:
-            raise ValueError(f"blocks {wrong} were given back twice, or were never taken")
+            raise ValueError(f"blocks {wrong} were freed twice, or never allocated")
         self._taken.difference_update(blocks)
         self._free = sorted(self._free + blocks)
 
 
 class SlotAllocator:
-    """Hands out the slots of states per sequence, reset for the sequence that begins there.
+    """Allocates slots of states per sequence, and resets each one for its new sequence.
 
     Args:
-        num_slots: slots, the dummy slot included; 0 where the model keeps no state per sequence.
-        reset: called with the slots that are handed out, to forget what their last owners left.
+        num_slots: the number of slots, including the dummy slot; 0 if the model keeps no state per sequence.
+        reset: clears the states in the given slots; called at each allocation.
     """
 
     def __init__(self, num_slots: int, reset: Callable[[Iterable[int]], None]) -> None:
@@ -61,11 +61,11 @@ class SlotAllocator:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be handed out."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` slots, their states zero, or None if fewer are free."""
+        """Allocate ``count`` slots with zeroed states, or return None if fewer are free."""
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]
@@ -74,13 +74,13 @@ class SlotAllocator:
         return taken
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Take slots back.
+        """Free slots.
 
         Raises:
-            ValueError: one of them is not out, or is named twice. Then none is taken back.
+            ValueError: a slot is not allocated, or is given twice. No slot is freed then.
         """
         given = list(slots)
         if len(set(given)) < len(given) or not self._taken.issuperset(given):
-            raise ValueError(f"slots {given} were given back twice, or were never taken")
+            raise ValueError(f"slots {given} were freed twice, or never allocated")
         self._taken.difference_update(given)
         self._free += sorted(given, reverse=True)

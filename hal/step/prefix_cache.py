@@ -1,4 +1,4 @@
-"""Reusing the cache of prompts that begin alike: which full blocks hold what, and who owns them."""
+"""Prefix caching: reuse of full blocks between prompts with a common prefix."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from hal.step.block_allocator import BlockAllocator
 
 
 class PrefixCache:
-    """Hands out blocks as :class:`BlockAllocator` does, and shares full ones between sequences that begin alike.
+    """Allocates blocks like :class:`BlockAllocator`, and shares full blocks between sequences with a common prefix.
 
-    A block that nobody owns any more stays as it is, for whoever comes with the same beginning, until its room is
-    needed; the one unused for longest goes first.
+    A block without owners stays cached until its memory is needed; the least recently used block is evicted first.
 
     Args:
-        allocator: where blocks come from, and go when they are forgotten.
+        allocator: the allocator of the underlying blocks.
         block_size: tokens per block.
     """
 
@@ -25,11 +24,11 @@ class PrefixCache:
         self._allocator = allocator
         self._block_size = block_size
         self._owners: Counter[int] = Counter()
-        self._holding: OrderedDict[bytes, int] = OrderedDict()  # by contents; least recently used first
+        self._holding: OrderedDict[bytes, int] = OrderedDict()  # blocks by digest, least recently used first
         self._contents: dict[int, bytes] = {}
 
     def reuse(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks that hold the beginning of ``tokens``, as far as there are any; the caller is an owner then."""
+        """Return the cached blocks of the longest prefix of ``tokens``. The caller becomes an owner of them."""
         found: list[bytes] = []
         for digest in self._digests(tokens):
             if digest not in self._holding:
@@ -41,7 +40,7 @@ class PrefixCache:
         return blocks
 
     def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Note that ``blocks``, owned by the caller, now hold ``tokens``. A last block that is not full is left out."""
+        """Record that the caller's ``blocks`` now hold ``tokens``. A last block that is not full is not recorded."""
         known = []
         for block, digest in zip(blocks, self._digests(tokens), strict=False):
             if digest not in self._holding and block not in self._contents:
@@ -52,7 +51,7 @@ class PrefixCache:
         self._use(known)
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` blocks that nobody reads, or None if there are fewer."""
+        """Allocate ``count`` blocks, evicting cached ones if needed, or return None if fewer are available."""
         idle = [block for block in self._holding.values() if not self._owners[block]]
         missing = count - self._allocator.num_free
         if missing > len(idle):
@@ -64,20 +63,20 @@ class PrefixCache:
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        """End the caller's ownership.
+        """End the caller's ownership of blocks.
 
         Raises:
-            ValueError: a block is given back more often than it has owners. Then none is taken back.
+            ValueError: a block is freed more often than it has owners. No block is freed then.
         """
         if ownerless := [block for block, times in Counter(blocks).items() if self._owners[block] < times]:
-            raise ValueError(f"blocks {ownerless} were given back twice, or were never taken")
+            raise ValueError(f"blocks {ownerless} were freed twice, or never allocated")
         self._owners.subtract(blocks)
         self._allocator.give_back(
             [each for each in dict.fromkeys(blocks) if not self._owners[each] and each not in self._contents]
         )
 
     def _use(self, chain: list[bytes]) -> None:
-        """Note a use. A block is of no use without those before it, so the end of the chain counts as older."""
+        """Mark blocks as used, in reverse: a block is useless without those before it, so the last is evicted first."""
         for digest in reversed(chain):
             self._holding.move_to_end(digest)
 
@@ -86,7 +85,7 @@ class PrefixCache:
         self._allocator.give_back([block])
 
     def _digests(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """Of each full block, with all that comes before it: the same tokens after others have other keys."""
+        """Yield a digest of each full block and all tokens before it."""
         digest = hashlib.sha256()
         for end in range(self._block_size, len(tokens) + 1, self._block_size):
             digest.update(array("q", tokens[end - self._block_size : end]).tobytes())

@@ -1,4 +1,4 @@
-"""The shape of a step, by which the form that runs it is chosen."""
+"""The shape of a step, which selects the form that runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 @attrs.frozen
 class StepShape:
-    """How much one step holds.
+    """The numbers of tokens, sequences and queries of one step.
 
     Attributes:
         tokens: new tokens of all sequences.
@@ -23,12 +23,12 @@ class StepShape:
 
     @classmethod
     def uniform(cls, sequences: int, queries: int = 1) -> StepShape:
-        """The shape of a step with ``queries`` new tokens for each of ``sequences`` sequences."""
+        """Return the shape of a step of ``sequences`` sequences with ``queries`` new tokens each."""
         return cls(sequences * queries, sequences, queries)
 
     @classmethod
     def of_starts(cls, tokens: int, starts: Sequence[int]) -> StepShape:
-        """The shape of a step of ``tokens`` tokens whose ``query_start_loc`` holds ``starts``."""
+        """Return the shape of a step of ``tokens`` tokens whose ``query_start_loc`` is ``starts``."""
         sequences = len(starts) - 1
         queries = tokens // sequences if sequences else 0
         if not queries or list(starts) != list(range(0, tokens + 1, queries)):

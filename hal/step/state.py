@@ -1,7 +1,7 @@
-"""What a model keeps between steps: declared by layer and name, and the memory that a backend gives it.
+"""Model states: declarations of the tensors that a model keeps between steps, and their memory.
 
-A layer of ordinary attention keeps a key and a value of every token. Latent attention keeps one compressed row, a
-recurrent layer a matrix for each sequence, and a model may mix them.
+Ordinary attention keeps a key and a value of every token. Latent attention keeps one compressed row per token, and a
+recurrent layer a matrix per sequence. A model may mix them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hal.step.batch import DUMMY_BLOCK, DUMMY_SLOT
 
 
 class Per(enum.Enum):
-    """What a state has an entry for."""
+    """The unit that a state has one entry for."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -31,14 +31,16 @@ TOKEN, SEQUENCE = Per.TOKEN, Per.SEQUENCE
 
 def _sizes(state: State, attribute: attrs.Attribute[tuple[int, ...]], value: tuple[int, ...]) -> None:
     if not (isinstance(value, tuple) and all(type(size) is int and size > 0 for size in value)):
-        raise ModelError(f"a state has the shape {value!r:.70}", "give a tuple of positive integers")
+        raise ModelError(
+            f"a state has the shape {value!r:.70}, not a tuple of positive integers", "give State a valid shape"
+        )
 
 
 def _window(state: State, attribute: attrs.Attribute[int | None], value: int | None) -> None:
     if value is not None and not (type(value) is int and value > 0 and state.per is TOKEN):
         raise ModelError(
-            f"a state per {state.per.value} has the window {value!r:.70}",
-            "give a number of tokens to a state per token, or None",
+            f"a state per {state.per.value} has window = {value!r:.70}",
+            "set window to None, or, for a state per token, to a positive number of tokens",
         )
 
 
@@ -47,10 +49,10 @@ class State:
     """One tensor that a layer keeps between steps.
 
     Attributes:
-        per: ``TOKEN``, for an entry for each token, in blocks; or ``SEQUENCE``, for one for each sequence, in slots.
-        shape: of an entry.
-        dtype: of its elements; None for that of the model's weights.
-        window: how many of the last tokens are ever read, its own included; None for all.
+        per: ``TOKEN`` for an entry per token, in blocks; ``SEQUENCE`` for an entry per sequence, in slots.
+        shape: the shape of an entry.
+        dtype: the dtype; None for the dtype of the model's weights.
+        window: the number of most recent tokens that are read, including the current one; None for all.
     """
 
     per: Per = attrs.field(validator=attrs.validators.instance_of(Per))
@@ -69,7 +71,8 @@ def _frozen(layer: LayerStates) -> LayerStates:
     for name, state in layer.items():
         if not isinstance(state, State):
             raise ModelError(
-                f"a layer declares the state {name!r} as {state!r:.70}", "declare it: State(TOKEN, (2, 64))"
+                f"a layer declares the state {name!r} as {state!r:.70}, which is not a hal.State",
+                "declare it as, for example, State(TOKEN, (2, 64))",
             )
     return MappingProxyType(dict(layer))
 
@@ -80,14 +83,14 @@ def _frozen_layers(layers: Iterable[LayerStates]) -> tuple[LayerStates, ...]:
 
 @attrs.frozen
 class StateSpec:
-    """The states of a model, and for how many tokens and sequences.
+    """The states of a model, and the number of tokens and sequences that they hold.
 
     Attributes:
-        layers: each layer's states, by name.
-        dtype: of states that name none.
-        num_blocks: blocks that sequences can own and, before them, the dummy block.
+        layers: the states of each layer, by name.
+        dtype: the dtype of states that declare none.
+        num_blocks: the number of blocks, including the dummy block.
         block_size: tokens per block.
-        num_slots: slots that sequences can own and, before them, the dummy slot; 0 if no state is per sequence.
+        num_slots: the number of slots, including the dummy slot; 0 if no state is per sequence.
     """
 
     layers: tuple[LayerStates, ...] = attrs.field(converter=_frozen_layers)
@@ -100,12 +103,12 @@ class StateSpec:
     def key_value(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_blocks: int, block_size: int
     ) -> StateSpec:
-        """The states of layers of ordinary attention, all alike."""
+        """Return the states of identical layers of ordinary attention."""
         return cls((key_value_states(num_kv_heads, head_dim),) * num_layers, dtype, num_blocks, block_size)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that sequences can hold together."""
+        """Number of tokens that all sequences can hold together."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
@@ -117,29 +120,29 @@ class StateSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one more token takes, of all layers."""
+        """Bytes per token, of all layers."""
         return sum(
             math.prod(state.shape) * self.dtype_of(state).itemsize
             for _, _, state in self.states() if state.per is TOKEN
         )  # fmt: skip
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` takes."""
+        """Return the number of blocks for a sequence of ``num_tokens``."""
         return math.ceil(num_tokens / self.block_size)
 
     def states(self) -> Iterator[tuple[int, str, State]]:
-        """Each layer's number, and the name and declaration of each of its states."""
+        """Yield the layer index, name and declaration of each state."""
         for index, layer in enumerate(self.layers):
             for name, state in layer.items():
                 yield index, name, state
 
     def shape_of(self, state: State) -> tuple[int, ...]:
-        """``[num_blocks, block_size, ...]``, or ``[num_slots, ...]``: the canonical layout."""
+        """Return the canonical shape: ``[num_blocks, block_size, ...]``, or ``[num_slots, ...]``."""
         rows = (self.num_blocks, self.block_size) if state.per is TOKEN else (self.num_slots,)
         return (*rows, *state.shape)
 
     def dtype_of(self, state: State) -> torch.dtype:
-        """The state's dtype, or the model's."""
+        """Return the state's dtype, or else the model's."""
         return state.dtype or self.dtype
 
 
@@ -147,23 +150,23 @@ class StateSpec:
 class StateMemory:
     """Memory for the states of a model: ``layers[i][name]`` is a tensor.
 
-    In the canonical layout it is ``[num_blocks, block_size, ...]`` for a state per token and ``[num_slots, ...]`` for
-    one per sequence, contiguous. A backend with another layout needs kernels for every operation that reads or writes
-    such a state. Block :data:`~hal.step.batch.DUMMY_BLOCK` and slot :data:`~hal.step.batch.DUMMY_SLOT` take what
-    padding rows write.
+    In the canonical layout, a state per token is ``[num_blocks, block_size, ...]`` and a state per sequence is
+    ``[num_slots, ...]``, contiguous. A backend with another layout needs a kernel for every operation that reads or
+    writes such a state. Padding rows write to block :data:`~hal.step.batch.DUMMY_BLOCK` and slot
+    :data:`~hal.step.batch.DUMMY_SLOT`.
     """
 
     spec: StateSpec
     layers: tuple[Mapping[str, Tensor], ...]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, named as ``0.key`` is: by layer and state."""
+        """Yield each tensor with a name of layer and state, such as ``0.key``."""
         for index, layer in enumerate(self.layers):
             for name, tensor in layer.items():
                 yield f"{index}.{name}", tensor
 
     def reset_slots(self, slots: Iterable[int]) -> None:
-        """Zero the states per sequence in ``slots``, for sequences that begin there."""
+        """Zero the states per sequence in ``slots``, for new sequences."""
         rows = list(slots)
         own = [self.layers[index][name] for index, name, state in self.spec.states() if state.per is SEQUENCE]
         if not rows or not own:
@@ -175,17 +178,17 @@ class StateMemory:
 
 
 KEY_VALUE = frozenset({"key_cache", "value_cache"})
-"""What operations call the states of ordinary attention, which a driver may lay out in its own way."""
+"""The argument names of attention states in operations. Drivers may choose the layout of these states."""
 
 
 def key_value_states(num_kv_heads: int, head_dim: int, *, window: int | None = None) -> LayerStates:
-    """What a layer of ordinary attention keeps: the keys and values of all its heads."""
+    """Return the states of a layer of ordinary attention: the keys and values of all its heads."""
     state = State(TOKEN, (num_kv_heads, head_dim), window=window)
     return {"key": state, "value": state}
 
 
 def canonical_states(spec: StateSpec, device: torch.device) -> StateMemory:
-    """Zeroed states in the canonical layout, made under inference mode so that they can be written under it."""
+    """Return zeroed states in the canonical layout, as inference tensors, which inference mode can write."""
     with torch.inference_mode():
         return StateMemory(spec, tuple(
             {

@@ -1,4 +1,4 @@
-"""A batch on fixed memory: what graphs read, and what real batches are copied into and padded."""
+"""Batches at fixed addresses: graphs read them, and real batches are copied into them and padded."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hal.step.shape import StepShape
 class StaticBatch:
     """A padded batch at fixed addresses.
 
-    Padding rows have length 0 and write to the dummy block. All rows begin as padding, but for the first sequence,
-    which has a length: some kernels refuse to be launched, or captured, with no length above 0.
+    Padding rows have length 0 and write to the dummy block. Initially all rows are padding, but the first sequence has
+    a length: some kernels cannot be launched or captured if all lengths are 0.
 
     Args:
         batch_type: the class of the batches that are copied in.
-        shape: how much it holds.
+        shape: the capacity.
         max_blocks: columns of the block table.
         block_size: tokens per block.
-        device: where the tensors for the model live.
-        rows: of logits; every token's by default.
-        length: of every sequence at the beginning; by default, the first has as many tokens as queries, the others 0.
+        device: the device of all fields except host twins.
+        rows: rows of logits; by default one per token.
+        length: initial length of every sequence; by default the first has as many tokens as queries, the others 0.
 
     Attributes:
-        shape: how much it holds.
+        shape: the capacity.
         batch: the tensors.
     """
 
@@ -57,14 +57,14 @@ class StaticBatch:
         }
         self.batch: Batch = batch_type(**tensors)
         self._by_token = [name for name, each in self._fields.items() if each.only_tokens and each.twin_of is None]
-        # By field, what padding rows hold there: a number, or a tensor on the device.
+        # The padding of each field: a number, or a tensor on the device.
         self._padding: dict[str, int | float | Tensor] = {
             name: whole[name].to(device) if callable(each.pad) else each.pad
             for name, each in self._fields.items() if each.twin_of is None and not each.by_shape
         }  # fmt: skip
 
     def first(self, shape: StepShape) -> Self:
-        """A smaller one, on the memory of this one's first rows."""
+        """Return a smaller batch that shares the memory of this one's first rows."""
         rows = shape.tokens if self.batch.logits_indices.shape[0] == self.shape.tokens else shape.sequences
         sizes = {"tokens": shape.tokens, "sequences": shape.sequences, "rows": rows}
 
@@ -94,19 +94,19 @@ class StaticBatch:
         columns, most = batch.block_table.shape[1], self.batch.block_table.shape[1]
         if columns > most:
             raise BatchError(
-                f"a block table of {columns} columns; the graphs were captured for {most}",
-                "give each sequence at most as many blocks as its longest length takes",
+                f"the block table has {columns} columns; the graphs were captured for {most}",
+                "give each sequence at most as many blocks as its maximum length needs",
             )
         for name, padding in self._padding.items():
             copy_padded(getattr(self.batch, name), getattr(batch, name), self._fields[name], padding)
 
     def fill_tokens(self, batch: Batch) -> None:
-        """Copy in the fields whose shape tokens alone decide, and reset the rows after them to padding."""
+        """Copy in the fields whose shape the number of tokens determines, and reset the rows after them to padding."""
         for name in self._by_token:
             copy_padded(getattr(self.batch, name), getattr(batch, name), self._fields[name], self._padding[name])
 
     def host_values(self, batch: Batch) -> dict[str, Tensor]:
-        """The values on the host that stand for ``batch`` at this size, by the names of their fields."""
+        """Return the host values of ``batch`` padded to this size, by field name."""
         found = {}
         for name, each in self._fields.items():
             if each.twin_of is None:
@@ -125,18 +125,18 @@ class StaticBatch:
 
     @property
     def by_token(self) -> Mapping[str, Tensor]:
-        """The tensors whose shape tokens alone decide."""
+        """The tensors whose shape the number of tokens determines."""
         return {name: getattr(self.batch, name) for name in self._by_token}
 
 
 def copy_padded(fixed: Tensor, given: Tensor, declared: Field, padding: int | float | Tensor) -> None:
-    """Copy a batch's tensor to the beginning of a fixed one, and padding behind it along tokens and sequences."""
+    """Copy a batch's tensor to the start of a fixed one, and fill the rest along tokens and sequences with padding."""
     here, rest = fixed, None
     for dim, axis in enumerate(declared.axes):
         size = given.shape[dim]
         if size == fixed.shape[dim]:
             continue
-        if axis.name != "blocks":  # what a wider table holds behind a row's blocks is never read
+        if axis.name != "blocks":  # entries after a row's blocks are never read
             rest = dim
         here = here.narrow(dim, 0, size)
     here.copy_(given)
@@ -150,14 +150,14 @@ def copy_padded(fixed: Tensor, given: Tensor, declared: Field, padding: int | fl
 
 
 def _padded(declared: Field, padding: Padding) -> Tensor:
-    """The field of a batch of nothing but padding, on the CPU."""
+    """Return the field's tensor for a batch of padding only, on the CPU."""
     shape = declared.shape(padding.sizes)
     if not callable(declared.pad):
         return torch.full(shape, declared.pad, dtype=declared.dtype)
     made = declared.pad(padding)
     if tuple(made.shape) != shape:
         raise BatchError(
-            f"the padding of the field {declared.name} is {list(made.shape)}, not {list(shape)}",
-            f"let its `pad` give a tensor {declared}",
+            f"the padding of the field {declared.name} has the shape {list(made.shape)}, not {list(shape)}",
+            f"make its `pad` return a tensor {declared}",
         )
     return made.to(declared.dtype)

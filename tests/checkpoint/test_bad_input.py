@@ -383,7 +383,7 @@ def test_position_scaling_that_is_no_table(value: object, checkpoint: Path, cpu:
 
 def test_key_value_heads_serve_whole_groups(checkpoint: Path, cpu: hal.Backend) -> None:
     config(num_attention_heads=3)(checkpoint)
-    with pytest.raises(ConfigError, match="num_attention_heads, 3, is no multiple of num_key_value_heads, 2"):
+    with pytest.raises(ConfigError, match="num_attention_heads, 3, is not a multiple of num_key_value_heads, 2"):
         hal.load_model(checkpoint, cpu)
 
 

@@ -302,7 +302,7 @@ class TestLists:
         assert "bus error" in lines["raisesinprobe"]
         assert "SystemExit(3)" in lines["exitsinprobe"]
         assert "returned None, not a hal.Probe" in lines["noprobe"]
-        assert "has the priority None, which is no integer" in lines["nopriority"]
+        assert "has priority = None, which is not an integer" in lines["nopriority"]
         assert "Misspelt" in lines["misspelt"]
         assert "no_such_module" in lines["unimportable"]
         assert "* selected by auto: good" in result.stdout

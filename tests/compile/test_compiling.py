@@ -89,26 +89,29 @@ class TestConfigurations:
         [
             ({"compiler": "graf"}, "no compiler 'graf'"),
             ({"prefill": {"compiler": "graph"}}, "no compiler 'graph' for prefill"),
-            ({"compiler": "piecewise", "splitting_ops": ["paged_atention"]}, "'paged_atention', which is no operation"),
+            (
+                {"compiler": "piecewise", "splitting_ops": ["paged_atention"]},
+                "'paged_atention', which is not the name of an operation",
+            ),
             ({"compiler": "piecewise", "splitting_ops": []}, "must name an operation"),
-            ({"compiler": "graph", "splitting_ops": ["linear"]}, "splitting_ops is given, and the compiler 'graph'"),
+            ({"compiler": "graph", "splitting_ops": ["linear"]}, "splitting_ops is set, but the compiler 'graph'"),
             ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, "no pass 'ad_rms_norm'"),
-            ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is given, and the compiler 'eager'"),
+            ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is set, but the compiler 'eager'"),
             ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is given"),
             ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is given"),
             ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is given"),
             ({"decode": {"compilr": "graph"}}, "compilr"),
             (
                 {"compiler": "graph", "prefill": {"compiler": "piecewise"}, "decode": {"splitting_ops": ["linear"]}},
-                "decode.splitting_ops is given, and the compiler 'graph'",
+                "decode.splitting_ops is set, but the compiler 'graph'",
             ),
             (
                 {"prefill": {"compiler": "piecewise"}, "decode": {"passes": {"add_rms_norm": False}}},
-                "decode.passes is given, and the compiler 'eager'",
+                "decode.passes is set, but the compiler 'eager'",
             ),
             (
                 {"compiler": "graph", "prefill": {"passes": {"add_rms_norm": False}}},
-                "prefill.passes is given, and the compiler 'eager'",
+                "prefill.passes is set, but the compiler 'eager'",
             ),
             (
                 {
@@ -116,7 +119,7 @@ class TestConfigurations:
                     "splitting_ops": ["linear"],
                     "prefill": {"compiler": "piecewise", "splitting_ops": ["linear"]},
                 },
-                "splitting_ops is given, and the compiler 'graph'",
+                "splitting_ops is set, but the compiler 'graph'",
             ),
             (
                 {
@@ -125,13 +128,13 @@ class TestConfigurations:
                     "decode": {"splitting_ops": ["linear"]},
                     "prefill": {"splitting_ops": ["linear"]},
                 },
-                "splitting_ops is given, and decode and prefill each have their own",
+                "splitting_ops is set, but decode and prefill both override it",
             ),
-            ({"compiler": "graph", "prefill": {"capture_sizes": [64]}}, "prefill.capture_sizes is given, and prefill"),
+            ({"compiler": "graph", "prefill": {"capture_sizes": [64]}}, "prefill.capture_sizes is set, but prefill"),
             ({"compiler": "graph", "prefill": {"max_capture_size": 64}}, "prefill.max_capture_size is given"),
             (
                 {"prefill": {"compiler": "piecewise"}, "decode": {"capture_sizes": [4]}},
-                "decode.capture_sizes is given, and decode is eager, which captures nothing",
+                "decode.capture_sizes is set, but decode is eager, which captures no graphs",
             ),
         ],
     )

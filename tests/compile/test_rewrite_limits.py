@@ -113,7 +113,7 @@ def test_fewer_dimensions_than_are_declared() -> None:
         return ops.rms_norm(hidden, weight, EPS), hidden
 
     x, residual, weight = norm_inputs()
-    reason = "x is [32], and declared `... width`: its rank is 1"
+    reason = "x is [32], but declared `... width`: its rank is 1"
     keeps_off("add_rms_norm", reason, function, x[0], residual[0], weight)
 
 
@@ -161,7 +161,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (4, 1), ()])
 def test_a_residual_that_broadcasts(shape: tuple[int, ...]) -> None:
     x, _, weight = norm_inputs()
-    keeps_off("add_rms_norm", ", and declared `... width`", add_norm, x, torch.ones(shape), weight)
+    keeps_off("add_rms_norm", ", but declared `... width`", add_norm, x, torch.ones(shape), weight)
 
 
 def test_a_cast_in_between() -> None:

@@ -85,7 +85,7 @@ def test_whatever_is_used_afterwards_says_so(trained: Path) -> None:
         with pytest.raises(ClosedError, match="the backend cpu is closed\n  remedy: open it again"):
             use()
     for use in (graph.replay, lambda: graph.outputs, lambda: graph.pool, lambda: graph.capture(lambda: None)):
-        with pytest.raises(ClosedError, match="a graph that is closed"):
+        with pytest.raises(ClosedError, match="a closed graph"):
             use()
     backend.close()
     runner.close()
@@ -98,7 +98,7 @@ def test_operations_after_the_active_backend_was_closed() -> None:
         expected = ops.rms_norm(*NORM)
     assert hal.active_backend() is None
     with pytest.raises(
-        ClosedError, match=r"rms_norm was called, and the backend cpu, which hal\.ops went to, is closed"
+        ClosedError, match=r"rms_norm was called while hal\.ops dispatches to the backend cpu, which is closed"
     ):
         ops.rms_norm(*NORM)
     with pytest.raises(ClosedError, match=r"open a backend with hal\.open, or call activate\(\)"):
@@ -206,11 +206,11 @@ def test_closing_inside_a_step_or_a_capture_is_refused(trained: Path) -> None:
     hook = runner.model.register_forward_hook(lambda *_: closes.pop()())
     batch = runner.batch([[5]], [[1]])
     while closes:
-        with pytest.raises(ClosedError, match="would be closed by a call that uses it"):
+        with pytest.raises(ClosedError, match=r"a call that uses .* tried to close it"):
             runner.step(batch)
     hook.remove()
     for close in (runner.close, backend.close):
-        with pytest.raises(GraphError, match="closed inside a capture"):
+        with pytest.raises(GraphError, match="inside a capture"):
             backend.graph().capture(close)
     assert tokens(runner)
     backend.close()
@@ -301,7 +301,7 @@ def test_what_the_block_raised_comes_first() -> None:
 
 def test_uses_nest_and_count_by_thread() -> None:
     uses = Uses("it", "open it")
-    with uses, uses, pytest.raises(ClosedError, match="it would be closed by a call that uses it"):
+    with uses, uses, pytest.raises(ClosedError, match="a call that uses it tried to close it"):
         uses.check_not_mine()
     uses.check_not_mine()
     uses.end()

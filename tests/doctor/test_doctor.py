@@ -361,7 +361,7 @@ def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
 @pytest.mark.parametrize(
     ("name", "failed", "detail"),
     [
-        ("WrongEpsilon", "rms_norm", "times as far off as the allowed"),
+        ("WrongEpsilon", "rms_norm", "times the allowed difference"),
         ("RaisingKernel", "silu_and_mul", "it raised RuntimeError('unit 3 is on fire')"),
         ("Stale", "graph", "of a replayed graph"),
     ],

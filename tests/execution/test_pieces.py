@@ -172,11 +172,15 @@ class TestSplitting:
         backend = opened()
         made = hal.Backend("other", backend.device, kernels={}, native_names={"acme.attend": "paged_attention"})
         assert made.operation_named("acme.attend") == made.operation_named("paged_attention") == "paged_attention"
-        with pytest.raises(ConfigError, match=r"splitting_ops has 'acme.atend', which is no operation\n.*acme.attend"):
+        with pytest.raises(
+            ConfigError, match=r"splitting_ops has 'acme.atend', which is not the name of an operation\n.*acme.attend"
+        ):
             made.operation_named("acme.atend")
 
     def test_unknown_names(self) -> None:
-        with pytest.raises(ConfigError, match=r"'paged_atention', which is no operation\n.*paged_attention"):
+        with pytest.raises(
+            ConfigError, match=r"'paged_atention', which is not the name of an operation\n.*paged_attention"
+        ):
             opened(splitting_ops=["paged_atention"])
 
     def test_an_operation_that_a_pass_took_in(self) -> None:
@@ -522,10 +526,10 @@ class TestMarkers:
             around = partial(_in_mode, mode(), _attend_or_project)
             marked(Toy(around), opened())
             with pytest.raises(
-                CaptureError, match=rf"the mode {mode.__name__} is .* where linear splits the step"
+                CaptureError, match=rf"torch mode is {mode.__name__} where linear splits the step"
             ) as caught:
                 marked(Toy(around), opened(splitting_ops=["paged_attention", "linear"]))
-            assert 'the compiler "eager" or "piecewise"' in caught.value.remedy
+            assert 'compilation.compiler to "eager" or "piecewise"' in caught.value.remedy
             check(marked(Toy(), opened()), (3,))
 
     @pytest.mark.parametrize("at", [["paged_attention"], ["paged_attention", "linear"]])

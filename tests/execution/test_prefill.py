@@ -83,7 +83,7 @@ def test_unsorted_logits_are_refused_where_they_cannot_be_given(trained: Path) -
             runner.step(wrong)
     wrong_steps: tuple[Any, ...] = (0, -1, 1.5, "2", None)
     for steps in wrong_steps:
-        with pytest.raises(BatchError, match="ask for at least 1"):
+        with pytest.raises(BatchError, match="set max_tokens to an integer of 1 or more"):
             batch.split(steps)
 
 

@@ -141,11 +141,11 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         (None, [[1]], None, "token_ids is None"),
         ([[1]], 1, None, "block_ids is 1"),
         ([[1]], [[1]], 3, "cached is 3"),
-        ([torch.tensor([1, 2])], [[1]], None, "sequence 0 is given as a tensor"),
-        ([[1]], [torch.tensor([1])], None, "sequence 0 is given as a tensor"),
+        ([torch.tensor([1, 2])], [[1]], None, "sequence 0 is a tensor"),
+        ([[1]], [torch.tensor([1])], None, "sequence 0 is a tensor"),
         ([[1]], [[1.0]], None, r"block \[1.0\], not integers"),
         ([[1]], [[1]], [1.0], r"\[1.0\] tokens cached, not integers"),
-        ([[1], [2]], [[1], [2, 3, 2]], None, "sequence 1 has the block 2 twice"),
+        ([[1], [2]], [[1], [2, 3, 2]], None, "sequence 1 has block 2 twice"),
     ],
 )
 def test_wrong_batches_are_refused(
@@ -279,7 +279,7 @@ def test_rows_of_logits_outside_the_step_are_refused(config: dict[str, Any], wro
     """In every mode: where a step is padded, they would be those of padding."""
     runner = hal.Runner(ToyOfRows(), hal.open({"backend": "cpu", "compilation": config}))
     batch = attrs.evolve(decode_batch(runner, 1), logits_indices=torch.tensor([wrong]))
-    with pytest.raises(BatchError, match=f"logits_indices has {wrong}, and the step's tokens are 0 to 0"):
+    with pytest.raises(BatchError, match=f"logits_indices has {wrong}, out of the range 0 to 0"):
         runner.step(batch)
 
 
@@ -454,5 +454,5 @@ class TestCacheLayout:
     def test_a_missing_kernel_fails_when_it_is_opened(self, cpu: hal.Backend) -> None:
         kernels = self.kernels()
         del kernels["store_kv_cache"]
-        with pytest.raises(DriverIncompatible, match="heads first but has no kernel for store_kv_cache"):
+        with pytest.raises(DriverIncompatible, match="'heads first' but no kernel for store_kv_cache"):
             self.backend(cpu, kernels)

@@ -313,7 +313,7 @@ def test_blocks_given_back_twice_are_noticed() -> None:
     assert allocator.take(0) == []
     blocks = allocator.take(3) or []
     allocator.give_back(blocks)
-    with pytest.raises(ValueError, match="given back twice"):
+    with pytest.raises(ValueError, match="freed twice"):
         allocator.give_back(blocks[1:2])
 
 
@@ -321,7 +321,7 @@ def test_blocks_given_back_twice_are_noticed() -> None:
 def test_blocks_that_are_not_out_are_refused_whole(blocks: list[int]) -> None:
     allocator = BlockAllocator(4)
     assert allocator.take(1) == [1]
-    with pytest.raises(ValueError, match="or were never taken"):
+    with pytest.raises(ValueError, match="or never allocated"):
         allocator.give_back(blocks)
     allocator.give_back([1])
     assert allocator.take(3) == [1, 2, 3]

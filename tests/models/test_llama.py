@@ -230,8 +230,8 @@ def test_sizes_that_follow_from_others() -> None:
     ("changes", "message"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads' must be >= 1"),
-        ({"num_attention_heads": 8}, "head_dim is 1; the rotary embedding needs two halves"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads, 4, is no multiple"),
+        ({"num_attention_heads": 8}, "head_dim is 1; the rotary embedding needs an even number"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads, 4, is not a multiple"),
         ({"mlp_bias": "yes"}, "expected bool, found str 'yes'"),
         ({"hidden_act": "gelu"}, "unknown value 'gelu'.*silu"),
     ],

@@ -42,7 +42,7 @@ def test_attention_scales_the_scores(given: dict[str, Any], scale: float) -> Non
 
 @pytest.mark.parametrize("window", [0, -1])
 def test_attention_refuses_a_window_without_the_token_itself(window: int) -> None:
-    with pytest.raises(OperationError, match=f"sliding_window of {window}, .*\n.* 1 or more tokens, or None"):
+    with pytest.raises(OperationError, match=f"sliding_window = {window}, .*\n.* 1 or more, or to None"):
         Attention(2, 16, sliding_window=window)
 
 

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused(make: Any, message: str, folder: Path) -> 
 
 @pytest.mark.parametrize("layer", [nn.Linear, OwnNorm, DynamicQuantizedLinear, hal.nn.CausalLM, hal.nn.DecoderLM])
 def test_what_no_driver_replaces(layer: type[nn.Module]) -> None:
-    with pytest.raises(DriverIncompatible, match=f"the driver own has a layer for {layer.__name__}"):
+    with pytest.raises(DriverIncompatible, match=f"the driver own replaces {layer.__name__}"):
         Own({layer: lambda original: original})
 
 

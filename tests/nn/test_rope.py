@@ -91,7 +91,7 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic'"),
         ({"rope_type": 3}, "rope_type 3"),
         ({"rope_type": ["yarn"]}, "rope_type"),
-        ({"rope_type": "default", "type": "mrope"}, "rope_type 'default' and another type, 'mrope'"),
+        ({"rope_type": "default", "type": "mrope"}, "rope_type 'default' and type 'mrope'"),
         ({"type": "linear"}, "required key 'factor' is missing.*rope_type linear"),
         ({"type": "linear", "factor": None}, "required key 'factor' is missing.*rope_type linear"),
         *((without(key, LLAMA_3_1), f"required key '{key}' is missing.*rope_type llama3")
@@ -108,14 +108,14 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         (YARN | {"factor": float("inf")}, "expected a finite number, found inf.*factor"),
         (YARN | {"factor": 1e20}, "'factor' must be <= 1.8"),
         (YARN | {"factor": 1e-20}, "'factor' must be >= 5.4"),
-        (YARN | {"attention_factor": 256.0}, "is 256, above 255"),
-        (YARN | {"mscale": 1e4, "mscale_all_dim": 1e-9}, "mscale and mscale_all_dim give, is 1387.29, above 255"),
+        (YARN | {"attention_factor": 256.0}, "is 256; it must be at most 255"),
+        (YARN | {"mscale": 1e4, "mscale_all_dim": 1e-9}, "mscale_all_dim, is 1387.29; it must be at most 255"),
         (YARN | {"factor": float("nan")}, "expected a finite number, found nan.*factor"),
         (YARN | {"beta_slow": 0}, "'beta_slow' must be > 0"),
         (YARN | {"attention_factor": -1.0}, "'attention_factor' must be >= 0"),
         (YARN | {"original_max_position_embeddings": 0}, "must be >= 1"),
         (YARN | {"rope_theta": 1.0}, "'rope_theta' must be > 1"),
-        (LLAMA_3_1 | {"high_freq_factor": 1.0}, "high_freq_factor, 1.0, is not above low_freq_factor, 1.0"),
+        (LLAMA_3_1 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0; it must be greater than .*, 1.0"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])

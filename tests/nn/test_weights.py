@@ -171,9 +171,9 @@ def test_names_are_relative(path: str, source: str, name: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a shard that is no axis": (lambda: Weight(("a",), "rows columns", "row"), "shard='row', which is none of its"),
-    "axes of one name": (lambda: Weight(("a",), "rows rows"), "declared with the axes 'rows rows'"),
-    "axes that are no names": (lambda: Weight(("a",), "rows 3"), "declared with the axes 'rows 3'"),
+    "a shard that is no axis": (lambda: Weight(("a",), "rows columns", "row"), "shard='row', which is not one of its"),
+    "axes of one name": (lambda: Weight(("a",), "rows rows"), "declared with axes='rows rows'"),
+    "axes that are no names": (lambda: Weight(("a",), "rows 3"), "declared with axes='rows 3'"),
     "too few axes": (lambda: binding_of(Weight(("a",), "rows"), (4, 6)), r"axes 'rows' and has the shape \[4, 6\]"),
     "too few sources": (
         lambda: binding_of(declared("a", "rows columns", None, Concatenated("rows", (4, 2))), (6, 6)),
@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "parts that do not add up": (
         lambda: binding_of(declared("a b", "rows columns", None, Concatenated("rows", (4, 3))), (6, 6)),
-        "layer.weight: parts of 4, 3 rows are to be concatenated to 6",
+        "layer.weight: parts of 4, 3 rows do not add up to 6",
     ),
     "a slice beyond the source": (
         lambda: binding_of(declared("a", "rows columns", None, Slice("rows", 3, 8)), (6, 6)), "a slice of 6 rows from 3"
@@ -189,10 +189,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an axis that sources do not have": (
         lambda: binding_of(declared("a a", "experts rows columns", None, Stacked(Concatenated("experts", (1,)))),
                            (2, 4, 6)),
-        "assembled along 'experts', and its sources have the axes rows, columns",
+        "assembled along 'experts', but its sources have the axes rows, columns",
     ),
-    "a vector transposed": (lambda: binding_of(declared("a", "rows", None, Transposed()), (4,)), "of 1 dimensions"),
-    "a name above the model": (lambda: source_name("a", "..w"), "leads out of the model"),
+    "a vector transposed": (lambda: binding_of(declared("a", "rows", None, Transposed()), (4,)), "has 1 dimensions"),
+    "a name above the model": (lambda: source_name("a", "..w"), "is outside the model"),
     "no operation": (
         lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("liner", "weight")), (4, 6)), "liner"
     ),
@@ -373,8 +373,8 @@ def test_a_scheme_that_cannot_write_what_it_says(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "half" not in schemes()
     (warned,) = [each.getMessage() for each in caplog.records if each.name == "hal.config"]
-    assert warned.startswith("the quantisation scheme half says that it is written, and has no write()")
+    assert warned.startswith("the quantisation scheme half sets `writes` or `calibrated` but has no write()")
     with pytest.raises(
-        ConfigError, match=r"half says that it is written, and has no write.*\n.*registered by half 1\)"
+        ConfigError, match=r"half sets `writes` or `calibrated` but has no write.*\n.*registered by half 1\)"
     ):
         quantize_checkpoint(tmp_path, tmp_path / "target", "half")

@@ -46,26 +46,26 @@ class TestAxes:
         ("axes", "sizes", "reason"),
         [
             ({"x": "tokens width"}, [(3, 4)], None),
-            ({"x": "tokens width"}, [(3,)], "x is [3], and declared `tokens width`: its rank is 1"),
+            ({"x": "tokens width"}, [(3,)], "x is [3], but declared `tokens width`: its rank is 1"),
             ({"x": ""}, [()], None),
-            ({"x": ""}, [(1,)], "x is [1], and declared ``: its rank is 1"),
+            ({"x": ""}, [(1,)], "x is [1], but declared ``: its rank is 1"),
             ({"x": "... width", "y": "width"}, [(2, 3, 4), (4,)], None),
-            ({"x": "... width", "y": "width"}, [(4,), (4,)], "x is [4], and declared `... width`: its rank is 1"),
+            ({"x": "... width", "y": "width"}, [(4,), (4,)], "x is [4], but declared `... width`: its rank is 1"),
             ({"x": "[...] width", "y": "width"}, [(4,), (4,)], None),
-            ({"x": "... width", "y": "width"}, [(2, 4), (5,)], "y is [5], and declared `width`, where width is 4 in x"),
+            ({"x": "... width", "y": "width"}, [(2, 4), (5,)], "y is [5], but declared `width`, where width is 4 in x"),
             ({"x": "... width", "y": "..."}, [(2, 3, 4), (2, 3)], None),
             ({"x": "... width", "y": "..."}, [(2, 3, 4), (3, 2)],
-             "y is [3, 2], and declared `...`, where ... is [2, 3] in x"),
-            ({"x": "width width"}, [(3, 4)], "x is [3, 4], and declared `width width`, where width is 3 in x"),
+             "y is [3, 2], but declared `...`, where ... is [2, 3] in x"),
+            ({"x": "width width"}, [(3, 4)], "x is [3, 4], but declared `width width`, where width is 3 in x"),
             ({"x": "tokens 1"}, [(3, 1)], None),
-            ({"x": "tokens 1"}, [(3, 2)], "x is [3, 2], and declared `tokens 1`, where 1 is 1"),
+            ({"x": "tokens 1"}, [(3, 2)], "x is [3, 2], but declared `tokens 1`, where 1 is 1"),
             ({"x": "sequences", "y": "sequences+1"}, [(3,), (4,)], None),
             ({"y": "sequences+1", "x": "sequences"}, [(3,), (3,)],
-             "y is [3], and declared `sequences+1`, where sequences+1 is 4"),
+             "y is [3], but declared `sequences+1`, where sequences+1 is 4"),
             ({"x": "merged", "y": "merged//2"}, [(8,), (4,)], None),
             ({"x": "merged", "y": "(merged-2)*2"}, [(8,), (11,)], "where (merged-2)*2 is 12"),
             ({"x": "width", "y": "1|width"}, [(8,), (1,)], None),
-            ({"x": "width", "y": "1|width"}, [(8,), (2,)], "y is [2], and declared `1|width`, where 1|width is 1 or 8"),
+            ({"x": "width", "y": "1|width"}, [(8,), (2,)], "y is [2], but declared `1|width`, where 1|width is 1 or 8"),
             ({"x": "width", "y": "channels=1|width", "z": "channels"}, [(8,), (8,), (8,)], None),
             ({"x": "width", "y": "channels=1|width", "z": "channels"}, [(8,), (1,), (8,)], "where channels is 1 in y"),
         ],
@@ -93,11 +93,11 @@ class TestAxes:
         )
         x, half, rows = shapes((2, 8), (2, 4), (2,))
         assert constraints.unmet_results([x], [half, rows]) is None
-        assert constraints.unmet_results([x], [half]) == "1 results are given, and 2 are declared"
-        assert "result 1 is [2, 4], and declared `...`" in str(constraints.unmet_results([x], [half, half]))
+        assert constraints.unmet_results([x], [half]) == "1 results, but 2 are declared"
+        assert "result 1 is [2, 4], but declared `...`" in str(constraints.unmet_results([x], [half, half]))
         wide = constraints.unmet_results([x], [half.double(), rows])
-        assert wide == "x is float32 and result 0 is float64, and declared alike"
-        with pytest.raises(OperationError, match="axes of 2 results and dtypes of 1"):
+        assert wide == "x is float32 and result 0 is float64, but they are declared alike"
+        with pytest.raises(OperationError, match="axes of 2 results but dtypes of 1"):
             declared({"x": "rows", "return": ("rows", "rows")}, {"x": FLOATING, "return": "x"})
 
     @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ class TestAxes:
 
     def test_a_size_of_nothing(self) -> None:
         with pytest.raises(
-            OperationError, match=r"'2\*widht', and no tensor has an axis 'widht'\n.*did you mean 'width'"
+            OperationError, match=r"'2\*widht', but no tensor has an axis 'widht'\n.*did you mean 'width'"
         ):
             declared({"x": "tokens width", "y": "2*widht"})
 
@@ -134,17 +134,17 @@ class TestDtypes:
         [
             ({"x": FLOATING, "y": "x"}, (torch.bfloat16, torch.bfloat16), None),
             ({"x": FLOATING, "y": FLOATING}, (torch.bfloat16, torch.float32),
-             "x is bfloat16 and y is float32, and declared alike"),
+             "x is bfloat16 and y is float32, but they are declared alike"),
             ({"x": FLOATING, "y": "x"}, (torch.float32, torch.bfloat16),
-             "x is float32 and y is bfloat16, and declared alike"),
-            ({"x": FLOATING, "y": torch.int32}, (torch.int32, torch.int32), "x is int32, and declared floating"),
-            ({"x": FLOATING, "y": torch.int32}, (torch.float32, torch.int64), "y is int64, and declared int32"),
+             "x is float32 and y is bfloat16, but they are declared alike"),
+            ({"x": FLOATING, "y": torch.int32}, (torch.int32, torch.int32), "x is int32, but declared floating"),
+            ({"x": FLOATING, "y": torch.int32}, (torch.float32, torch.int64), "y is int64, but declared int32"),
             ({"x": FLOATING, "y": (torch.int32, torch.int64)}, (torch.float32, torch.int64), None),
             ({"x": FLOATING, "y": (torch.int32, torch.int64)}, (torch.float32, torch.int8),
-             "y is int8, and declared int32 or int64"),
+             "y is int8, but declared int32 or int64"),
             ({"x": FLOATING, "y": (torch.float32, "x")}, (torch.bfloat16, torch.bfloat16), None),
             ({"x": FLOATING, "y": (torch.float32, "x")}, (torch.bfloat16, torch.float16),
-             "y is float16, and declared bfloat16 or float32"),
+             "y is float16, but declared bfloat16 or float32"),
         ],
     )  # fmt: skip
     def test_what_they_take(
@@ -160,7 +160,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize(
         ("given", "message"),
-        [("z", "the dtype of 'z', which is no other argument"), ("x", "the dtype of 'x', which is no other argument"),
+        [("z", "dtype of 'z', which is not another argument"), ("x", "dtype of 'x', which is not another argument"),
          ("eps", "the dtype of 'eps'"), ((), "with no dtype"), (float, "the dtype <class 'float'>"), (None, "None")],
     )  # fmt: skip
     def test_what_is_none(self, given: Any, message: str) -> None:
@@ -206,18 +206,18 @@ class TestOperations:
             (without("axes", "return"), "scaled does not declare the axes of return"),
             (without("dtypes", "x"), "scaled does not declare the dtypes of x"),
             (without("dtypes", "return"), "scaled does not declare the dtypes of return"),
-            (change(axes=GOOD["axes"] | {"wieght": "width"}), "axes of 'wieght', which it does not take\n.*'weight'"),
+            (change(axes=GOOD["axes"] | {"wieght": "width"}), "axes of 'wieght', which is not an argument\n.*'weight'"),
             (change(axes=GOOD["axes"] | {"x": "tokens, width"}), "scaled: x is declared with the axes 'tokens, width'"),
-            (change(axes=GOOD["axes"] | {"return": ("tokens",) * 2}), "axes of 2 results and returns 1"),
+            (change(axes=GOOD["axes"] | {"return": ("tokens",) * 2}), "axes of 2 results but returns 1"),
             (change(dtypes=GOOD["dtypes"] | {"x": "floating"}), "scaled: x is declared with the dtype of 'floating'"),
             ({key: GOOD[key] for key in ("axes", "dtypes")},
-             "does not say over which axis .*\n.*tokens, width: rowwise='tokens'"),
-            (change(rowwise="token"), "rowwise='token', which is no axis of an argument\n.*did you mean 'tokens'"),
-            (change(axes=GOOD["axes"] | {"return": "rows width"}), "'tokens', which is no axis of result 0"),
-            (change(axes=GOOD["axes"] | {"weight": "tokens+1"}), r"and computes the size tokens\+1 from it"),
-            (change(mutates=("x",)), "writes its argument 'x', and declares it neither as state nor as a buffer"),
+             "does not declare rowwise, .*\n.*tokens, width: rowwise='tokens'"),
+            (change(rowwise="token"), "rowwise='token', which is not an axis of an argument\n.*did you mean 'tokens'"),
+            (change(axes=GOOD["axes"] | {"return": "rows width"}), "'tokens', which is not an axis of result 0"),
+            (change(axes=GOOD["axes"] | {"weight": "tokens+1"}), r"but computes the size tokens\+1 from it"),
+            (change(mutates=("x",)), "mutates its argument 'x', and declares it neither as state nor as a buffer"),
             (change(mutates=("x",), state=("x",), buffers=("x",)), "both as state and as a buffer"),
-            (change(buffers=("x",)), "declares the buffer 'x', which it does not write"),
+            (change(buffers=("x",)), "declares the buffer 'x', which it does not mutate"),
         ],
     )  # fmt: skip
     def test_what_is_refused(self, given: dict[str, Any], message: str) -> None:
@@ -231,7 +231,7 @@ class TestOperations:
 
         axes = {"x": "rows"}
         for more, message in (
-            ({"eps": "rows"}, "'eps', and eps is no tensor"),
+            ({"eps": "rows"}, "'eps', but eps is not a tensor"),
             ({"return": "rows"}, "it returns nothing"),
         ):
             with pytest.raises(OperationError, match=message):
@@ -389,17 +389,17 @@ class TestConformance:
         [
             ({}, lambda x, weight: x * weight, None),
             ({"sizes": ((4, 4), (6, 6))}, lambda x, weight: x * weight,
-             "the axes tokens and width are alike in all samples"),
+             "the axes tokens and width are equal in all samples"),
             ({"sizes": ((4, 8), (6, 8))}, lambda x, weight: x * weight, "the axis width is 8 in all samples"),
             ({"axes": {"x": "... width", "weight": "width", "return": "... width"}, "rowwise": "..."},
-             lambda x, weight: x * weight, r"\.\.\. stands for 1 axes in all samples"),
+             lambda x, weight: x * weight, r"\.\.\. represents 1 axes in all samples"),
             ({"axes": {"x": "tokens width", "weight": "tokens", "return": "tokens width"}},
              lambda x, weight: x * weight,
-             r"sample 0 of torch.float32: weight is \[8\], and declared `tokens`, where tokens is 4 in x"),
+             r"sample 0 of torch.float32: weight is \[8\], but declared `tokens`, where tokens is 4 in x"),
             ({"axes": {"x": "tokens width", "weight": "width", "return": "tokens 1"}}, lambda x, weight: x * weight,
              "result 0 is .* declared `tokens 1`"),
             ({"dtypes": {"x": FLOATING, "weight": "x", "return": torch.int8}}, lambda x, weight: x * weight,
-             "result 0 is float32, and declared int8"),
+             "result 0 is float32, but declared int8"),
             ({"rowwise": "tokens"}, lambda x, weight: x - x.mean(0),
              "result 0 of one row along tokens differs from the first row"),
             ({"sizes": ((1, 8), (0, 6))}, lambda x, weight: x * weight, "no sample has two rows along tokens"),
@@ -562,7 +562,7 @@ class TestRewrites:
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
-        [(((4, 4), (6, 6)), "the axes rows and width are alike in all samples"),
+        [(((4, 4), (6, 6)), "the axes rows and width are equal in all samples"),
          (((3, 64),), "the axis rows is 3 in all samples")],
     )  # fmt: skip
     def test_samples_that_tell_no_axes_apart(self, sizes: tuple[tuple[int, int], ...], message: str) -> None:
@@ -577,5 +577,5 @@ class TestRewrites:
         returned = {"axes": ("rows width", "rows width"), "dtypes": ("x", "x")}
         check_rewrite(Rewrite("mine", plain, NODE, sums, **{k: SUMS[k] | {"return": returned[k]} for k in SUMS}))
         wrong = returned | {"dtypes": ("x", torch.int8)}
-        with pytest.raises(CompileError, match="result 1 is float32, and declared int8"):
+        with pytest.raises(CompileError, match="result 1 is float32, but declared int8"):
             check_rewrite(Rewrite("mine", plain, NODE, sums, **{k: SUMS[k] | {"return": wrong[k]} for k in SUMS}))

@@ -159,7 +159,7 @@ def test_one_too_large_to_compile_is_refused(text: str) -> None:
 @pytest.mark.filterwarnings("ignore:Possible nested set")
 def test_what_is_not_read_is_refused(text: str) -> None:
     re.compile(text)
-    with pytest.raises(ConfigError, match=r"ignore of quantization_config .* which hal does not read") as caught:
+    with pytest.raises(ConfigError, match=r"ignore of quantization_config .* which hal does not support") as caught:
         Matcher.of([f"re:{text}"], "ignore")
     assert repr(text) in caught.value.problem
     assert "escape a literal brace" in caught.value.remedy

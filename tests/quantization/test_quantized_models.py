@@ -251,8 +251,8 @@ def slim(damage: Callable[[Path], object], error: type[HalError], message: str, 
 
 
 CASES = {
-    "another method": compressed(config(quant_method="awq"), ConfigError, "by the method 'awq'.*hal reads int8"),
-    "no method": compressed(config(quant_method=None), ConfigError, "without naming a quant_method"),
+    "another method": compressed(config(quant_method="awq"), ConfigError, "the quant_method 'awq'.*hal supports int8"),
+    "no method": compressed(config(quant_method=None), ConfigError, "has no quant_method"),
     "another format": compressed(config(format="pack-quantized"), ConfigError, "is 'pack-quantized', not 'int-quan"),
     "4 bits": compressed(group("weights", num_bits=4), ConfigError, "num_bits of the weights of group_0.* is 4, not 8"),
     "fp8": compressed(group("weights", type="float"), ConfigError, "type of the weights of group_0.* is 'float'"),
@@ -278,7 +278,7 @@ CASES = {
     "rotations": compressed(config(transform_config={"config_groups": {}}), ConfigError, "has a transform_config"),
     "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
     "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
-    "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "no list of names"),
+    "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "not a list of names"),
     "only a part ignored": compressed(
         config(ignore=[QUERY]), CheckpointError, "as one are quantised differently: .*q_proj not, .*k_proj w8a8"
     ),
@@ -331,7 +331,7 @@ CASES = {
         types({f"{QUERY}.weight": "FLOAT"}), CheckpointError, "quantised differently: .*q_proj not, .*k_proj w8a8"
     ),
     "a name that it lacks": slim(
-        types({}, f"{DOWN}.weight"), CheckpointError, f"does not say how {DOWN}.weight is quantised"
+        types({}, f"{DOWN}.weight"), CheckpointError, f"has no quantisation type for {DOWN}.weight"
     ),
     "a quantised cache, by ModelSlim": slim(types({"kv_quant_type": "C8"}), ConfigError, "kv_quant_type 'C8'"),
     "a broken description": slim(
@@ -354,14 +354,14 @@ CASES = {
     "a bias of floating point": slim(
         tensor(f"{DOWN}.quant_bias", torch.zeros(32)), CheckpointError, "quant_bias is F32, not I32"
     ),
-    "no bits of float32": slim(
-        tensor(f"{DOWN}.deq_scale", torch.full((32,), 1 << 40)), CheckpointError, "holds no bits of float32"
+    "not float32 bit patterns": slim(
+        tensor(f"{DOWN}.deq_scale", torch.full((32,), 1 << 40)), CheckpointError, "not float32 bit patterns"
     ),
     "a weight offset, by ModelSlim": slim(
         tensor(f"{DOWN}.weight_offset", torch.ones(32, 1)), CheckpointError, "weight_offset other than", "w8a8_dynamic"
     ),
     "half an offset": slim(
-        tensor(f"{DOWN}.input_offset", torch.tensor([0.5])), CheckpointError, "is 0.5, no whole number"
+        tensor(f"{DOWN}.input_offset", torch.tensor([0.5])), CheckpointError, "is 0.5, not an integer"
     ),
 }  # fmt: skip
 

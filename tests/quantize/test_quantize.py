@@ -144,7 +144,7 @@ def test_nothing_to_scale() -> None:
     assert activation_for(0.0, 0.0, symmetric=False).scale > 0
     weight, scale = quantize_weight("x", torch.tensor([[0.0, 0.0], [-2.0, 1.0]]))
     assert (weight.tolist(), scale.tolist()) == ([[0, 0], [-127, 64]], [1.0, pytest.approx(2 / 127)])
-    with pytest.raises(CheckpointError, match="x holds values that are not finite"):
+    with pytest.raises(CheckpointError, match="x has values that are not finite"):
         quantize_weight("x", torch.tensor([[math.nan]]))
 
 

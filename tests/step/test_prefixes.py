@@ -171,7 +171,7 @@ def test_giving_back_twice_is_refused() -> None:
     cache = PrefixCache(BlockAllocator(4), 2)
     blocks = cache.take(2) or []
     cache.give_back(blocks)
-    with pytest.raises(ValueError, match="given back twice"):
+    with pytest.raises(ValueError, match="freed twice"):
         cache.give_back(blocks)
 
 
@@ -179,7 +179,7 @@ def test_giving_back_twice_is_refused() -> None:
 def test_what_is_not_ones_own_is_refused_whole(blocks: list[int]) -> None:
     cache = PrefixCache(BlockAllocator(4), 2)
     assert cache.take(1) == [1]
-    with pytest.raises(ValueError, match="or were never taken"):
+    with pytest.raises(ValueError, match="or never allocated"):
         cache.give_back(blocks)
     cache.give_back([1])
     assert sorted(cache.take(3) or []) == [1, 2, 3]

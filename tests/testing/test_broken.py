@@ -102,7 +102,7 @@ FLAWS = (
     Flaw(
         "an off-by-one at a cache block's edge", kernel("paged_attention", lambda: broken.stops_before_the_edge),
         {
-            "limits/block_sizes/16/float32": "times as far off as the allowed",
+            "limits/block_sizes/16/float32": "times the allowed difference",
             "runners/eager/block-edges": "logits are",
             "operations/paged_attention/float32/sample-3": "result 0 is off",
         },

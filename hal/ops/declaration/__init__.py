@@ -1,1 +1,1 @@
-"""How an operation is declared: its axes, dtypes, samples, tolerance, and its torch.library registration."""
+"""Declarations of operations: axes, dtypes, samples, tolerance, and the registration in torch.library."""

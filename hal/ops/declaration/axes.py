@@ -1,12 +1,12 @@
-"""The axes of an operation's tensors: how a declaration spells them, and the names that every declaration shares.
+"""The axes of an operation's tensors: the syntax of shapes, and the shared axis names.
 
-A shape is a string of axes, separated by spaces, such as ``"tokens num_heads head_dim"``. An axis is
+A shape is a string of axes, separated by spaces, such as ``"tokens num_heads head_dim"``. An axis is one of:
 
-- a name. The same name is the same size, everywhere in one declaration; the name of an integer argument is its value;
-- a number: that size;
+- a name, which has the same size everywhere in one declaration; the name of an integer argument has its value;
+- a number, as a fixed size;
 - a size computed from others by ``+``, ``-``, ``*`` and ``//``, without spaces: ``sequences+1``;
-- what a size may be, with or without a name: ``1|width``, ``channels=1|width``;
-- in first place, ``...``: one or more leading axes, the same ones wherever it stands. ``[...]`` is these or none.
+- a choice of sizes, optionally named: ``1|width``, ``channels=1|width``;
+- in first place, ``...``: one or more leading axes, the same wherever it occurs; ``[...]`` also permits none.
 
 The empty string is the shape of a scalar.
 """
@@ -24,18 +24,18 @@ import torch
 from hal.errors import OperationError
 
 TOKENS: Final = "tokens"
-"""New tokens of a step, over all its sequences."""
+"""New tokens of a step, of all sequences."""
 SEQUENCES: Final = "sequences"
 """Sequences of a step."""
 ROWS: Final = "rows"
-"""Rows of logits that a step computes."""
+"""Rows of logits of a step."""
 BLOCKS: Final = "blocks"
-"""Columns of a block table: the most blocks that a sequence of the step has."""
+"""Columns of a block table: the largest number of blocks of any sequence."""
 STEP_AXES: Final = (TOKENS, SEQUENCES, ROWS, BLOCKS)
-"""The axes whose sizes differ between steps. An operation that has one calls it by this name."""
+"""The axes whose sizes vary between steps, under the names that every operation uses."""
 
 LEADING: Final = "..."
-"""Any number of leading axes but none."""
+"""One or more leading axes."""
 _OR_NONE: Final = f"[{LEADING}]"
 _REMEDY = (
     "separate axes by spaces; each is a name, a number, a size such as sequences+1, a choice such as 1|width or "
@@ -48,11 +48,11 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @attrs.frozen
 class Size:
-    """A size: a number, a name, or computed from these.
+    """A size: a number, a name, or an expression of these.
 
     Attributes:
-        text: as written.
-        names: that it holds.
+        text: the source text.
+        names: the names in it.
     """
 
     text: str
@@ -61,11 +61,11 @@ class Size:
 
     @property
     def computed(self) -> bool:
-        """Whether it is more than a number or a name."""
+        """Whether it is an expression, rather than a number or a name."""
         return isinstance(self._tree, ast.BinOp)
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
-        """Its value, an integer or a symbolic one, where its names have these sizes."""
+        """Return the value, an integer or a symbolic one, given the sizes of its names."""
         return _value(self._tree, sizes)
 
 
@@ -74,9 +74,9 @@ class Axis:
     """One axis of a shape.
 
     Attributes:
-        text: as written.
-        name: whose size this is, or None.
-        sizes: what the size may be; empty if any.
+        text: the source text.
+        name: the axis's name, or None.
+        sizes: the permitted sizes; empty if any.
     """
 
     text: str
@@ -89,9 +89,9 @@ class Shape:
     """The axes of a tensor.
 
     Attributes:
-        text: as written.
-        leading: how many leading axes ``...`` stands for at the least; None if it is not there.
-        axes: all others, in order.
+        text: the source text.
+        leading: the minimum number of axes that ``...`` represents; None without ``...``.
+        axes: all other axes, in order.
     """
 
     text: str
@@ -100,16 +100,16 @@ class Shape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its axes, and ``...``."""
+        """The names of its axes, including ``...``."""
         return ((LEADING,) if self.leading is not None else ()) + tuple(each.name for each in self.axes if each.name)
 
     def has_rank(self, rank: int) -> bool:
-        """Whether a tensor of so many dimensions may have this shape."""
+        """Return whether a tensor of ``rank`` dimensions can have this shape."""
         extra = rank - len(self.axes)
         return extra == 0 if self.leading is None else extra >= self.leading
 
     def dim(self, name: str, rank: int) -> int | None:
-        """The dimension of an axis in a tensor of ``rank`` dimensions, the first one for ``...``; None if not there."""
+        """Return the dimension of an axis in a tensor of ``rank`` dimensions, the first one for ``...``, or None."""
         first = rank - len(self.axes)
         if name == LEADING:
             return 0 if self.leading is not None and first > 0 else None
@@ -118,17 +118,17 @@ class Shape:
 
 
 def parse_shape(text: object, what: str) -> Shape:
-    """Read a shape as it is declared.
+    """Parse a declared shape.
 
     Args:
         text: the declaration.
-        what: is declared so, for the error.
+        what: the name of the declared tensor, for errors.
 
     Raises:
-        OperationError: it is not spelled as this module says.
+        OperationError: the syntax is not that of this module.
     """
     if not isinstance(text, str):
-        raise OperationError(f"{what} is declared with the axes {text!r}", f"give a string; {_REMEDY}")
+        raise OperationError(f"{what} is declared with the axes {text!r}, not a string", _REMEDY)
     parts = text.split()
     leading = {LEADING: 1, _OR_NONE: 0}.get(parts[0]) if parts else None
     axes = tuple(_parse_axis(part, text, what) for part in parts[0 if leading is None else 1 :])
@@ -169,11 +169,11 @@ def _value(tree: ast.expr, sizes: Mapping[str, Any]) -> Any:
 
 
 def _malformed(part: str, text: str, what: str) -> OperationError:
-    return OperationError(f"{what} is declared with the axes {text!r}, of which {part!r} is none", _REMEDY)
+    return OperationError(f"{what} is declared with the axes {text!r}, and {part!r} is not a valid axis", _REMEDY)
 
 
 def same_size(one: Any, other: Any) -> bool:
-    """Whether two sizes, perhaps symbolic ones of the same trace, are written alike. Adds no guard."""
+    """Return whether two sizes, perhaps symbolic ones of one trace, are written identically. Adds no guard."""
     if type(one) is int and type(other) is int:
         return one == other
     if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
@@ -182,13 +182,13 @@ def same_size(one: Any, other: Any) -> bool:
 
 
 def same_sizes(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether two shapes are alike in every size."""
+    """Return whether two shapes have the same sizes."""
     first, second = list(one), list(other)
     return len(first) == len(second) and all(map(same_size, first, second))
 
 
 def may_be_size(one: Any, other: Any) -> bool:
-    """Whether two sizes can be the same. A trace may give a size and one computed from it symbols of their own."""
+    """Return whether two sizes can be equal. A trace may use separate symbols for a size and one computed from it."""
     if same_size(one, other):
         return True
     exprs = [each.node.expr if isinstance(each, torch.SymInt) else each for each in (one, other)]

@@ -1,4 +1,4 @@
-"""What the tensors of a call must be like: their axes and dtypes, as an operation or a rewrite declares them."""
+"""Constraints on the tensors of a call: the axes and dtypes that an operation or a rewrite declares."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hal.ops.declaration.dtypes import FLOATING, Dtypes, shown
 
 @attrs.frozen
 class Constraints:
-    """Axes and dtypes of arguments and results.
+    """The axes and dtypes of arguments and results.
 
     Attributes:
-        arguments: names of all arguments, in order.
-        shapes: of those that are tensors, by name.
-        dtypes: likewise.
-        results: shapes of the results.
-        result_dtypes: of the results.
+        arguments: the names of all arguments, in order.
+        shapes: the shapes of tensor arguments, by name.
+        dtypes: the dtypes of tensor arguments, by name.
+        results: the shapes of the results.
+        result_dtypes: the dtypes of the results.
     """
 
     arguments: tuple[str, ...]
@@ -32,29 +32,29 @@ class Constraints:
     result_dtypes: tuple[Dtypes, ...]
 
     def shape(self, argument: str) -> Shape | None:
-        """The declared shape of an argument; None if it is no tensor."""
+        """Return the declared shape of an argument, or None if it is not a tensor."""
         return dict(self.shapes).get(argument)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of all axes of arguments and results, ``...`` among them."""
+        """The names of all axes of arguments and results, including ``...``."""
         every = (*(shape for _, shape in self.shapes), *self.results)
         return tuple(dict.fromkeys(name for shape in every for name in shape.names))
 
     def unmet(self, arguments: Sequence[Any]) -> str | None:
-        """Say which constraint a call's arguments do not meet; None if they meet all.
+        """Return a constraint that a call's arguments violate, or None.
 
         Args:
-            arguments: all of them, in order; tensors may be fake ones with symbolic sizes. Adds no guard.
+            arguments: all arguments, in order. Tensors may be fake, with symbolic sizes; no guards are added.
         """
         given = self._by_name(arguments)
         return self._unlike_dtype(given) or _Sizes(given).unlike(self._tensors(given))
 
     def unmet_results(self, arguments: Sequence[Any], results: Sequence[Any]) -> str | None:
-        """Say which constraint the results of a call do not meet; None if they meet all."""
+        """Return a constraint that a call's results violate, or None."""
         given = self._by_name(arguments)
         if len(results) != len(self.results):
-            return f"{len(results)} results are given, and {len(self.results)} are declared"
+            return f"the call has {len(results)} results, but {len(self.results)} are declared"
         for place, (result, allowed) in enumerate(zip(results, self.result_dtypes, strict=True)):
             if (reason := _unlike(f"result {place}", result.dtype, allowed, given, self._step(given))) is not None:
                 return reason
@@ -65,7 +65,7 @@ class Constraints:
         return _Sizes(given).unlike([*self._tensors(given), *named])
 
     def sizes(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The size of every named axis in a call's arguments, which meet the constraints; of ``...``, the shape."""
+        """Return the size of every named axis in a valid call's arguments; for ``...``, the shape."""
         given = self._by_name(arguments)
         found = _Sizes(given)
         found.unlike(self._tensors(given))
@@ -73,7 +73,7 @@ class Constraints:
         return {**{name: size for name, size in found.known.items() if name in self.axes}, **leading}
 
     def _by_name(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """Arguments by name; those behind the last that is given have their defaults, and are no tensors."""
+        """Return the arguments by name. Omitted ones have defaults, which are not tensors, so they map to None."""
         return {**dict.fromkeys(self.arguments), **dict(zip(self.arguments, arguments, strict=False))}
 
     def _tensors(self, given: Mapping[str, Any]) -> list[_Found]:
@@ -82,7 +82,7 @@ class Constraints:
         ]
 
     def _step(self, given: Mapping[str, Any]) -> tuple[str, torch.dtype] | None:
-        """The first argument that has the step's dtype, and that."""
+        """Return the name and dtype of the first argument that is declared FLOATING, or None."""
         for name, allowed in self.dtypes:
             if allowed == (FLOATING,) and isinstance(given[name], Tensor):
                 return name, given[name].dtype
@@ -101,12 +101,12 @@ class Constraints:
 def _unlike(
     name: str, dtype: torch.dtype, allowed: Dtypes, given: Mapping[str, Any], step: tuple[str, torch.dtype] | None
 ) -> str | None:
-    """Why a tensor's dtype is none of those allowed."""
+    """Return why a tensor's dtype is not allowed, or None if it is."""
     known: dict[torch.dtype, str] = {}
     for each in allowed:
         if each is FLOATING:
             if not dtype.is_floating_point and len(allowed) == 1:
-                return f"{name} is {shown([dtype])}, and declared floating"
+                return f"{name} is {shown([dtype])}, but declared floating"
             if step is None:
                 return None
             known[step[1]] = step[0]
@@ -121,16 +121,16 @@ def _unlike(
         return None
     if len(known) == 1 and "" not in known.values():
         ((wanted, other),) = known.items()
-        return f"{other} is {shown([wanted])} and {name} is {shown([dtype])}, and declared alike"
-    return f"{name} is {shown([dtype])}, and declared {shown(known)}"
+        return f"{other} is {shown([wanted])} and {name} is {shown([dtype])}, but they are declared alike"
+    return f"{name} is {shown([dtype])}, but declared {shown(known)}"
 
 
 _Found: TypeAlias = tuple[str, Shape, tuple[Any, ...]]
-"""A tensor's name, its declared shape, and its sizes."""
+"""A tensor's name, declared shape, and sizes."""
 
 
 class _Sizes:
-    """The sizes of a call's axes, as they are met."""
+    """The sizes of a call's axes, collected from its tensors."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.known: dict[str, Any] = {name: value for name, value in given.items() if type(value) is int}
@@ -138,11 +138,11 @@ class _Sizes:
         self._source = {name: name for name in self.known}
 
     def unlike(self, tensors: Sequence[_Found]) -> str | None:
-        """Why tensors do not have their declared shapes."""
+        """Return why a tensor does not have its declared shape, or None."""
         for name, shape, sizes in tensors:
             if not shape.has_rank(len(sizes)):
                 return f"{_declared(name, shape, sizes)}: its rank is {len(sizes)}"
-        for named in (True, False):  # the sizes that others are computed from come first
+        for named in (True, False):  # named axes first, because computed sizes use them
             for name, shape, sizes in tensors:
                 reason = self._named(name, shape, sizes) if named else self._computed(shape, sizes)
                 if reason is not None:
@@ -169,7 +169,7 @@ class _Sizes:
 
     def _computed(self, shape: Shape, found: tuple[Any, ...]) -> str | None:
         for axis, size in _own(shape, found):
-            # A name that only an argument left out has says nothing.
+            # Sizes with the name of an omitted argument are unknown.
             sizes = [each for each in axis.sizes if self.known.keys() >= set(each.names)]
             if len(sizes) < len(axis.sizes) or not sizes:
                 continue
@@ -184,9 +184,9 @@ def _own(shape: Shape, sizes: tuple[Any, ...]) -> Iterator[tuple[Axis, Any]]:
 
 
 def _declared(name: str, shape: Shape, sizes: tuple[Any, ...]) -> str:
-    return f"{name} is {sizes_shown(sizes)}, and declared `{shape.text}`"
+    return f"{name} is {sizes_shown(sizes)}, but declared `{shape.text}`"
 
 
 def sizes_shown(shape: Iterable[Any]) -> str:
-    """A shape as a person writes it."""
+    """Return a shape as text, such as ``[2, 3]``."""
     return f"[{', '.join(map(str, shape))}]"

@@ -1,4 +1,4 @@
-"""Whether a declaration can work: as a node of torch.library, as a call by position, and as what tests measure by."""
+"""Validation of declarations: their signature, arguments, tolerance and row axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hal.ops.declaration.constraints import Constraints
 from hal.ops.declaration.parse_constraints import constraints_of
 
 ARGUMENTS = (Tensor, int, float, bool, torch.dtype)
-"""What an operation takes, each optional too."""
+"""The types of arguments, each of which may be optional."""
 TAKES = "Tensor, int, float, bool, torch.dtype, or one of them or None"
 RETURNS = "Tensor, a tuple of Tensors, or None"
 
@@ -32,23 +32,26 @@ def check_declaration(
     tolerance: Mapping[Any, Any],
     off_by_one: Mapping[Any, Any],
 ) -> None:
-    """Raise OperationError for what torch.library, compilers or tests would trip over later, or never look at."""
+    """Raise OperationError for a declaration that torch.library, compilers or tests would reject later, or ignore."""
     name, signature = body.__name__, inspect.signature(body)
     for parameter in signature.parameters.values():
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise OperationError(
                 f"{name} takes {str(parameter).partition(':')[0]!r} as a {parameter.kind.description} argument",
-                "declare arguments that calls can give by position and by name, without `*` and `/`",
+                "declare arguments that calls can pass by position and by name, without `*` and `/`",
             )
     _check_annotations(name, body, signature)
     listed = {"mutates": mutates, "host": host, "state": state, "buffers": buffers, "weights": weights}
     for what, arguments in listed.items():
         if isinstance(arguments, str):
-            raise OperationError(f"{name} declares {what}={arguments!r}", f"give a tuple: {what}=({arguments!r},)")
+            raise OperationError(
+                f"{name} declares {what}={arguments!r}, a string instead of a collection of names",
+                f"make it a tuple: {what}=({arguments!r},)",
+            )
         for argument in arguments:
             if argument not in signature.parameters:
                 raise OperationError(
-                    f"{name} declares the argument {argument!r} but does not take it",
+                    f"{name} declares {argument!r} in {what}, but has no argument of that name",
                     nearest(argument, signature.parameters),
                 )
     _check_written(name, mutates, state, buffers)
@@ -56,13 +59,13 @@ def check_declaration(
         if not (_is_dtype(dtype) and isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_bound, pair))):
             raise OperationError(
                 f"{name} declares the tolerance {dtype!r}: {pair!r}",
-                "give, by torch.dtype, a relative and an absolute one: {torch.float32: (1e-5, 1e-5)}",
+                "declare a relative and an absolute tolerance by torch.dtype: {torch.float32: (1e-5, 1e-5)}",
             )
     for dtype, share in off_by_one.items():
         if not (_is_dtype(dtype) and _is_bound(share) and share <= 1):
             raise OperationError(
                 f"{name} declares off_by_one {dtype!r}: {share!r}",
-                "give, by torch.dtype, a share from 0 to 1: {torch.bfloat16: 0.01}",
+                "declare a share from 0 to 1 by torch.dtype: {torch.bfloat16: 0.01}",
             )
 
 
@@ -70,25 +73,25 @@ def _check_written(name: str, mutates: Iterable[str], state: Iterable[str], buff
     for argument in mutates:
         if (argument in state) == (argument in buffers):
             raise OperationError(
-                f"{name} writes its argument {argument!r}, and declares it "
+                f"{name} mutates its argument {argument!r}, and declares it "
                 + ("both as state and as a buffer" if argument in state else "neither as state nor as a buffer"),
-                f"declare state=({argument!r},) if a model keeps it between steps, or else buffers=({argument!r},)",
+                f"declare state=({argument!r},) if a model keeps it between steps, else buffers=({argument!r},)",
             )
     if unwritten := [argument for argument in buffers if argument not in mutates]:
         raise OperationError(
-            f"{name} declares the buffer {unwritten[0]!r}, which it does not write",
-            "leave it out, or add it to mutates",
+            f"{name} declares the buffer {unwritten[0]!r}, which it does not mutate",
+            "remove it from buffers, or add it to mutates",
         )
 
 
 def read_constraints(
     body: Callable[..., Any], axes: Mapping[str, Any] | None, dtypes: Mapping[str, Any] | None
 ) -> Constraints:
-    """Read the axes and dtypes of an operation, which declares those of all its tensors.
+    """Parse the axes and dtypes of an operation, which must declare those of all its tensors.
 
     Raises:
-        OperationError: it does not, or not as :mod:`~hal.ops.declaration.axes` and
-            :mod:`~hal.ops.declaration.dtypes` say.
+        OperationError: a declaration is missing, or does not have the syntax of :mod:`~hal.ops.declaration.axes` or
+            :mod:`~hal.ops.declaration.dtypes`.
     """
     kinds = get_type_hints(body)
     returned = kinds.pop("return")
@@ -105,28 +108,28 @@ def read_constraints(
 
 
 UNSAID = "unsaid"
-"""Where a declaration does not say over which axis it computes row by row."""
+"""The default of ``rowwise``, which is an error, so that declarations are explicit."""
 
 
 def check_rowwise(name: str, constraints: Constraints, rowwise: str | None) -> None:
-    """Raise OperationError unless ``rowwise`` is None or an axis of an argument, and of every result."""
+    """Raise OperationError unless ``rowwise`` is None, or an axis of an argument and of every result."""
     if rowwise is None:
         return
     inputs = [shape for _, shape in constraints.shapes if rowwise in shape.names]
     known = sorted({each for _, shape in constraints.shapes for each in shape.names})
     if rowwise == UNSAID:
         raise OperationError(
-            f"{name} does not say over which axis it computes row by row",
+            f"{name} does not declare rowwise, the axis over which it computes row by row",
             f"declare one of {', '.join(known)}: rowwise={(known or ['tokens'])[0]!r}, or rowwise=None",
         )
     if not inputs:
         raise OperationError(
-            f"{name} declares rowwise={rowwise!r}, which is no axis of an argument", nearest(rowwise, known)
+            f"{name} declares rowwise={rowwise!r}, which is not an axis of an argument", nearest(rowwise, known)
         )
     if without := [place for place, shape in enumerate(constraints.results) if rowwise not in shape.names]:
         raise OperationError(
-            f"{name} declares rowwise={rowwise!r}, which is no axis of result {without[0]}",
-            "give the axis to every result, or declare rowwise=None",
+            f"{name} declares rowwise={rowwise!r}, which is not an axis of result {without[0]}",
+            "add the axis to every result, or declare rowwise=None",
         )
     used = [
         axis.text for shape in (*(shape for _, shape in constraints.shapes), *constraints.results)
@@ -134,8 +137,8 @@ def check_rowwise(name: str, constraints: Constraints, rowwise: str | None) -> N
     ]  # fmt: skip
     if used:
         raise OperationError(
-            f"{name} declares rowwise={rowwise!r}, and computes the size {used[0]} from it",
-            "declare rowwise=None: with fewer rows that tensor would be another",
+            f"{name} declares rowwise={rowwise!r}, but computes the size {used[0]} from it",
+            "declare rowwise=None: with fewer rows, that tensor would have another size",
         )
 
 
@@ -144,18 +147,18 @@ def _check_annotations(name: str, body: Callable[..., Any], signature: inspect.S
         kinds = get_type_hints(body)
     except Exception as error:  # an annotation can be any expression
         raise OperationError(
-            f"an annotation of {name} cannot be read: {error}",
-            "annotate with names that the module has when it is imported, not under TYPE_CHECKING alone",
+            f"an annotation of {name} cannot be evaluated: {error}",
+            "annotate with names that exist when the module is imported, not only under TYPE_CHECKING",
         ) from error
     for argument in signature.parameters:
         if argument not in kinds:
-            raise OperationError(f"{name} does not annotate its argument {argument!r}", f"annotate it with {TAKES}")
+            raise OperationError(f"{name} does not annotate its argument {argument!r}", f"annotate it as {TAKES}")
         if not _is_taken(kinds[argument]):
             raise OperationError(
-                f"{name} annotates its argument {argument!r} with {_shown(kinds[argument])}", f"make it {TAKES}"
+                f"{name} annotates its argument {argument!r} as {_shown(kinds[argument])}", f"annotate it as {TAKES}"
             )
     if "return" not in kinds:
-        raise OperationError(f"{name} does not annotate what it returns", f"annotate it with {RETURNS}")
+        raise OperationError(f"{name} does not annotate its return type", f"annotate it as {RETURNS}")
     if not _is_returned(kinds["return"]):
         raise OperationError(f"{name} returns {_shown(kinds['return'])}", f"return {RETURNS}")
 

@@ -1,7 +1,7 @@
-"""The dtypes of an operation's tensors: how a declaration spells them.
+"""The dtypes of an operation's tensors, and their syntax in a declaration.
 
-An argument's dtype is a ``torch.dtype``; ``FLOATING``; the name of another argument, whose dtype it has (or which
-it is, for an argument that is a dtype); or a tuple of these, of which it has any.
+A dtype is a ``torch.dtype``; ``FLOATING``; the name of another argument, which has the same dtype, or whose value is
+the dtype; or a tuple of these, as alternatives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hal.errors import OperationError, nearest
 
 
 class Kind(Enum):
-    """Dtypes that differ between steps."""
+    """Dtypes that vary between steps."""
 
     FLOATING = "floating"
 
@@ -25,41 +25,42 @@ class Kind(Enum):
 
 
 FLOATING: Final = Kind.FLOATING
-"""The dtype that the step computes in: floating, and the same for all tensors of a call that are declared so."""
+"""The compute dtype of the step: floating-point, and the same for all tensors of a call that declare it."""
 
 Dtype: TypeAlias = torch.dtype | Kind | str
 """A ``torch.dtype``, ``FLOATING``, or an argument's name."""
 Dtypes: TypeAlias = tuple[Dtype, ...]
-"""What a tensor's dtype may be."""
+"""The alternative dtypes of a tensor."""
 
 
 def parse_dtypes(given: object, what: str, arguments: Collection[str]) -> Dtypes:
-    """Read a dtype as it is declared.
+    """Parse a declared dtype.
 
     Args:
         given: the declaration.
-        what: is declared so, for the error.
-        arguments: names that it may hold.
+        what: the name of the declared tensor, for errors.
+        arguments: the argument names that it may use.
 
     Raises:
-        OperationError: it is not spelled as this module says.
+        OperationError: the syntax is not that of this module.
     """
     several = given if isinstance(given, tuple) else (given,)
     for each in several:
         if isinstance(each, str) and each not in arguments:
             raise OperationError(
-                f"{what} is declared with the dtype of {each!r}, which is no other argument", nearest(each, arguments)
+                f"{what} is declared with the dtype of {each!r}, which is not another argument",
+                nearest(each, arguments),
             )
         if not isinstance(each, (torch.dtype, Kind, str)):
             raise OperationError(
                 f"{what} is declared with the dtype {each!r}",
-                "give a torch.dtype, FLOATING, the name of an argument, or a tuple of these",
+                "use a torch.dtype, FLOATING, the name of an argument, or a tuple of these",
             )
     if not several:
-        raise OperationError(f"{what} is declared with no dtype", "name one, or leave out the parentheses")
+        raise OperationError(f"{what} is declared with no dtype", "declare one or more dtypes in the tuple")
     return several
 
 
 def shown(dtypes: Iterable[torch.dtype]) -> str:
-    """Dtypes as a person writes them: ``float32 or int8``."""
+    """Return dtypes as text: ``float32 or int8``."""
     return " or ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))

@@ -1,7 +1,7 @@
-"""Fakes: what an operation gives for tensors that have a shape and no values, as in a trace.
+"""Fake implementations: the results of an operation for fake tensors, as in a trace.
 
-The reference tells, run on them. It runs once for arguments that look alike: the layers of a model do, and a reference
-takes milliseconds where a look takes microseconds.
+The reference implementation computes them. It takes milliseconds, and the layers of a model repeat the same calls, so
+results are cached by the metadata of the arguments.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 Kernel = Callable[..., Any]
 
 _known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-"""By the mode of a trace, which its symbolic sizes belong to: what came of which arguments."""
+"""Results by the metadata of arguments, by fake mode, because symbolic sizes belong to one trace."""
 
 
 def remembering(fake: Kernel) -> Kernel:
-    """``fake``, whose outputs are contiguous and in memory of their own, run once for arguments that look alike."""
+    """Cache ``fake`` by the metadata of its arguments. Its outputs are contiguous, and alias nothing."""
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
         mode = next((each.fake_mode for each in args if hasattr(each, "fake_mode")), None)
@@ -30,7 +30,7 @@ def remembering(fake: Kernel) -> Kernel:
         known = _known.setdefault(mode, {})
         key = (fake, tuple(map(_look, args)), tuple((name, _look(each)) for name, each in kwargs.items()))
         if key not in known:
-            # What a reference asks of the sizes is no condition of the trace: a kernel takes any.
+            # Conditions of the reference on sizes must not become guards: a kernel has none.
             with nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards():
                 known[key] = _described(fake(*args, **kwargs))
         return _made(known[key])
@@ -39,7 +39,7 @@ def remembering(fake: Kernel) -> Kernel:
 
 
 def _look(value: Any) -> Any:
-    """All of an argument that an output may depend on."""
+    """Return the metadata of an argument that outputs can depend on."""
     if isinstance(value, Tensor):
         layout = value.layout
         strides = tuple(map(str, value.stride())) if layout is torch.strided else ()

@@ -1,6 +1,6 @@
-"""The generated function of an operation: what models call.
+"""Generation of an operation's public function.
 
-A generated call has no ``*args`` to pack, so that it costs one Python call more than the kernel itself.
+A generated function needs no ``*args``, so a call costs only one Python call more than the kernel.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def generate_function(
     """Generate a function with ``signature`` that calls ``namespace["_get"]()[number]`` with its arguments.
 
     Args:
-        body: gives the name, docstring, module and annotations.
-        signature: of ``body``, defaults included.
+        body: provides the name, docstring, module and annotations.
+        signature: the signature of ``body``, including defaults.
         namespace: the globals of the generated function.
-        number: the operation's place in the tables that ``_get`` returns.
+        number: the operation's index in the tables that ``_get`` returns.
     """
     defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
     namespace |= defaults

@@ -1,9 +1,9 @@
-"""The declaration of operations: one function that is reference, fallback, fake and pattern at once.
+"""Declarations of operations: one function serves as reference, fallback, fake implementation and pattern.
 
-``@op`` turns a body in plain torch into an :class:`Operation` and returns the function that models call. That function
-is generated, one per operation, and calls what the current table of kernels has for it; see
-:mod:`hal.ops.kernels.kernel_table`. So a call costs one Python call more than the kernel itself, and a function
-imported by name never goes stale.
+``@op`` turns a function in plain torch into an :class:`Operation`, and returns the function that models call. That
+function is generated per operation, and calls the operation's kernel in the current table; see
+:mod:`hal.ops.kernels.kernel_table`. A call costs one Python call more than the kernel, and imported functions never
+become stale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tolerance = Mapping[torch.dtype, tuple[float, float]]
 DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
     {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (2e-3, 2e-3)}
 )
-"""Relative and absolute tolerance by dtype: a few roundings of the result."""
+"""Relative and absolute tolerance by dtype, for a few roundings of the result."""
 
 log = logging.getLogger("hal.ops")
 _catalogue: dict[str, Operation] = {}
@@ -47,26 +47,25 @@ class Operation:
     """One declared operation.
 
     Attributes:
-        number: its place in tables of kernels.
+        number: its index in kernel tables.
         name: its name in ``hal.ops`` and, as ``namespace::name``, in ``torch.ops``.
-        body: the function as written.
-        function: what models call.
-        fused: whether the body is made of smaller operations, and so serves as a pattern.
-        axes: by tensor argument, and for the results by ``return``, the axes as declared; see
+        body: the decorated function.
+        function: the function that models call.
+        fused: whether the body calls smaller operations, and so serves as a pattern.
+        axes: the declared axes by tensor argument, and of the results under ``return``; see
             :mod:`~hal.ops.declaration.axes`.
-        dtypes: likewise, the dtypes as declared; see :mod:`hal.ops.declaration.dtypes`.
-        constraints: both, to check calls with.
-        rowwise: the axis along which each row of the results, and of what is written, depends on the same row of the
-            arguments that have it, and on no other; None if there is none.
-        state: names of the arguments that a model keeps between steps, such as caches.
-        mutates: names of the arguments that are written in place.
-        buffers: those of them that are no state.
-        host: names of the arguments whose values a kernel may read on the host.
-        weights: names of the arguments that a driver may bring into a form of its own when a model is loaded, with
-            :meth:`hal.Backend.prepare_weight`.
-        tolerance: by dtype, the relative and absolute tolerance within which a kernel must meet the reference.
-        off_by_one: by dtype, the largest share of quantised (int8) results that may be one step off the reference's.
-        samples: draws argument tuples that cover the operation.
+        dtypes: the declared dtypes, by the same keys; see :mod:`hal.ops.declaration.dtypes`.
+        constraints: both, for checking calls.
+        rowwise: the axis along which each row of the results and of mutated arguments depends only on the same row of
+            the arguments; None if there is none.
+        state: arguments that a model keeps between steps, such as caches.
+        mutates: arguments that are written in place.
+        buffers: the mutated arguments that are not state.
+        host: arguments whose values a kernel may read on the host.
+        weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
+        tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
+        off_by_one: the largest share of quantised (int8) results that may be off by one, by dtype.
+        samples: yields argument tuples that cover the operation.
     """
 
     def __init__(
@@ -118,26 +117,26 @@ class Operation:
 
     @property
     def qualified_name(self) -> str:
-        """The name that torch.library knows, such as ``hal::rms_norm``."""
+        """The name in torch.library, such as ``hal::rms_norm``."""
         return f"{self.namespace}::{self.name}"
 
     @property
     def schema(self) -> str:
-        """The schema that torch.library knows."""
+        """The schema in torch.library."""
         return str(self.overload._schema)
 
     @cached_property
     def reference(self) -> Kernel:
-        """The body, with every operation in it meaning its own reference, so that no driver's kernel can reach it."""
+        """The body with every operation in it replaced by its reference, so that no driver's kernel runs."""
         return self.rebound(lambda operation: operation.reference)
 
     @cached_property
     def pattern(self) -> Kernel:
-        """The body, with every operation in it meaning its node in a graph."""
+        """The body with every operation in it replaced by its graph node."""
         return self.rebound(lambda operation: operation.overload)
 
     def rebound(self, meaning: Resolver) -> Kernel:
-        """The body, with every operation in it replaced by ``meaning`` of that operation."""
+        """Return the body with every operation in it replaced by ``meaning`` of that operation."""
 
         def substitute(value: Any) -> Any:
             operation = _by_function.get(value) if isinstance(value, FunctionType) else None
@@ -147,34 +146,34 @@ class Operation:
 
     @property
     def touches_state(self) -> bool:
-        """Whether its body itself reads or writes state, and so needs the canonical layout of it.
+        """Whether the body itself accesses state, and so needs the canonical layout.
 
-        A fused operation hands its state on to those that it is made of.
+        A fused operation passes its state to the operations that it calls.
         """
         return bool(self.state) and not self.fused
 
     @property
     def kernel(self) -> Kernel:
-        """What a call in this context runs now."""
+        """The kernel that a call in this context runs."""
         kernel: Kernel = kernel_table.current().calls[self.number]
         return kernel
 
     @property
     def kernel_of_node(self) -> Kernel:
-        """What the node runs now where it is called in this context: as a call does, unless calls run the node."""
+        """The kernel that the graph node runs in this context: the same as a call's, unless calls run the node."""
         kernel: Kernel = kernel_table.current().nodes[self.number]
         return kernel
 
     def replace(self, old: Kernel, new: Kernel) -> None:
-        """Run ``new`` wherever ``old`` is what runs."""
+        """Replace the kernel ``old`` with ``new`` in all tables."""
         kernel_table.replace(self.number, old, new)
 
     def calling(self, kernel: Kernel) -> Kernel:
-        """A function with the operation's signature, defaults included, that always runs ``kernel``."""
+        """Return a function with the operation's signature, including defaults, that always runs ``kernel``."""
         return generate_function(self.body, self.signature, {"_get": lambda: (kernel,)}, 0)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments by name, defaults included."""
+        """Return a call's arguments by name, including defaults."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
@@ -196,45 +195,44 @@ def op(
     namespace: str = "hal",
     fused: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare an operation from its body in plain torch; the decorator returns the function that models call.
+    """Declare an operation by its reference implementation. Returns the function that models call.
 
-    The body must be functional torch on any device, without data-dependent Python, so that it can be traced; it is
-    annotated with ``Tensor``, ``int``, ``float``, ``bool``, ``torch.dtype`` and optional ones of these, and returns
-    ``Tensor``, a tuple of them, or ``None``.
+    The body must be functional torch code for any device, without data-dependent Python, so that it can be traced. Its
+    arguments are annotated as ``Tensor``, ``int``, ``float``, ``bool``, ``torch.dtype``, or one of these or None. It
+    returns ``Tensor``, a tuple of them, or ``None``.
 
     Args:
-        samples: draws argument tuples that cover the operation.
-        axes: by tensor argument, and for the results by ``return`` (a tuple if there are several), its axes:
+        samples: yields argument tuples that cover the operation.
+        axes: the axes by tensor argument, and of the results under ``return`` (a tuple if there are several):
             ``{"x": "... width", "weight": "width", "return": "... width"}``. See :mod:`~hal.ops.declaration.axes`.
             Required.
-        dtypes: likewise its dtype: a ``torch.dtype``, :data:`hal.ops.FLOATING` (the step's), the name of an argument
-            that has the same, or, for an argument, a tuple of these. Required.
-        rowwise: the axis along which it computes row by row: a row of each result, and of what is written, depends on
-            the same row of the arguments that have this axis. None if there is none. Required: tests derive calls with
-            one row, with none, and with NaN in one from it.
-        state: names of the arguments that a model keeps between steps, read or written, such as caches.
-        mutates: names of the arguments that are written in place. Each is in ``state`` or in ``buffers``.
-        buffers: those that are written and no state, such as memory that the caller gives for a result.
-        host: names of the arguments whose values a kernel may read on the host.
-        weights: names of the arguments that a driver may bring into a form of its own when a model is loaded, with
-            :meth:`hal.Backend.prepare_weight`.
+        dtypes: the dtypes, by the same keys: a ``torch.dtype``, :data:`hal.ops.FLOATING` (the step's), the name of an
+            argument with the same dtype, or, for an argument, a tuple of these. Required.
+        rowwise: the axis along which each row of the results and of mutated arguments depends only on the same row of
+            the arguments with this axis. None if there is none. Required: tests derive calls with one row, with no
+            rows, and with NaN in one row from it.
+        state: arguments that a model keeps between steps, read or written, such as caches.
+        mutates: arguments that are written in place. Each must be in ``state`` or ``buffers``.
+        buffers: mutated arguments that are not state, such as memory that the caller provides for a result.
+        host: arguments whose values a kernel may read on the host.
+        weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
-        off_by_one: by dtype, the largest share of int8 results that may be one step off: values near the middle of two
-            integers, which a rounding before moves to the other side. By default none.
-        namespace: the torch.library namespace; a vendor's own operations take the vendor's.
+        off_by_one: the largest share of int8 results that may be off by one, by dtype, for values near the midpoint of
+            two integers. By default none may.
+        namespace: the torch.library namespace; a vendor's operations use the vendor's.
         fused: see :func:`fused_op`.
 
     Raises:
-        OperationError: the name is taken; an argument cannot be given by position and by name, or it or the result is
-            annotated otherwise or not at all; axes or dtypes of a tensor are left out or cannot be read; ``rowwise`` is
-            left out or no axis of an argument and all results; ``state``, ``mutates``, ``buffers``, ``host`` or
-            ``weights`` name no argument; an argument that is written is neither state nor a buffer; or ``tolerance`` or
-            ``off_by_one`` hold what is no tolerance or share of a dtype.
+        OperationError: the name is taken; an argument cannot be passed by position and by name; an annotation is
+            missing or unsupported; axes or dtypes of a tensor are missing or malformed; ``rowwise`` is missing, or not
+            an axis of an argument and all results; ``state``, ``mutates``, ``buffers``, ``host`` or ``weights``
+            contains a name that is not an argument; a mutated argument is neither state nor a buffer; or ``tolerance``
+            or ``off_by_one`` is invalid.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:
         if body.__name__ in _catalogue:
-            raise OperationError(f"an operation {body.__name__!r} is declared already", "choose another name")
+            raise OperationError(f"an operation {body.__name__!r} is already declared", "choose another name")
         declared = Operation(
             body, namespace=namespace, fused=fused, axes=axes, dtypes=dtypes, rowwise=rowwise, state=state,
             mutates=mutates, buffers=buffers, host=host, weights=weights, tolerance=tolerance, off_by_one=off_by_one,
@@ -252,38 +250,38 @@ def op(
 def fused_op(
     *, samples: Callable[[Draw], Iterable[Sample]], **declaration: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare an operation made of smaller ones; its body is also the pattern that finds it. Else as :func:`op`."""
+    """Declare an operation that calls smaller ones. Its body is also the pattern that finds it. See :func:`op`."""
     return op(samples=samples, fused=True, **declaration)
 
 
 def catalogue() -> Mapping[str, Operation]:
-    """Every declared operation, by name."""
+    """Return all declared operations, by name."""
     return MappingProxyType(_catalogue)
 
 
 def operation(which: str | Callable[..., Any]) -> Operation:
-    """The operation of a name, or behind a function of ``hal.ops``."""
+    """Return the operation with a name, or of a function of ``hal.ops``."""
     found = _catalogue.get(which) if isinstance(which, str) else _by_function.get(which)
     if found is None:
-        raise UnknownOperation(f"there is no operation {which!r}", nearest(str(which), _catalogue))
+        raise UnknownOperation(f"no operation is named {which!r}", nearest(str(which), _catalogue))
     return found
 
 
 def operation_of_node(overload: OpOverload) -> Operation | None:
-    """The operation that a graph's node calls, or None if the node is none of ours."""
+    """Return the operation that a graph node calls, or None if it is not declared with :func:`op`."""
     return _by_node.get(overload)
 
 
 def activate(resolver: Resolver) -> None:
-    """Make every operation, declared now or later, run what ``resolver`` gives where no other table is current."""
+    """Set the default kernels of all operations, declared now or later, to those that ``resolver`` returns."""
     kernel_table.DEFAULT.resolve(resolver)
 
 
 def _run_reference(operation: Operation) -> Kernel:
-    """Before any backend is opened, operations run their references, so that a model can be tried at a prompt."""
+    """Return a kernel that logs and runs the reference, for use before a backend is opened, such as in a prompt."""
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
-        log.info("no backend is open: %s runs its reference", operation.name)
+        log.info("no backend is open: %s runs its reference implementation", operation.name)
         operation.replace(first_call, operation.reference)
         return operation.reference(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Reading the axes and dtypes that an operation or a rewrite declares."""
+"""Parsing of the axes and dtypes that an operation or a rewrite declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hal.ops.declaration.constraints import Constraints
 from hal.ops.declaration.dtypes import parse_dtypes
 
 RESULT = "return"
-"""The key of the results in a declaration: one entry, or a tuple with one for each."""
+"""The key of the results in a declaration. Its value is one entry, or a tuple of one per result."""
 
 
 def constraints_of(
@@ -26,19 +26,20 @@ def constraints_of(
     axes: Mapping[str, Any] | None,
     dtypes: Mapping[str, Any] | None,
 ) -> Constraints:
-    """Read a declaration's axes and dtypes.
+    """Parse the axes and dtypes of a declaration.
 
     Args:
-        what: declares them, for the error.
-        arguments: names of all arguments.
-        tensors: names of those that are tensors, or None, for certain.
-        others: by name, the types of those that are no tensors for certain.
-        results: how many there are; None if results need not be declared.
-        axes: by argument, and for the results by ``return``, a string as :mod:`hal.ops.declaration.axes` says.
-        dtypes: likewise, what :mod:`hal.ops.declaration.dtypes` says.
+        what: the name of the declaration, for errors.
+        arguments: the names of all arguments.
+        tensors: the names of arguments that are known to be tensors, or None.
+        others: the types of arguments that are known not to be tensors, by name.
+        results: the number of results; None if results need not be declared.
+        axes: strings in the syntax of :mod:`hal.ops.declaration.axes`, by argument, and under ``return`` for the
+            results.
+        dtypes: dtypes in the syntax of :mod:`hal.ops.declaration.dtypes`, by the same keys.
 
     Raises:
-        OperationError: a tensor is left out; a name is no tensor's; or an entry is not spelled as those modules say.
+        OperationError: a tensor is missing, a name is not that of a tensor, or an entry is malformed.
     """
     axes = _checked(what, "axes", axes, arguments, tensors, others, results)
     dtypes = _checked(what, "dtypes", dtypes, arguments, tensors, others, results)
@@ -46,7 +47,7 @@ def constraints_of(
     named = [name for name in arguments if name in axes]
     if unlike := [name for name in arguments if (name in axes) != (name in dtypes)]:
         raise OperationError(
-            f"{what} declares axes or dtypes of its argument {unlike[0]!r}, and not both", "declare both, or neither"
+            f"{what} declares only one of axes and dtypes for its argument {unlike[0]!r}", "declare both, or neither"
         )
     found = Constraints(
         arguments=tuple(arguments),
@@ -66,8 +67,8 @@ def constraints_of(
     )
     if len(found.results) != len(found.result_dtypes):
         raise OperationError(
-            f"{what} declares axes of {len(found.results)} results and dtypes of {len(found.result_dtypes)}",
-            "give both a tuple with one entry for each result",
+            f"{what} declares axes of {len(found.results)} results but dtypes of {len(found.result_dtypes)}",
+            "declare both as a tuple with one entry per result",
         )
     _check_names(what, found)
     return found
@@ -82,7 +83,7 @@ def _checked(
     others: Collection[str],
     results: int | None,
 ) -> Mapping[str, Any]:
-    """The entries, which are of the tensors and of nothing else."""
+    """Return the entries after checking that they are those of the tensors."""
     example = '{"x": "tokens width"}' if kind == "axes" else '{"x": FLOATING}'
     needed = [name for name in arguments if name in tensors] + ([RESULT] if results else [])
     if not isinstance(given, Mapping):
@@ -92,11 +93,11 @@ def _checked(
         )
     for name in given:
         if name in others or (name == RESULT and results == 0):
-            said = "it returns nothing" if name == RESULT else f"{name} is no tensor"
-            raise OperationError(f"{what} declares {kind} of {name!r}, and {said}", "leave it out")
+            said = "it returns nothing" if name == RESULT else f"{name} is not a tensor"
+            raise OperationError(f"{what} declares {kind} of {name!r}, but {said}", f"remove {name!r} from {kind}")
         if name not in arguments and name != RESULT:
             raise OperationError(
-                f"{what} declares {kind} of {name!r}, which it does not take", nearest(str(name), arguments)
+                f"{what} declares {kind} of {name!r}, which is not an argument", nearest(str(name), arguments)
             )
     if missing := [name for name in needed if name not in given]:
         raise OperationError(
@@ -112,14 +113,14 @@ def _of_results(what: str, kind: str, given: Mapping[str, Any], results: int | N
     several = given[RESULT] if isinstance(given[RESULT], tuple) else (given[RESULT],)
     if results is not None and len(several) != results:
         raise OperationError(
-            f"{what} declares {kind} of {len(several)} results and returns {results}",
-            f"give a tuple with one entry for each: {kind}={{'return': (...)}}",
+            f"{what} declares {kind} of {len(several)} results but returns {results}",
+            f"declare a tuple with one entry per result: {kind}={{'return': (...)}}",
         )
     return several
 
 
 def _check_names(what: str, found: Constraints) -> None:
-    """What a size is computed from is a size that is known."""
+    """Raise OperationError if a size is computed from an unknown name."""
     inputs = {name for _, shape in found.shapes for name in shape.names}
     both = inputs | {name for shape in found.results for name in shape.names}
     numbers = set(found.arguments) - {name for name, _ in found.shapes}
@@ -128,6 +129,6 @@ def _check_names(what: str, found: Constraints) -> None:
             used = [name for axis in shape.axes for size in axis.sizes for name in size.names]
             if unknown := [name for name in used if name not in known | numbers]:
                 raise OperationError(
-                    f"{what} declares the axes {shape.text!r}, and no tensor has an axis {unknown[0]!r}",
+                    f"{what} declares the axes {shape.text!r}, but no tensor has an axis {unknown[0]!r}",
                     nearest(unknown[0], (known | numbers) - {LEADING}),
                 )

@@ -1,9 +1,8 @@
-"""Give an operation's body another meaning for the operations it names.
+"""Copies of an operation's body in which the names of operations refer to other functions.
 
-The body of a fused operation calls smaller operations by name. Which function such a name means depends on what the
-body serves as: the reference (their references), a pattern (their graph nodes), or a stand-in on one backend (that
-backend's kernels). ``rebind`` makes a copy of the body whose names mean what is wanted, so that no call ever looks at
-a mode, and no thread can change another's.
+The body of a fused operation calls smaller operations by name. In the reference these names refer to references, in a
+pattern to graph nodes, and in a fallback to a backend's kernels. ``rebind`` copies the body with these names replaced.
+Calls therefore need no mode, and threads do not affect each other.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ Substitute = Callable[[Any], Any]
 def rebind(function: Callable[..., Any], substitute: Substitute) -> Callable[..., Any]:
     """Copy ``function`` with every global, closure variable and default replaced by ``substitute`` of it.
 
-    Helper functions of the same package are copied likewise, modules are wrapped so that ``ops.rms_norm`` is replaced
-    as ``rms_norm`` is, and tuples, lists, dicts and partials are replaced by what they hold. An operation reached in
-    any other way (an import inside the body, a method) is out of reach: such a body is wrong, and running its reference
-    under :func:`hal.ops.intercepted` shows it.
+    Helper functions of the same package are copied in the same way. Modules are wrapped, so that ``ops.rms_norm`` is
+    replaced like ``rms_norm``. Tuples, lists, dicts and partials are replaced element by element. Operations reached in
+    any other way, such as an import inside the body or a method, are not replaced. Such a body is invalid; running its
+    reference under :func:`hal.ops.intercepted` detects it.
     """
     if not isinstance(function, FunctionType):
         return function
@@ -46,7 +45,7 @@ class _Rebinder:
         }
         closure = tuple(CellType() for _ in function.__closure__ or ())
         copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure or None)
-        self.done[function] = copy  # before the values, for functions that refer to themselves
+        self.done[function] = copy  # before the values, because functions can refer to themselves
         copy.__defaults__ = self.value(function.__defaults__)
         copy.__kwdefaults__ = self.value(function.__kwdefaults__)
         for name in _names(function.__code__):
@@ -77,7 +76,7 @@ class _Rebinder:
 
 
 class _Module:
-    """A module seen through a rebinder."""
+    """A module whose attributes are replaced by a rebinder."""
 
     def __init__(self, module: ModuleType, rebinder: _Rebinder) -> None:
         self._module = module
@@ -88,7 +87,7 @@ class _Module:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    # Not co_names: that holds attributes too, and `functional.linear` is no use of a global called linear.
+    # Not co_names, which includes attributes: `functional.linear` does not use a global named linear.
     yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:  # nested functions and comprehensions
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""Whether samples tell the declared axes apart: two that are alike in all samples may hide that one was meant."""
+"""Coverage of samples: whether they distinguish the declared axes, to detect a wrong axis in a declaration."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hal.ops.declaration.samples import Sample
 
 
 def lacking(constraints: Constraints, samples: Iterable[Sample]) -> Iterator[str]:
-    """Say of which axes no sample shows that they are free, a sentence each.
+    """Yield a sentence for each axis that no sample proves to be free.
 
     Args:
-        constraints: that all samples meet.
-        samples: all of an operation or a rewrite.
+        constraints: the constraints, which all samples meet.
+        samples: all samples of an operation or a rewrite.
     """
     found = [constraints.sizes(sample) for sample in samples]
     ranks = {len(sizes[LEADING]) for sizes in found if LEADING in sizes}
     if len(ranks) == 1:
-        yield f"{LEADING} stands for {ranks.pop()} axes in all samples"
+        yield f"{LEADING} represents {ranks.pop()} axes in all samples"
     names = [name for name in constraints.axes if name != LEADING and any(name in sizes for sizes in found)]
     for name in names:
         known = {sizes[name] for sizes in found if name in sizes}
@@ -29,4 +29,4 @@ def lacking(constraints: Constraints, samples: Iterable[Sample]) -> Iterator[str
     for one, other in combinations(names, 2):
         both = [sizes for sizes in found if one in sizes and other in sizes]
         if both and all(sizes[one] == sizes[other] for sizes in both):
-            yield f"the axes {one} and {other} are alike in all samples"
+            yield f"the axes {one} and {other} are equal in all samples"

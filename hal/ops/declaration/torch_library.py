@@ -1,4 +1,4 @@
-"""Operations as torch.library knows them, so that each is one node in every traced graph."""
+"""Registration of operations in torch.library, so that each is one node in every traced graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 class Registrable(Protocol):
-    """The part of :class:`~hal.ops.declaration.operation.Operation` that torch.library is told."""
+    """The part of :class:`~hal.ops.declaration.operation.Operation` that is registered in torch.library."""
 
     name: str
     namespace: str
@@ -39,7 +39,7 @@ class Registrable(Protocol):
 
 
 def register(operation: Registrable) -> OpOverload:
-    """Define ``operation`` in its namespace and return the overload: kernel, fake and Dynamo's node for it."""
+    """Define ``operation`` in its namespace, with its kernel, fake and Dynamo substitution. Return the overload."""
     library = _libraries.get(operation.namespace)
     if library is None:
         library = _libraries[operation.namespace] = torch.library.Library(operation.namespace, "FRAGMENT")
@@ -50,7 +50,7 @@ def register(operation: Registrable) -> OpOverload:
     fake = remembering(_implementation(operation, lambda: operation.reference))
     torch.library.register_fake(operation.qualified_name, fake, lib=library)
     overload: OpOverload = getattr(getattr(torch.ops, operation.namespace), operation.name).default
-    # Dynamo takes over a second to import, and is needed only by those who compile.
+    # Importing Dynamo takes over a second, and only compilers need it.
     wrapt.register_post_import_hook(lambda _: _substitute_in_dynamo(operation, overload), "torch._dynamo")
     return overload
 
@@ -60,7 +60,7 @@ def _implementation(operation: Registrable, kernel: Callable[[], Callable[..., A
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise OperationError(
-                f"{operation.name} was given a tensor that requires grad; hal runs inference only",
+                f"{operation.name} was called with a tensor that requires grad; hal supports inference only",
                 "call it under torch.inference_mode() or torch.no_grad(), or detach the tensor",
             )
         return without_aliases(kernel()(*args, **kwargs), tensors)
@@ -69,11 +69,11 @@ def _implementation(operation: Registrable, kernel: Callable[[], Callable[..., A
 
 
 def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
-    """Copy every output that shares memory with an input or an earlier output, as torch.library demands.
+    """Copy every output that shares memory with an input or an earlier output, as torch.library requires.
 
-    Outputs are made contiguous too: a fake must know the strides, whichever kernel runs.
+    Outputs are also made contiguous, because a fake must know the strides of every kernel's result.
     """
-    # A weight in a layout of a vendor's own has no storage to show, and nothing can alias it.
+    # A weight in a vendor's layout has no accessible storage, and nothing can alias it.
     seen = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout is torch.strided}
 
     def copied(tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _substitute_in_dynamo(operation: Registrable, overload: OpOverload) -> None:
-    # Dynamo records a call of the public function as this function's body, the node; its signature must be the same.
+    # Dynamo traces this function, with the same signature, in place of the public one, and so records the node.
     names = ", ".join(operation.signature.parameters)
     header = str(
         operation.signature.replace(

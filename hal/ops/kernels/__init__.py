@@ -1,1 +1,1 @@
-"""How an operation finds its kernel: kernel tables, and kernels that any PyTorch device can use."""
+"""Dispatch of operations to kernels, and kernels for any PyTorch device."""

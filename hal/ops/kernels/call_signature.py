@@ -1,4 +1,4 @@
-"""Whether a kernel can be called as its operation is."""
+"""Validation of a kernel's signature against its operation's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 
 def check_kernel(driver: str, operation: Operation, kernel: Any) -> None:
-    """Raise OperationError unless a driver's kernel takes all the operation's arguments, by position."""
+    """Raise OperationError unless a driver's kernel takes all arguments of the operation by position."""
     if not callable(kernel):
         raise OperationError(
-            f"the kernel of {driver} for {operation.name} is {kernel!r}", "give a callable, or leave it out"
+            f"the kernel of {driver} for {operation.name} is {kernel!r}, which is not callable",
+            "pass a callable, or remove the entry",
         )
     names = list(operation.signature.parameters)
     try:
         signature = inspect.signature(kernel.kernel if isinstance(kernel, PreparingKernel) else kernel)
     except (TypeError, ValueError):
-        return  # a function in C, which does not tell
+        return  # a C function without a signature
     try:
         signature.bind(*names)
     except TypeError as error:

@@ -1,9 +1,8 @@
-"""Which kernels calls of operations run: tables of kernels, one of which is current in each context.
+"""Kernel tables, which map operations to kernels. Each context has a current table.
 
-A generated function reads one ContextVar and calls the kernel at its operation's number. A runner makes its backend's
-table current for a step, so that several backends serve in one process, each in any thread. Where none is current, the
-default table holds: that of the backend that was activated last. A capture or trace puts a table that wraps the current
-one in its place.
+A generated function reads one ContextVar, and calls the kernel at its operation's index. A runner makes its backend's
+table current for each step, so that several backends can run in one process, each in any thread. Otherwise the default
+table applies, that of the active backend. A capture or trace makes a table current that wraps the previous one.
 """
 
 from __future__ import annotations
@@ -17,26 +16,27 @@ from weakref import WeakKeyDictionary, WeakSet
 
 Kernel = Callable[..., Any]
 Resolver = Callable[[Any], Kernel]
-"""From an operation to what it runs."""
+"""Returns the kernel of an operation."""
 Wrap = Callable[[Any, Kernel], Kernel]
-"""From an operation, and what it would run, to what it runs instead."""
+"""Returns the replacement of an operation's kernel."""
 
 _lock = threading.RLock()
-"""Held while tables change, so that every one of them ends up with the latest change."""
+"""Held while tables change, so that all of them end up with the latest change."""
 _operations: list[Any] = [None]
-"""All that were declared; each one's number is its place here. None has the number 0."""
+"""All declared operations, by number. The number 0 is unused."""
 _tables: WeakSet[Table] = WeakSet()
 
 
 class Table:
-    """What each operation runs, by its number.
+    """The kernel of each operation, by number.
 
     Attributes:
-        calls: what a call runs, in a plain list, which Python indexes faster than any other; first the table itself.
-        nodes: what its node in a graph runs where it is called: the same, unless calls run the node itself.
-        meaning: a Resolver, or for a table over another a Wrap.
-        under: the table that this one wraps; None for one that is resolved.
-        root: the resolved table at the bottom.
+        calls: the kernels of calls, as a plain list, which Python indexes fastest. The first element is the table
+            itself.
+        nodes: the kernels of graph nodes: those of calls, unless calls run the node.
+        meaning: a Resolver, or a Wrap if the table wraps another.
+        under: the table that this one wraps, or None.
+        root: the innermost wrapped table, which has a Resolver.
     """
 
     def __init__(self, meaning: Any, under: Table | None = None) -> None:
@@ -48,10 +48,10 @@ class Table:
         self._rebased: WeakKeyDictionary[Table, Table] = WeakKeyDictionary()
         with _lock:
             self.resolve(meaning)
-            (_tables if under is None else under._over).add(self)  # not before: a wrap may have raised
+            (_tables if under is None else under._over).add(self)  # only now, because a wrap may have raised
 
     def resolve(self, meaning: Any) -> None:
-        """Take what ``meaning`` gives for every operation: a Resolver, or a Wrap for a table over another."""
+        """Set the kernel of every operation by ``meaning``: a Resolver, or a Wrap if the table wraps another."""
         with _lock:
             self.meaning = meaning
             for number, operation in enumerate(_operations):
@@ -59,12 +59,12 @@ class Table:
                     self._fill(number)
 
     def put(self, number: int, kernel: Kernel) -> None:
-        """Make one operation run ``kernel``, here and, wrapped, in all tables over this one."""
+        """Set the kernel of one operation, here and, wrapped, in all tables that wrap this one."""
         with _lock:
             self._set(number, kernel, kernel)
 
     def over(self, root: Table) -> Table:
-        """The table that wraps ``root`` as this one wraps its own root."""
+        """Return a table that wraps ``root`` in the same way as this one wraps its root."""
         if self.root is root:
             return self
         if self.under is None:
@@ -83,7 +83,7 @@ class Table:
             return
         below = self.under.calls[number]
         wrapped = self.meaning(operation, below)
-        # A call that comes to the node runs the backend's kernel, and none of the wrappers on its way.
+        # A call that reaches the node runs the backend's kernel, without further wrappers.
         by_node = wrapped is operation.overload or self.under.nodes[number] is not below
         self._set(number, wrapped, self.root.calls[number] if by_node else wrapped)
 
@@ -96,7 +96,7 @@ class Table:
 
 
 def _undeclared(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("an operation was called before it was declared to its end")
+    raise AssertionError("an operation was called during its declaration")
 
 
 def _nothing(operation: Any) -> Kernel:
@@ -106,24 +106,24 @@ def _nothing(operation: Any) -> Kernel:
 DEFAULT = Table(_nothing)
 _current: ContextVar[list[Any]] = ContextVar("hal_kernels", default=DEFAULT.calls)
 kernels = _current.get
-"""What calls in this context run, by the number of the operation."""
+"""Return the kernels of calls in this context, by the number of the operation."""
 
 
 def current() -> Table:
-    """The table that calls in this context run."""
+    """Return the current table of this context."""
     table: Table = _current.get()[0]
     return table
 
 
 def next_number() -> int:
-    """A number for an operation that is being declared."""
+    """Reserve a number for an operation that is being declared."""
     with _lock:
         _operations.append(None)
         return len(_operations) - 1
 
 
 def declare(operation: Any) -> None:
-    """Give every table the kernel of an operation, which has its number."""
+    """Add an operation to every table, under its number."""
     with _lock:
         _operations[operation.number] = operation
         for each in list(_tables):
@@ -131,7 +131,7 @@ def declare(operation: Any) -> None:
 
 
 def replace(number: int, old: Kernel, new: Kernel) -> None:
-    """Put ``new`` wherever ``old`` is what an operation runs, for good."""
+    """Replace the kernel ``old`` of an operation with ``new`` in all tables, permanently."""
     with _lock:
         for each in list(_tables):
             if each.calls[number] is old:
@@ -140,7 +140,7 @@ def replace(number: int, old: Kernel, new: Kernel) -> None:
 
 @contextmanager
 def bound(table: Table) -> Iterator[None]:
-    """Inside the block, calls in this context run ``table``, within whatever wraps the current one."""
+    """Run calls in this context with ``table`` inside the block, within the interceptions of the current table."""
     token = enter(table)
     try:
         yield
@@ -149,7 +149,7 @@ def bound(table: Table) -> Iterator[None]:
 
 
 def enter(table: Table) -> Any:
-    """Make ``table`` current; see :func:`bound`. Returns what :func:`leave` takes."""
+    """Make ``table`` current; see :func:`bound`. Returns the token for :func:`leave`."""
     calls = _current.get()
     if calls is table.calls:
         return None
@@ -158,22 +158,22 @@ def enter(table: Table) -> Any:
 
 
 def leave(token: Any) -> None:
-    """End what :func:`enter` began."""
+    """Restore the table from before :func:`enter`."""
     if token is not None:
         _current.reset(token)
 
 
 @contextmanager
 def intercepted(wrap: Wrap) -> Iterator[None]:
-    """Inside the block, this context's calls of an operation run ``wrap(operation, kernel)``. Used by graph captures.
+    """Inside the block, run ``wrap(operation, kernel)`` for this context's calls of an operation. For graph captures.
 
-    Other threads go on as they are. Interceptions nest, the inner one's ``kernel`` being what the outer one gave, and
-    may overlap in any order. A backend that is activated inside the block is active in it and behind it, and a runner's
-    step inside it is intercepted on its own backend: ``wrap`` gets the new kernels. It is called again whenever what is
-    under it changes, so it should only make the function.
+    Other threads are not affected. Interceptions nest, and may overlap in any order: an inner one gets the kernel that
+    the outer one returned. A backend that is activated inside the block is active in it and after it. A runner's step
+    inside the block is intercepted on its backend: ``wrap`` gets the kernels of that backend. ``wrap`` is called again
+    whenever a kernel under it changes, so it must have no side effects.
 
-    ``wrap`` may give ``operation.overload``, the operation's node, which then runs the backend's kernel, and none of
-    this context's other interceptions: those outside it do not see the call, and those inside have seen it.
+    ``wrap`` may return ``operation.overload``, the operation's graph node. The node runs the backend's kernel, without
+    this context's interceptions: outer ones do not see the call, and inner ones have seen it.
     """
     interception = _Interception(wrap)
     _current.set(Table(interception, current()).calls)
@@ -187,9 +187,9 @@ def intercepted(wrap: Wrap) -> Iterator[None]:
 
 
 def _forget(before: Table, after: Table) -> None:
-    """Empty the tables that ``before`` is made of and ``after`` is not.
+    """Clear the tables of ``before`` that are not in ``after``.
 
-    Each refers to itself, and its kernels to what was captured, which would live until the next garbage collection.
+    They are reference cycles, and their kernels would keep captured objects until the next garbage collection.
     """
     with _lock:
         _empty(before, after)
@@ -214,7 +214,7 @@ def _empty(before: Table, after: Table) -> None:
 
 
 class _Interception:
-    """A wrap, apart from others of the same function."""
+    """A wrap with a unique identity, even if several interceptions use the same function."""
 
     def __init__(self, wrap: Wrap) -> None:
         self._wrap = wrap
@@ -224,7 +224,7 @@ class _Interception:
 
 
 def _without(interception: _Interception, table: Table) -> Table:
-    """The table that wraps the same root as ``table`` does, but for one interception."""
+    """Return a table that wraps the same root as ``table``, without one interception."""
     if table.under is None:
         return table
     if table.meaning is interception:

@@ -1,4 +1,4 @@
-"""Kernels that want some of their arguments in another form."""
+"""Kernels that need some arguments in another form."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hal.ops.kernels.kernel_table import Kernel
 
 @attrs.frozen
 class PreparingKernel:
-    """A kernel that wants some arguments in another form than the operation has them in.
+    """A kernel that needs some arguments in another form than the operation's.
 
-    Called as it is, it prepares them at each call. A compiled step prepares each tensor once, for all that take it.
+    A direct call prepares them each time. A compiled step prepares each tensor once, for all kernels that use it.
 
     Attributes:
-        kernel: takes the operation's arguments by position, those in their other form. Must read no host values.
-        prepare: by the name that ``kernel`` gives the argument, a function from the tensor to its other form, made of
-            torch's operations.
-        places: where those arguments stand, and their functions.
+        kernel: takes the operation's arguments by position, with the prepared ones in their other form. It must not
+            read host values.
+        prepare: functions from a tensor to its other form, in torch operations, by the kernel's argument name.
+        places: the positions of these arguments, and their functions.
 
     Raises:
         OperationError: ``kernel`` has no argument of such a name.
@@ -39,19 +39,19 @@ class PreparingKernel:
             names = list(inspect.signature(self.kernel).parameters)
         except (TypeError, ValueError) as error:
             raise OperationError(
-                f"the arguments of a kernel are to be prepared by name, and it tells no names: {error}",
-                "call it from a Python function",
+                f"a kernel whose arguments are prepared by name has no signature: {error}",
+                "wrap the kernel in a Python function",
             ) from None
         for name in self.prepare:
             if name not in names:
                 raise OperationError(
-                    f"the argument {name!r} is to be prepared for a kernel that takes {', '.join(names)}",
+                    f"prepare has the argument {name!r}, but the kernel takes {', '.join(names)}",
                     nearest(name, names),
                 )
         return tuple((names.index(name), prepare) for name, prepare in self.prepare.items())
 
     def __call__(self, *args: Any) -> Any:
-        """The operation, on arguments as it declares them."""
+        """Run the operation on unprepared arguments."""
         given = list(args)
         for place, prepare in self.places:
             given[place] = prepare(given[place])

@@ -1,6 +1,6 @@
-"""Kernels made of torch's own functions, for drivers of devices that torch computes on.
+"""Kernels that call torch functions, for drivers of devices that PyTorch supports.
 
-A driver takes over what suits its device, and puts its own beside or in place of it:
+A driver selects those that suit its device, and adds or overrides kernels:
 ``kernels={**torch_kernels.KERNELS, "paged_attention": ...}``.
 """
 
@@ -16,23 +16,23 @@ from hal.ops.kernels.kernel_table import Kernel
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """torch's own, which also computes in float32 and rounds once."""
+    """Call torch's ``rms_norm``, which also computes in float32 and rounds once."""
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """No faster than its parts, but one call."""
+    """Add and normalise. This is one call, but not faster than its parts."""
     hidden = x + residual
     return functional.rms_norm(hidden, weight.shape, weight, eps), hidden
 
 
 def greedy_sample(logits: Tensor) -> Tensor:
-    """torch documents that argmax takes the first of equal values."""
+    """Return the argmax, which torch documents to be the first of equal values."""
     return logits.argmax(-1)
 
 
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """index_copy_ moves whole rows, where index_put_ would move elements."""
+    """Write whole rows with ``index_copy_``, where ``index_put_`` would write elements."""
     slots = slot_mapping.long()
     key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
@@ -46,15 +46,15 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": rms_norm,
     "store_kv_cache": store_kv_cache,
 }
-"""By operation; ``store_kv_cache`` is for the canonical layout of the cache."""
+"""Kernels by operation; ``store_kv_cache`` supports the canonical layout only."""
 
 
 def int8_projections(product: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Kernel]:
-    """Kernels for ``quant_linear_static`` and ``quant_linear_dynamic`` around a product of int8 matrices.
+    """Return kernels for ``quant_linear_static`` and ``quant_linear_dynamic`` that use a product of int8 matrices.
 
     Args:
-        product: of ``[..., in_features]`` and ``[out_features, in_features]``, both int8: ``x @ weight.T``, exactly, in
-            int32, in a new tensor ``[..., out_features]``.
+        product: returns ``x @ weight.T`` exactly, in int32, as a new tensor ``[..., out_features]``, from
+            ``[..., in_features]`` and ``[out_features, in_features]``, both int8.
     """
 
     def quant_linear_static(

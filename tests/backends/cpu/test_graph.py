@@ -297,10 +297,10 @@ class TestRefusals:
     def test_out_of_order(self, cpu: hal.Backend, tmp_path: Path) -> None:
         graph = cpu.graph()
         for use in (graph.replay, lambda: graph.pool, lambda: graph.outputs, lambda: graph.dump(tmp_path / "dump")):
-            with pytest.raises(GraphError, match="holds no capture"):
+            with pytest.raises(GraphError, match="without a capture"):
                 use()
         graph.capture(lambda: torch.ones(1) + 1)
-        with pytest.raises(GraphError, match="captured already"):
+        with pytest.raises(GraphError, match="has a capture already"):
             graph.capture(lambda: torch.ones(1) + 1)
         graph.reset()
         graph.capture(lambda: torch.ones(1) + 1)
@@ -573,7 +573,7 @@ class TestBeginAndEnd:
             broken()
         assert caught.value is error
         assert error.__cause__ is None
-        with pytest.raises(GraphError, match="holds no capture"):
+        with pytest.raises(GraphError, match="without a capture"):
             graphs[1].replay()
         graphs[0].replay()
         with ThreadPoolExecutor(1) as thread:
@@ -602,11 +602,11 @@ class TestBeginAndEnd:
     @pytest.mark.parametrize(
         ("use", "message"),
         [
-            (lambda captures, graph: captures.end(torch.ones(1)), "no capture is under way"),
-            (lambda captures, graph: (captures.begin(graph), captures.begin(graph)), "begun inside another"),
-            (lambda captures, graph: captures.begin(graph), "begun and not ended"),
-            (lambda captures, graph: (captures.begin(graph), graph.capture(lambda: None)), "begun inside another"),
-            (lambda captures, graph: captures.begin(OtherGraph()), "OtherGraph cannot be captured among graphs that"),
+            (lambda captures, graph: captures.end(torch.ones(1)), "no capture is in progress"),
+            (lambda captures, graph: (captures.begin(graph), captures.begin(graph)), "began inside another"),
+            (lambda captures, graph: captures.begin(graph), "begun but not ended"),
+            (lambda captures, graph: (captures.begin(graph), graph.capture(lambda: None)), "began inside another"),
+            (lambda captures, graph: captures.begin(OtherGraph()), "cannot capture a OtherGraph in a block of"),
         ],
         ids=["end", "begin", "no end", "capture", "kind"],
     )
@@ -627,9 +627,7 @@ class TestBeginAndEnd:
                 with entered:
                     captures.end(made)
 
-        with pytest.raises(
-            CaptureError, match=f"the mode {mode.__name__} is .* where a capture ends, and must be _?Re"
-        ):
+        with pytest.raises(CaptureError, match=f"torch mode is {mode.__name__} where a capture ends, and must be _?Re"):
             ends_in_it()
         assert graph.capture(lambda: torch.ones(1) + 1).item() == 2
 

@@ -208,10 +208,10 @@ class TestCapture:
         x = torch.ones(8, device=backend.device.torch)
         graph = backend.graph()
         graph.capture(lambda: x + 1)
-        with pytest.raises(GraphError, match="captured already"):
+        with pytest.raises(GraphError, match="has a capture already"):
             graph.capture(lambda: x + 1)
         graph.reset()
-        with pytest.raises(GraphError, match="holds no capture"):
+        with pytest.raises(GraphError, match="without a capture"):
             graph.replay()
         output = graph.capture(lambda: x + 5)
         graph.replay()

@@ -128,7 +128,7 @@ def test_those_of_a_prefill_are_not(graph: CudaGraph, kernels: tuple[Kernel, Ker
 def test_one_name_for_two_tensors_is_refused(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
     with watched(graph):
         call([1])
-        with pytest.raises(CaptureError, match="two launches in one capture take different tensors as"):
+        with pytest.raises(CaptureError, match="two launches in one capture read different tensors as"):
             call([1])
 
 

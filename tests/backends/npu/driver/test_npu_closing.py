@@ -71,7 +71,7 @@ def test_a_backend_closes_its_runners_and_graphs(npu: Opened, trained: Path) -> 
         assert emulator.live_handles()["graph"] == graphs + 3
     assert emulator.live_handles()["graph"] == graphs
     assert (backend.streams_in_graphs, runner.closed) == (0, True)
-    with pytest.raises(ClosedError, match="replay was asked of a graph that is closed"):
+    with pytest.raises(ClosedError, match="replay was called on a closed graph"):
         graph.replay()
 
 
