@@ -32,8 +32,8 @@ SUITE = Bounds(token=4.0)
 MANY_TOKENS = Bounds(token=2.0, mean=1.05)
 """Bounds for thousands of tokens."""
 TIE_RATIO = 6.0
-"""Maximum margin of a tie, relative to the larger of the token's rounding error and the mean (:class:`ReferenceLogits`).
-Rounding moves both logits, so this is three standard deviations of the margin."""
+"""Maximum margin of a tie, relative to the larger of the token's rounding error and the mean
+(:class:`ReferenceLogits`). Rounding moves both logits, so this is three standard deviations of the margin."""
 DRIFT_RATIO = 4.0
 """Maximum drift of a correct run, relative to the disturbed run's. Measured drift between correct backends was up to
 1.3 times on int8 weights, and 0.7 times otherwise."""

@@ -12,8 +12,8 @@ share. Other integers, shapes and dtypes must be equal. For a chain of calls, th
 **Measured, for a run of a model** (:mod:`hal.ops.rounding`). A run rounds too often for a declaration. The effect
 depends on the model, its weights, the dtype and the text, so it is measured on the same ones:
 
-- ``ReferenceLogits``, if the reference can also run in a wider dtype: the distance between its two runs. A correct run has
-  about the same distance from the wider run. :mod:`hal.testing` and the tests of the NPU use it.
+- ``ReferenceLogits``, if the reference can also run in a wider dtype: the distance between its two runs. A correct run
+  has about the same distance from the wider run. :mod:`hal.testing` and the tests of the NPU use it.
 - ``Disturbance``, if it cannot, because the reference is any backend, with prepared weights: the drift between a run
   and the same run with every result perturbed by about one rounding. :mod:`hal.compare` uses it.
 
