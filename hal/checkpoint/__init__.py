@@ -1,1 +1,1 @@
-"""From safetensors to a model: files, bindings of weights to their tensors, checks, and the registry of models."""
+"""Checkpoints: safetensors files, weight bindings, validation, and the registry of models."""

@@ -1,6 +1,6 @@
-"""A checkpoint on disk, in the layout of Hugging Face: config.json, safetensors files, tokenizer.json.
+"""A checkpoint in the layout of Hugging Face: config.json, safetensors files, tokenizer.json.
 
-Only safetensors are read. Nothing is unpickled, and no code from a checkpoint runs.
+hal reads weights from safetensors only. It unpickles nothing, and runs no code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hal.quantization.read_quantization import KEYS, read_quantization
 
 @attrs.frozen
 class Checkpoint:
-    """An opened checkpoint: everything but the weights' values has been read and checked.
+    """An opened checkpoint. Everything except the values of the weights has been read and validated.
 
     Attributes:
-        path: its folder.
-        config: config.json.
-        tensors: what the safetensors files hold, by name.
+        path: the folder.
+        config: the content of config.json.
+        tensors: the tensors of the safetensors files, by name.
     """
 
     path: Path
@@ -51,9 +51,9 @@ class Checkpoint:
         """Open the folder ``path``.
 
         Raises:
-            CheckpointError: there is no such folder, it is no checkpoint, or a file in it is damaged or unsafe.
+            CheckpointError: the folder does not exist or is no checkpoint, or a file in it is damaged or unsafe.
         """
-        # os.path answers for any text; pathlib raises for a path that is too long, and for an unknown user's home.
+        # os.path accepts any string. pathlib raises for a path that is too long, and for an unknown user's home.
         folder = Path(os.path.expanduser(path))
         if not os.path.isdir(folder):
             found = "a file" if os.path.exists(folder) else "nothing"
@@ -65,28 +65,28 @@ class Checkpoint:
                 if name in tensors:
                     raise CheckpointError(
                         f"{file.name} and {tensors[name].file.name} both hold {name}",
-                        "remove the file that is not meant",
+                        "remove the obsolete file",
                     )
                 tensors[name] = info
         return cls(folder, config, tensors)
 
     @property
     def architecture(self) -> str:
-        """The architecture that config.json names."""
+        """The architecture in config.json."""
         architectures = self.config.get("architectures")
         if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
             raise CheckpointError(
                 f"{self.path / 'config.json'} names no architecture",
-                'add "architectures": ["..."] as its author meant it',
+                'add "architectures": ["..."] with the name of its model class',
             )
         return architectures[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in: by config.json, or else what most bytes of floating-point tensors are held in.
+        """The dtype in config.json, or else the dtype of most bytes of floating-point tensors.
 
         Raises:
-            CheckpointError: config.json names none that there is, or one of integers.
+            CheckpointError: config.json names an unknown dtype, or one of integers.
         """
         for key in ("dtype", "torch_dtype"):
             if (named := self.config.get(key)) is not None:
@@ -95,7 +95,7 @@ class Checkpoint:
                     return dtype
                 raise CheckpointError(
                     f"{self.path / 'config.json'} says {key} {named!r:.60}, which is no floating-point dtype",
-                    "write float32, bfloat16 or float16; or choose one yourself (dtype in the config, --dtype)",
+                    "write float32, bfloat16 or float16; or set dtype in the config, or --dtype",
                 )
         sizes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
@@ -105,29 +105,29 @@ class Checkpoint:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the weights are quantised, by config.json or a description beside it; None if they are not.
+        """The quantisation of the weights, from config.json or a file beside it; None if they are unquantised.
 
         Raises:
-            ConfigError: it is a way that hal does not read.
-            CheckpointError: the description is damaged.
+            ConfigError: hal does not support it.
+            CheckpointError: the file is damaged.
         """
         return read_quantization(self.path, self.config)
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """config.json as a model reads it: without what it says about quantisation, which is the loader's."""
+        """The content of config.json without the quantisation keys, which only the loader reads."""
         return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end a text, by generation_config.json, or else by config.json.
+        """The tokens that end a text, from generation_config.json, or else from config.json.
 
         Raises:
-            CheckpointError: the file is damaged, or says something else of them.
+            CheckpointError: the file is damaged, or the value is not a token id or a list of them.
         """
         file = self.path / "generation_config.json"
         ids = read_json(file).get("eos_token_id") if is_there(file) else None
-        if ids is None:  # left out, or null
+        if ids is None:  # The key is missing, or null.
             ids = self.config.get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(type(each) is int for each in listed):
@@ -137,10 +137,10 @@ class Checkpoint:
         return frozenset(listed)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of tokenizer.json.
+        """Return the tokenizer of tokenizer.json.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: the file is missing or damaged.
         """
         file = self.path / "tokenizer.json"
         if not is_there(file):
@@ -148,25 +148,25 @@ class Checkpoint:
         regular_file(file)
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises plain Exception
+        except Exception as error:  # The package tokenizers raises plain Exception.
             raise CheckpointError(f"{file} is not a tokenizer: {error}", AGAIN) from None
-        # Some are saved with the settings of their training; a prompt is neither cut short nor filled up.
+        # Some files hold settings of the training. A prompt must be neither truncated nor padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
 
     def equal(self, first: str, second: str) -> bool:
-        """Whether two tensors of one shape hold the same values, in the dtype of the second."""
+        """Return whether two tensors of one shape hold the same values, in the dtype of the second."""
         return all(
             torch.equal(ours.to(theirs.dtype), theirs)
             for ours, theirs in zip(*(read_rows(name, self.tensors[name]) for name in (first, second)), strict=True)
         )
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The values of ``names``, file by file, as CPU tensors mapped from disk: copy each before taking the next.
+        """Yield the values of ``names``, file by file, as CPU tensors mapped from disk: copy each before the next.
 
         Raises:
-            CheckpointError: it has no tensor of a name.
+            CheckpointError: the checkpoint has no tensor of a name.
         """
         names = list(names)
         self._check_names(names)
@@ -176,7 +176,7 @@ class Checkpoint:
         """Read slices, file by file; see :func:`hal.checkpoint.safetensors_files.read_slices`.
 
         Raises:
-            CheckpointError: it has no tensor of a name.
+            CheckpointError: the checkpoint has no tensor of a name.
         """
         self._check_names(each.name for each in wanted)
         return read_slices(wanted, self.tensors)

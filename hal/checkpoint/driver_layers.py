@@ -1,4 +1,4 @@
-"""Layers of a driver's own, which a model gets where it has those of ``hal.nn``."""
+"""Replacement of ``hal.nn`` layers in a model by a driver's subclasses."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ log = logging.getLogger("hal.checkpoint")
 
 
 def put_layers(model: CausalLM, backend: Backend) -> bool:
-    """Put the backend's layers into a model without values; whether there was a place for any.
+    """Replace the layers of a model without values by the backend's. Return whether any was replaced.
 
-    The inner ones are first, so that what takes an outer one's place finds them in it.
+    Inner layers are replaced first, so that the replacement of an outer layer contains them.
 
     Raises:
-        DriverIncompatible: a layer is of no subclass of the one that it replaces, or has other tensors.
+        DriverIncompatible: a replacement is no subclass of the layer, or has other tensors.
     """
     made: dict[nn.Module, nn.Module] = {}
     counts: Counter[str] = Counter()
     with torch.device("meta"):
         for path, layer in reversed(list(model.named_modules(remove_duplicate=False))):
-            make = backend.layers.get(type(layer))  # a subclass computes something of its own, and stays
+            make = backend.layers.get(type(layer))  # A subclass computes something else, and stays.
             if make is None:
                 continue
             if layer not in made:
@@ -43,7 +43,7 @@ def put_layers(model: CausalLM, backend: Backend) -> bool:
 
 
 def replaced(model: nn.Module, plain: nn.Module) -> Iterator[tuple[type, type]]:
-    """For each layer of ``model`` that stands in another's place: that one's type in ``plain``, and its own."""
+    """Yield, for each replaced layer of ``model``, its type in ``plain`` and its type in ``model``."""
     layers = dict(model.named_modules())
     for path, layer in plain.named_modules():
         if path in layers and type(layers[path]) is not type(layer):
@@ -51,17 +51,17 @@ def replaced(model: nn.Module, plain: nn.Module) -> Iterator[tuple[type, type]]:
 
 
 def _made(layer: nn.Module, make: LayerMaker, driver: str) -> nn.Module:
-    wanted = _tensors(layer)  # before it may be taken apart
+    wanted = _tensors(layer)  # The driver may take the layer apart.
     new, name = make(layer), type(layer).__name__
     if not isinstance(new, type(layer)):
         raise DriverIncompatible(
             f"the driver {driver} replaces {name} by {type(new).__name__}, which is no subclass of it",
-            "derive it from the layer that it replaces, so that models can call it alike",
+            f"derive it from {name}, so that models can call it alike",
         )
     if wrong := sorted(wanted.items() ^ _tensors(new).items()):
         raise DriverIncompatible(
             f"the driver {driver} replaces {name} by a {type(new).__name__} with other parameters: {wrong[0][0]}",
-            f"give it those of {name}, by name, shape and dtype: a checkpoint fills them",
+            f"give it the parameters of {name}, by name, shape and dtype: a checkpoint fills them",
         )
     return new
 

@@ -1,4 +1,4 @@
-"""Making a model from a checkpoint: names and shapes are checked first, then each tensor goes straight to its place."""
+"""Loading of a model from a checkpoint: names and shapes are validated first, then each tensor is read in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hal.nn import Attention, CausalLM, WeightUse
 log = logging.getLogger("hal.checkpoint")
 
 Progress = Callable[[int, int], None]
-"""Told the bytes loaded so far, and the bytes in all."""
+"""A callback that receives the bytes loaded so far and the bytes in total."""
 
 
 def load_model(
@@ -36,20 +36,20 @@ def load_model(
 ) -> CausalLM:
     """Load a checkpoint onto a backend's device.
 
-    Layers that a checkpoint holds quantised stay so: their schemes' layers take the places of the linear ones.
-    Where the backend has layers of its own (``Backend.layers``), the model gets those, and runs on that backend only.
+    Quantised layers stay quantised: the layers of their schemes replace the linear ones. If the backend replaces layers
+    (``Backend.layers``), the model contains the replacements, and runs on that backend only.
 
     Args:
         path: the checkpoint's folder.
-        backend: its config's ``dtype`` decides what the weights are held in, and computed with.
-        model_class: the model to build; None takes the one registered for the checkpoint's architecture.
-        progress: called as weights arrive.
+        backend: the ``dtype`` of its config is the dtype of weights and computation.
+        model_class: the model class; None selects the one registered for the checkpoint's architecture.
+        progress: called as weights are loaded.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
-        ConfigError: its config, or the dtype, is not one that the model or the backend can do.
-        ModelError: the model's class cannot be imported, or is none, or makes no whole model.
-        DriverIncompatible: a layer of the backend's own does not fit the place of the one that it replaces.
+        ConfigError: the model or the backend does not support its config or the dtype.
+        ModelError: the model class cannot be imported, is not a CausalLM, or builds an incomplete model.
+        DriverIncompatible: a layer of the backend does not fit the layer that it replaces.
         ClosedError: the backend is closed.
     """
     backend.uses.check_open()
@@ -62,8 +62,8 @@ def load_model(
     used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
     if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
         raise ConfigError(
-            f"the backend {backend.name} has no attention for head_dim {others[0]}",
-            f"it takes {', '.join(map(str, dims))}; choose another backend",
+            f"the backend {backend.name} has no attention kernel for head_dim {others[0]}",
+            f"it supports {', '.join(map(str, dims))}; choose another backend",
         )
     bindings = bindings_of(model)
     check_fit(checkpoint, model, bindings, quantized)
@@ -72,18 +72,18 @@ def load_model(
     if _prepare_tied(model, bindings, backend, dtype) or prepared or own_layers:
         model.prepared_by = backend.name
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
-        raise CheckpointError(f"{type(model).__name__} keeps {', '.join(left)}, which no checkpoint fills", "make it a "
-                              "parameter, or compute it in forward")  # fmt: skip
+        raise CheckpointError(f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills", "make "
+                              "it a parameter, or compute it in forward")  # fmt: skip
     return model.eval()
 
 
 def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = None) -> CausalLM:
-    """The checkpoint's model on the meta device: without values, its quantised layers in place.
+    """Return the checkpoint's model on the meta device, without values and with its quantised layers.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
-        ConfigError: its config is not one that the model can do.
-        ModelError: the model's class cannot be imported, or is none.
+        ConfigError: the model does not support its config.
+        ModelError: the model class cannot be imported, or is not a CausalLM.
     """
     model, quantized = _build(checkpoint, model_class)
     check_fit(checkpoint, model, bindings_of(model), quantized)
@@ -92,10 +92,10 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
 
 def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, QuantizedLayers]:
     layers = checkpoint.config.get("num_hidden_layers")
-    if type(layers) is int and layers > len(checkpoint.tensors):  # before so many are built
+    if type(layers) is int and layers > len(checkpoint.tensors):  # Checked before that many layers are built.
         raise CheckpointError(
-            f"config.json in {checkpoint.path} says num_hidden_layers {layers}, and there are "
-            f"{len(checkpoint.tensors)} tensors for them",
+            f"config.json in {checkpoint.path} has num_hidden_layers {layers}, and the checkpoint has only "
+            f"{len(checkpoint.tensors)} tensors",
             "check that config.json and the weights belong together",
         )
     if model_class is None:
@@ -105,7 +105,7 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that the modules hold, plain attributes too, which torch knows nothing of."""
+    """Yield all tensors of the modules, plain attributes included, which torch does not list."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for path, module in model.named_modules():
@@ -122,7 +122,7 @@ def _fill(
     backend: Backend,
     progress: Progress | None,
 ) -> bool:
-    """Whether the backend changed the form of any weight."""
+    """Read all weights. Return whether the backend changed the format of any."""
     filling = [_Filling(binding, dtype, backend) for binding in bindings if binding.weight.sources]
     pieces = [(each, piece) for each in filling for piece in each.pieces]
     beside = sorted(quantized.names() & set(checkpoint.tensors))
@@ -149,7 +149,7 @@ def _nbytes(each: TensorSlice, checkpoint: Checkpoint) -> int:
 
 
 class _Filling:
-    """A tensor of a layer while its pieces arrive."""
+    """A tensor of a layer that is filled piece by piece."""
 
     def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend) -> None:
         self.pieces = binding.pieces()
@@ -160,7 +160,7 @@ class _Filling:
         self._tensor: Tensor | None = None
 
     def put(self, piece: Piece, start: int, values: Tensor, buffers: dict[torch.dtype, WeightBuffers]) -> bool:
-        """Take some rows of a piece; whether the tensor is complete with them, and the backend changed its form."""
+        """Copy rows of a piece. Return whether this completes the tensor and the backend changes its format."""
         consumer = self._binding.weight.consumer
         if self._tensor is None:
             shape, device = self._binding.tensor.shape, self._backend.device.torch
@@ -194,7 +194,7 @@ def _buffers(buffers: dict[torch.dtype, WeightBuffers], dtype: torch.dtype, back
 
 
 def _prepare_tied(model: CausalLM, bindings: Sequence[Binding], backend: Backend, dtype: torch.dtype) -> bool:
-    """Prepare what the model ties for its second use, beside it; whether the backend changed the form of any."""
+    """Prepare tied weights for their second use, as copies. Return whether the backend changed the format of any."""
     changed, tied = False, set(model.tied.values())
     for binding in bindings:
         use = binding.weight.tied_use

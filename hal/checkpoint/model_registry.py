@@ -1,4 +1,4 @@
-"""Model classes: the registered one of an architecture, which may be another package's."""
+"""The registry of model classes by architecture. Any package can register one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ GROUP = "hal.models"
 
 
 def check_model_class(found: Any, name: str) -> type[CausalLM]:
-    """Return ``found``, what ``name`` says, if it is the class of a model.
+    """Return ``found``, the value of ``name``, if it is a model class.
 
     Raises:
-        ModelError: it is not.
+        ModelError: it is not a subclass of CausalLM.
     """
     if isinstance(found, type) and issubclass(found, CausalLM):
         return found
     raise ModelError(
         f"{name} is {found!r:.100}, not a class derived from hal.nn.CausalLM",
-        "give the class of the model itself, not of its config or of a part of it",
+        "give the model class, not the class of its config or of one of its modules",
     )
 
 
@@ -37,21 +37,21 @@ MODELS: Plugins[type[CausalLM]] = Plugins(GROUP, "model", _check, error=ModelErr
 
 
 def find_model(architecture: str) -> type[CausalLM]:
-    """The model registered for an architecture's name; imports that one only.
+    """Return the model class registered for an architecture. Imports that one only.
 
     Raises:
-        CheckpointError: none is.
-        ModelError: it cannot be imported, or is no model, or several packages register one.
+        CheckpointError: no class is registered.
+        ModelError: it cannot be imported or is not a model class, or several packages register one.
     """
     return MODELS.load(architecture)
 
 
 def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> CausalLM:
-    """The model of a config.json on the meta device, without values.
+    """Return the model of a config.json on the meta device, without values.
 
     Raises:
-        ConfigError: the config is not one that the model can do.
-        ModelError: what its class makes is none, or lacks what the runtime asks of it.
+        ConfigError: the model does not support the config.
+        ModelError: the result is not a CausalLM, or lacks an attribute that the runtime needs.
     """
     name = model_class.__name__
     try:
@@ -59,13 +59,13 @@ def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> Causal
             model = model_class.from_config(config)
     except HalError:
         raise
-    except Exception as error:  # of others' code, or of torch's, which sizes can be too large for
+    except Exception as error:  # The model's code may raise anything, and torch raises for sizes that are too large.
         first = str(error).partition("\n")[0]
         raise ModelError(
-            f"{name} cannot be made: {type(error).__name__}: {first}", f"check config.json, and {name}.from_config"
+            f"{name} cannot be created: {type(error).__name__}: {first}", f"check config.json, and {name}.from_config"
         ) from error
     if not isinstance(model, CausalLM):
-        raise ModelError(f"{name}.from_config returned {model!r:.100}, no hal.nn.CausalLM", "return the model")
+        raise ModelError(f"{name}.from_config returned {model!r:.100}, not a hal.nn.CausalLM", "return the model")
     for attribute in ("vocab_size", "max_length"):
         value = getattr(model, attribute, None)
         if type(value) is not int or value < 1:
@@ -73,11 +73,11 @@ def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> Causal
     _check_states(name, getattr(model, "states", None))
     if not (isinstance(model.batch_type, type) and issubclass(model.batch_type, Batch)):
         raise ModelError(f"{name}.batch_type is {model.batch_type!r:.70}", "set it to hal.step.Batch or a subclass")
-    fields_of(model.batch_type)  # an undeclared field is refused here
+    fields_of(model.batch_type)  # Raises for an undeclared field.
     in_slots = any(state.per is SEQUENCE for layer in model.states for state in layer.values())
     if in_slots and not issubclass(model.batch_type, SlotBatch):
         raise ModelError(
-            f"{name} keeps a state for each sequence, and its batches have no slots",
+            f"{name} keeps a state per sequence, but its batch_type has no slots",
             f"set {name}.batch_type to hal.step.SlotBatch, or a subclass of it",
         )
     return model

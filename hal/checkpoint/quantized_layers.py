@@ -1,4 +1,4 @@
-"""Quantised layers of a model that is being loaded: put where linear ones stood, then finished by their schemes."""
+"""Quantised layers of a model during loading: they replace linear layers, and their schemes finish them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from hal.quantization.scheme import Scheme, TensorSpec
 
 
 def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """The layers that a quantised checkpoint quantises, unless it says otherwise: all but the output projection."""
+    """Yield the layers that a checkpoint quantises by default: all linear ones except the output projection."""
     for path, module in model.named_modules():
-        ours = type(module) in (Linear, MergedLinear)  # a subclass computes something of its own, and stays
+        ours = type(module) in (Linear, MergedLinear)  # A subclass computes something else, and stays.
         if isinstance(module, Linear) and ours and path.rpartition(".")[2] != model.output_projection:
             yield path, module
 
 
 def named_parts(path: str, layer: Linear) -> list[tuple[str, int]]:
-    """The checkpoint's layers that ``layer``, at ``path`` in the model, is assembled of: their names and rows."""
+    """Return the names and rows of the checkpoint's layers that make up ``layer``, at ``path`` in the model."""
     pieces = Binding(path, layer, "weight", layer.weights["weight"], layer.weight).pieces()
     return [(piece.source.rpartition(".")[0], piece.source_shape[0]) for piece in pieces]
 
 
 @attrs.frozen(eq=False)
 class _Part:
-    """A layer of the checkpoint, which is all or a part of one of the model's.
+    """A layer of the checkpoint, which is one of the model's layers or a part of one.
 
     Attributes:
-        values: of the tensors beside its weight, as they have been read.
-        statistics: of its weight's rows, likewise.
+        values: the tensors other than its weight that have been read.
+        statistics: the statistics of its weight's rows that have been read.
     """
 
     name: str
@@ -58,18 +58,18 @@ class _Layer:
 class QuantizedLayers:
     """The quantised layers of a model.
 
-    Making one puts them into the model, without values. :meth:`keep` and :meth:`observe` then take what lies beside
-    their weights in the checkpoint, and the weights' rows; the weights themselves are the loader's. :meth:`finish` has
-    the schemes compute from it what the layers need.
+    The constructor puts them into the model, without values. The loader fills the weights. :meth:`keep` receives the
+    other tensors of the layers, and :meth:`observe` the rows of the weights. From these, :meth:`finish` lets the
+    schemes compute the remaining tensors.
 
     Args:
-        model: without values. Its linear layers are replaced.
-        checkpoint: says which ones.
+        model: without values. Its quantised linear layers are replaced.
+        checkpoint: describes which layers are quantised.
 
     Raises:
-        CheckpointError: the checkpoint does not say how a layer is quantised, or quantises the parts of one that hal
-            computes as a whole differently.
-        ConfigError: it says something that hal does not read.
+        CheckpointError: the checkpoint does not say how a layer is quantised, or quantises the parts of a merged layer
+            differently.
+        ConfigError: hal does not support its quantisation.
     """
 
     def __init__(self, model: CausalLM, checkpoint: Checkpoint) -> None:
@@ -81,7 +81,7 @@ class QuantizedLayers:
             return
         self._format = quantization.format
         layers = list(linear_layers(model))
-        # The output projection is in int8 where the checkpoint holds it so, and otherwise not asked about.
+        # The output projection is quantised only if the checkpoint holds it in int8.
         name = model.output_projection
         head, output = checkpoint.tensors.get(f"{name}.weight"), getattr(model, name, None)
         if head is not None and not head.is_floating_point and isinstance(output, Linear):
@@ -95,8 +95,8 @@ class QuantizedLayers:
         if len({each and each.name for each in schemes.values()}) > 1:
             found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
             raise CheckpointError(
-                f"layers that are computed as one are quantised differently: {found}",
-                "quantise all of them alike, or none",
+                f"layers that are merged into one are quantised differently: {found}",
+                "quantise all of them in the same way, or none",
             )
         scheme = schemes[names[0][0]]
         if scheme is None:
@@ -110,7 +110,7 @@ class QuantizedLayers:
         self._parts |= {part.name: part for part in parts}
 
     def problems(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
-        """What is wrong with the tensors beside the weights."""
+        """Return the problems of the tensors other than the weights."""
         found = []
         for part in self._parts.values():
             for suffix, spec in part.specs.items():
@@ -122,16 +122,16 @@ class QuantizedLayers:
         return found
 
     def names(self) -> set[str]:
-        """The tensors beside the weights that the checkpoint may hold."""
+        """Return the names of the tensors other than the weights that the checkpoint may hold."""
         return {f"{part.name}.{suffix}" for part in self._parts.values() for suffix in part.specs}
 
     def keep(self, name: str, values: Tensor) -> None:
-        """Take one of the tensors of :meth:`names`, whole."""
+        """Receive one of the tensors of :meth:`names`, whole."""
         layer, _, suffix = name.rpartition(".")
-        self._parts[layer].values[suffix] = values.clone()  # it is mapped from a file
+        self._parts[layer].values[suffix] = values.clone()  # The values are mapped from a file.
 
     def observe(self, name: str, rows: Tensor) -> None:
-        """Take some rows of a tensor of any name, in order; those of a quantised weight are of interest."""
+        """Receive rows of any tensor, in order. Only those of quantised weights are used."""
         layer, _, suffix = name.rpartition(".")
         if suffix == "weight" and (part := self._parts.get(layer)) is not None:
             statistics = part.scheme.row_statistics(rows)
@@ -139,17 +139,17 @@ class QuantizedLayers:
                 part.statistics.append(statistics)
 
     def finish(self, backend: Backend, dtype: torch.dtype) -> bool:
-        """Give the layers what their schemes compute, on the backend's device.
+        """Set the tensors that the schemes compute, on the backend's device.
 
         Args:
-            backend: brings them into the form that its kernels take.
-            dtype: what the model computes in.
+            backend: converts them to the format of its kernels.
+            dtype: the dtype of computation.
 
         Returns:
-            Whether the backend changed the form of any.
+            Whether the backend changed the format of any.
 
         Raises:
-            CheckpointError: a number is not one that it can be, or parts of one layer do not go together.
+            CheckpointError: a number is out of range, or the parts of a layer are inconsistent.
         """
         changed = False
         for layer in self._layers:
@@ -163,7 +163,7 @@ class QuantizedLayers:
             for name, value in layer.scheme.finish(layer.module, parts).items():
                 if name not in declared:
                     raise ModelError(
-                        f"the scheme {layer.scheme.name} gives {name}, which {type(layer.module).__name__} does not "
+                        f"the scheme {layer.scheme.name} computes {name}, which {type(layer.module).__name__} does not "
                         "declare",
                         "add it to the layer's weights, without sources",
                     )
@@ -177,7 +177,7 @@ class QuantizedLayers:
 def _set(
     module: nn.Module, name: str, value: Tensor | None, weight: Weight, backend: Backend, dtype: torch.dtype
 ) -> bool:
-    """Make a tensor of the scheme's the layer's; whether the backend changed its form."""
+    """Set a tensor of a layer. Return whether the backend changed its format."""
     if value is None:
         setattr(module, name, None)
         return False

@@ -1,7 +1,4 @@
-"""The safetensors of a checkpoint's folder, and their index.
-
-Only safetensors are read. Nothing is unpickled, and no code from a checkpoint runs.
-"""
+"""The safetensors files of a checkpoint's folder, and their index."""
 
 from __future__ import annotations
 
@@ -22,22 +19,22 @@ Item = TypeVar("Item")
 
 INDEX = "model.safetensors.index.json"
 REMAP_BYTES = 32 << 20
-"""A file is mapped anew after so many bytes, because pages that were read count as the process's memory until then."""
+"""A file is mapped again after this many bytes, because pages that were read count as process memory until then."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""What is read, by the names of safetensors. Of the 8 bits wide, only what a quantisation scheme binds."""
+"""The supported dtypes, by safetensors name. 8-bit ones are read only where a quantisation scheme binds them."""
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
-"""Numbers that mean themselves, without a scale, and can be rounded to another of these dtypes."""
+"""Dtypes of unscaled numbers, which can be rounded to one another."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @attrs.frozen
 class TensorInfo:
-    """Where a tensor is, and its shape. Its values are read later."""
+    """The file, shape and dtype of a tensor, whose values are read later."""
 
     file: Path
     shape: tuple[int, ...]
@@ -45,33 +42,33 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes on disk."""
+        """The size on disk."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether it holds floating-point numbers that mean themselves, as those of 8 bits do not."""
+        """Whether it holds unscaled floating-point numbers. 8-bit ones have a scale."""
         return self.dtype in FLOATS
 
 
 def _index(folder: Path) -> Path | None:
-    """The index of several files; ModelSlim names it after its own."""
+    """Return the index of a folder, or None. ModelSlim names the index after its weight files."""
     if is_there(folder / INDEX):
         return folder / INDEX
     found = sorted(folder.glob("*.safetensors.index.json"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} indices: {', '.join(file.name for file in found)}",
-            "remove those that are not meant",
+            f"{folder} holds {len(found)} index files: {', '.join(file.name for file in found)}",
+            "remove all but the current one",
         )
     return found[0] if found else None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights: those that the index names, or the only one.
+    """Return the safetensors files with the weights: those in the index, or the only one.
 
     Raises:
-        CheckpointError: there are none, one is missing, or it cannot be told which are meant.
+        CheckpointError: no file exists, one is missing, or several exist without an index.
     """
     index = _index(folder)
     if index is not None:
@@ -79,7 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map", AGAIN)
         names = sorted(set(weight_map.values()))
-        # A name with a path in it could point anywhere on the machine.
+        # A name that contains a path could point anywhere on the machine.
         if outside := [name for name in names if not (is_plain_name(name) and name.endswith(".safetensors"))]:
             raise CheckpointError(
                 f"{index.name} names {shown(outside[0])}, which is no safetensors file of the folder", AGAIN
@@ -100,10 +97,10 @@ def weight_files(folder: Path) -> list[Path]:
     if pickles:
         raise CheckpointError(
             f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when loaded",
-            "convert it to safetensors on a machine that you can lose",
+            "convert it to safetensors on an isolated machine",
         )
     raise CheckpointError(
-        f"{folder} is no checkpoint: it has no safetensors file", "give the folder that holds the weights"
+        f"{folder} is no checkpoint: it has no safetensors file", "give the folder that contains the weights"
     )
 
 
@@ -116,23 +113,24 @@ def _opened(file: Path) -> Any:
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """What a safetensors file holds, by name.
+    """Yield the names and infos of a safetensors file's tensors.
 
     Raises:
-        CheckpointError: it is damaged, or holds a dtype that is not read.
+        CheckpointError: the file is damaged, or holds an unsupported dtype.
     """
     with _opened(file) as handle:
         for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             part = handle.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise CheckpointError(
-                    f"{name} in {file} is {part.get_dtype()}", f"use a checkpoint in one of {', '.join(DTYPES)}"
+                    f"{name} in {file} has the dtype {part.get_dtype()}, which hal does not read",
+                    f"use a checkpoint in one of {', '.join(DTYPES)}",
                 )
             yield name, TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
 
 
 def read_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """Read whole tensors, file by file, as CPU tensors mapped from disk: copy each before taking the next."""
+    """Yield whole tensors, file by file, as CPU tensors mapped from disk: copy each before the next."""
     by_file: dict[Path, list[tuple[str, int]]] = {}
     for name, info in tensors.items():
         by_file.setdefault(info.file, []).append((name, info.nbytes))
@@ -145,22 +143,22 @@ def read_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tenso
 
 @attrs.frozen
 class TensorSlice:
-    """A part of a tensor: of each of its dimensions, from where to where."""
+    """A part of a tensor: an interval of each dimension."""
 
     name: str
     taken: tuple[tuple[int, int], ...]
 
 
 def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[int, int, Tensor]]:
-    """Read slices file by file, and large ones some rows after others. Nothing else of a file is read.
+    """Yield slices file by file, large ones in several ranges of rows. Reads nothing else of a file.
 
     Args:
         wanted: the slices.
-        tensors: where their tensors are.
+        tensors: the infos of their tensors.
 
     Yields:
-        The place of a slice in ``wanted``, the first of its rows that follow, and these rows: a CPU tensor mapped from
-        disk, which must be copied before the next is taken.
+        The index of a slice in ``wanted``, the first row of the range, and the rows: a CPU tensor mapped from disk,
+        which must be copied before the next is taken.
     """
     by_file: dict[Path, list[tuple[tuple[int, int, int], int]]] = {}
     for place, each in enumerate(wanted):
@@ -176,7 +174,7 @@ def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]
 
 
 def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
-    """The tensor ``name``, some of its rows after others: as many for all tensors of one shape."""
+    """Yield ranges of rows of the tensor ``name``. Tensors of one shape have the same ranges."""
     if not info.shape:
         with _opened(info.file) as handle:
             yield handle.get_tensor(name)
@@ -188,7 +186,7 @@ def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
 
 
 def _row_bytes(info: TensorInfo) -> int:
-    """Of a row on disk, whole: its pages are mapped even where a part of it is read."""
+    """Return the bytes of a whole row on disk, whose pages are mapped even if only part of it is read."""
     return math.prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
 
 
@@ -210,7 +208,7 @@ def _values(handle: Any, wanted: TensorSlice, info: TensorInfo, start: int, stop
 
 
 def _grouped(sized: Iterable[tuple[Item, int]]) -> Iterator[list[Item]]:
-    """Items in groups, each of which ends as soon as its bytes are enough to map the file anew."""
+    """Yield items in groups. A group ends as soon as its bytes are enough to map the file again."""
     group: list[Item] = []
     size = 0
     for item, nbytes in sized:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint and a model belong together."""
+"""Validation of a checkpoint against a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hal.nn import CausalLM
 
 
 def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Binding], quantized: QuantizedLayers) -> None:
-    """Raise CheckpointError unless the checkpoint's tensors are those of the model, in shape and kind.
+    """Raise CheckpointError unless the checkpoint's tensors have the names, shapes and dtypes of the model's.
 
     Raises:
-        ModelError: what the model says of tied tensors names none of its own.
+        ModelError: ``tied`` names a tensor that the model does not have.
     """
     bound = {piece.source: (piece, binding) for binding in bindings for piece in binding.pieces()}
     if wrong := [source for source in model.tied.values() if source not in bound]:
         raise ModelError(
-            f"{type(model).__name__}.tied names {wrong[0]!r} as what is repeated, and the model has no such parameter",
+            f"{type(model).__name__}.tied has the source {wrong[0]!r}, which is no parameter of the model",
             nearest(wrong[0], bound),
         )
     tensors = checkpoint.tensors
@@ -36,9 +36,9 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
     problems += quantized.problems(tensors)
     known = {*bound, *model.tied, *quantized.names()}
     extra = [name for name in tensors if name not in known]
-    problems += [f"{name} is not the model's" for name in extra if not name.endswith(model.ignored)]
+    problems += [f"{name} is not in the model" for name in extra if not name.endswith(model.ignored)]
     problems += [
-        f"{name} repeats {source}, yet their shapes differ"
+        f"{name} is tied to {source}, but their shapes differ"
         for name, source in model.tied.items()
         if name in tensors and tensors[name].shape != bound[source][0].source_shape
     ]
@@ -49,17 +49,17 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
         raise CheckpointError(
             f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}",
             "check that config.json and the weights belong together"
-            + (f"; nothing in the folder says how its {undescribed} weights are quantised" if undescribed else ""),
+            + (f"; no file describes how the {undescribed} weights are quantised" if undescribed else ""),
         )
 
 
 def check_tied(checkpoint: Checkpoint, model: CausalLM) -> None:
-    """Raise CheckpointError if a tensor that is said to repeat another one holds other values, and would be ignored."""
+    """Raise CheckpointError if a tied tensor differs from its source: its values would be ignored."""
     for name, source in model.tied.items():
         if name in checkpoint.tensors and not checkpoint.equal(name, source):
             raise CheckpointError(
-                f"{name} in {checkpoint.path} does not repeat {source}, as config.json says of it",
-                "set tie_word_embeddings to false in config.json if it is meant, or remove the tensor",
+                f"{name} in {checkpoint.path} differs from {source}, although config.json ties them",
+                "set tie_word_embeddings to false in config.json, or remove the tensor",
             )
 
 
@@ -68,7 +68,7 @@ def _problems(info: TensorInfo, piece: Piece, binding: Binding) -> Iterator[str]
         yield f"{piece.source} is {list(info.shape)}, not {list(piece.source_shape)}"
     if rounds(held := binding.held):
         if not info.is_floating_point:
-            yield f"{piece.source} is {info.dtype}, and a floating-point number was expected"
+            yield f"{piece.source} is {info.dtype}, expected a floating-point dtype"
     elif DTYPES[info.dtype] != held:
         wanted = str(held).removeprefix("torch.")
-        yield f"{piece.source} is {info.dtype}, and {wanted} was expected"
+        yield f"{piece.source} is {info.dtype}, expected {wanted}"

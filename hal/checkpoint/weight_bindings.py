@@ -1,4 +1,4 @@
-"""Which slices of a checkpoint's tensors go where in a model, as its layers declare it."""
+"""Bindings of a checkpoint's tensor slices to a model's tensors, as declared by its layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Piece:
     """A slice of a checkpoint's tensor, and the part of a layer's tensor that it fills.
 
     Attributes:
-        source: the checkpoint's name.
-        source_shape: of the whole tensor in the checkpoint.
-        taken: by its dimensions, the slice.
-        target: by dimensions of the layer's tensor, the part.
-        order: of the target's dimensions, in order, which one of the source it is; None for one that is stacked.
+        source: the tensor's name in the checkpoint.
+        source_shape: the shape of the whole tensor in the checkpoint.
+        taken: the slice, by dimensions of the source.
+        target: the part, by dimensions of the layer's tensor.
+        order: the source dimension of each target dimension; None for a stacked dimension.
     """
 
     source: str
@@ -35,16 +35,16 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the slice."""
+        """The number of elements of the slice."""
         return torch.Size(stop - start for start, stop in self.taken).numel()
 
     def put(self, tensor: Tensor, start: int, values: Tensor) -> None:
-        """Copy some rows of the slice into the layer's tensor.
+        """Copy rows of the slice into the layer's tensor.
 
         Args:
-            tensor: the layer's.
-            start: the first of the rows, counted from where the slice begins.
-            values: the slice from there on, as far as it has been read.
+            tensor: the layer's tensor.
+            start: the first row, relative to the slice.
+            values: the rows.
         """
         where: list[int | slice] = []
         for (first, stop), dim in zip(self.target, self.order, strict=True):
@@ -58,20 +58,20 @@ class Piece:
 
 
 def rounds(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype hold numbers that mean themselves, and are rounded to another; 8 bits have a scale."""
+    """Return whether a dtype holds unscaled numbers, which are rounded to another dtype. 8-bit numbers have a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @attrs.frozen(eq=False)
 class Binding:
-    """A parameter or buffer of a layer in a model, and how it is made.
+    """A parameter or buffer of a layer, and its declaration.
 
     Attributes:
-        path: of the layer in the model.
+        path: the layer's path in the model.
         module: the layer.
-        name: of the tensor in it.
+        name: the tensor's name in the layer.
         weight: the declaration.
-        tensor: as the model was built, on the meta device.
+        tensor: the tensor as built, on the meta device.
     """
 
     path: str
@@ -86,33 +86,34 @@ class Binding:
         return f"{self.path}.{self.name}".lstrip(".")
 
     def dtype(self, computing: torch.dtype) -> torch.dtype:
-        """Return what it is held in, in a model that computes in ``computing``."""
+        """Return the dtype of the loaded tensor, in a model that computes in ``computing``."""
         return computing if self.weight.dtype is None and rounds(self.tensor.dtype) else self.held
 
     @property
     def held(self) -> torch.dtype:
-        """What it is held in; of a tensor that goes by what the model computes in, any dtype that rounds to that."""
+        """The declared dtype. A tensor in the dtype of computation may have any dtype that rounds to it."""
         return self.weight.dtype or self.tensor.dtype
 
     def pieces(self, rank: int = 0, ranks: int = 1) -> tuple[Piece, ...]:
-        """Return what one of several ranks reads, and where in its own tensor that goes.
+        """Return the pieces that one of several ranks reads.
 
         Args:
-            rank: which one.
-            ranks: how many share the tensor along the axis ``shard``; without one, each has it whole. Of each
-                concatenated part a rank gets its share, so that parts stay where a layer looks for them.
+            rank: the rank.
+            ranks: the number of ranks that share the tensor along the axis ``shard``. Without ``shard``, each rank
+                reads the whole tensor. A rank gets its share of each concatenated part, so that the parts keep their
+                order.
 
         Raises:
             ModelError: the declaration does not fit the tensor.
-            ConfigError: the ranks cannot share it equally.
+            ConfigError: the ranks cannot share the tensor equally.
         """
         weight, axes = self.weight, tuple(self.weight.axes.split())
-        if not weight.sources:  # a scheme gives it
+        if not weight.sources:  # A quantisation scheme computes it.
             return ()
         if len(axes) != self.tensor.dim():
             raise ModelError(
                 f"{self.full_name} is declared with the axes {weight.axes!r} and has the shape {[*self.tensor.shape]}",
-                "name each dimension",
+                "declare one axis per dimension",
             )
         sizes = dict(zip(axes, self.tensor.shape, strict=True))
         try:
@@ -121,8 +122,8 @@ class Binding:
             raise ModelError(f"{self.full_name}: {error.problem}", error.remedy) from None
         if len(regions) != len(weight.sources):
             raise ModelError(
-                f"{self.full_name} is assembled of {len(regions)} tensors, and {len(weight.sources)} sources are named",
-                "name one for each, in order",
+                f"{self.full_name} is assembled from {len(regions)} tensors, but has {len(weight.sources)} sources",
+                "declare one source per tensor, in order",
             )
         kept = self._kept(sizes, rank, ranks)
         return tuple(
@@ -132,7 +133,7 @@ class Binding:
         )
 
     def _kept(self, sizes: Mapping[str, int], rank: int, ranks: int) -> list[tuple[Interval, int]]:
-        """Of the axis ``shard``, the intervals that a rank keeps, and where each begins in what it holds."""
+        """Return the intervals of the axis ``shard`` that a rank keeps, with their positions in the rank's tensor."""
         axis, kept, start, place = self.weight.shard, list[tuple[Interval, int]](), 0, 0
         if axis is None:
             return kept
@@ -152,7 +153,7 @@ def bindings_of(model: nn.Module) -> list[Binding]:
     """Return the bindings of all tensors that a checkpoint or a scheme fills, in the model's order.
 
     Raises:
-        ModelError: a declaration is none, or does not fit its layer.
+        ModelError: a declaration is invalid, or does not fit its layer.
     """
     found = []
     for path, module in model.named_modules():
@@ -162,13 +163,13 @@ def bindings_of(model: nn.Module) -> list[Binding]:
         named |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in declared}
         for name, tensor in named.items():
             binding = Binding(path, module, name, declared.get(name) or default_weight(name, tensor.shape), tensor)
-            binding.pieces()  # whether it fits is found before anything is read
+            binding.pieces()  # Validates the declaration before anything is read.
             for axis, size in zip(binding.weight.axes.split(), tensor.shape, strict=True):
                 if sizes.setdefault(axis, size) != size:
                     raise ModelError(
-                        f"the axis {axis} of {binding.full_name} has {size} elements, and elsewhere in its layer "
-                        f"{sizes[axis]}",
-                        "give different axes names of their own",
+                        f"the axis {axis} of {binding.full_name} has {size} elements, but {sizes[axis]} elsewhere in "
+                        "its layer",
+                        "give different axes different names",
                     )
             found.append(binding)
     return found
@@ -176,12 +177,12 @@ def bindings_of(model: nn.Module) -> list[Binding]:
 
 def _declared(path: str, module: nn.Module) -> Mapping[str, Weight]:
     declared: Any = getattr(module, "weights", None)
-    if declared is None or isinstance(declared, nn.Module | Tensor):  # a submodule or parameter of that name
+    if declared is None or isinstance(declared, nn.Module | Tensor):  # A submodule or parameter may have that name.
         return {}
     what = f"weights of {type(module).__name__} at {path!r}"
     if not isinstance(declared, Mapping) or not all(isinstance(each, Weight) for each in declared.values()):
         raise ModelError(f"{what} is {declared!r:.70}", "make it a mapping from names to hal.nn.Weight")
-    # A tensor that a layer was built without, such as a bias, may be declared all the same.
+    # A layer may declare a tensor that it was built without, such as a bias.
     held = {**module._parameters, **module._buffers}
     for name, weight in declared.items():
         if name not in held:
@@ -211,7 +212,7 @@ def _pieces(
         targets = []
         for (start, stop), place in kept:
             first, last = max(start, region.target[shard][0]), min(stop, region.target[shard][1])
-            if first < last or (start, stop) == region.target[shard]:  # the latter where there are no elements at all
+            if first < last or (start, stop) == region.target[shard]:  # The latter covers parts without elements.
                 targets.append(({**region.target, shard: (first, last)}, place - start))
     for target, shift in targets:
         taken = []

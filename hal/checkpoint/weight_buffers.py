@@ -1,4 +1,4 @@
-"""Memory that weights are assembled in, before a backend brings them into a form of its own."""
+"""Temporary memory for weights that a backend converts to another format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hal.drivers.backend import Backend
 
 
 class WeightBuffers:
-    """Where a weight is assembled for a backend that will bring it into another form.
+    """Allocates the tensors in which weights are assembled before a backend converts them.
 
-    One piece of memory serves one weight after the other. Giving each back to the heap would leave holes in it.
+    Successive weights reuse one buffer. Freeing each would fragment the heap.
     """
 
     LARGEST = 32 << 20
-    """Bytes. A larger weight gets memory of its own, which goes back to the system as a whole."""
+    """In bytes. A larger weight gets separate memory, which is returned to the system as a whole."""
 
     def __init__(self, dtype: torch.dtype, backend: Backend) -> None:
         self._empty = partial(torch.empty, dtype=dtype, device=backend.device.torch)
@@ -26,7 +26,7 @@ class WeightBuffers:
         self._taken: dict[int, Tensor] = {}
 
     def take(self, shape: torch.Size) -> Tensor:
-        """Memory for a weight of that shape."""
+        """Return memory for a weight of a shape."""
         if not self._prepares or shape.numel() * self._empty(0).element_size() > self.LARGEST:
             return self._empty(shape)
         memory, self._free = self._free, None
@@ -36,12 +36,12 @@ class WeightBuffers:
         return memory[: shape.numel()].view(shape)
 
     def replace(self, weight: Tensor, prepared: Tensor) -> Tensor:
-        """What stays: ``prepared``, in memory of its own if it is ``weight`` itself or a view of it."""
+        """Return the tensor to keep: ``prepared``, copied if it shares the memory of ``weight``."""
         memory = self._taken.pop(weight.data_ptr(), None)
         if memory is None:
             return prepared
         self._free = memory
-        # What is not strided, as oneDNN's packed weights are, has no storage, and is no view.
+        # A tensor that is not strided, such as oneDNN's packed weights, has no storage and is no view.
         shared = prepared.layout is torch.strided and (
             prepared.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         )

@@ -1,10 +1,9 @@
-"""Models as graphs, and what compiles them.
+"""Compilation of a model's step through FX graphs.
 
-- ``trace`` turns a model's step into one graph of operations.
-- ``normalise``, ``inplace`` and ``sizes`` spell it in one way; ``memory`` knows who reads and writes what.
-- ``rewrite`` says what takes the place of what; ``structure``, ``pattern``, ``forms``, ``match`` and ``place`` find
-  where, ``rewriting`` does it, ``passes`` puts it in order, ``report`` tells, ``proof`` and ``violations`` check a
-  rewrite.
-- ``clean`` and ``hoist`` leave out what need not be done, or not so often; ``lower`` makes a function of a graph,
-  ``split`` several. ``optimise`` is all of it in a row; ``inductor`` hands a graph to PyTorch's compiler.
+- ``trace`` turns a step into a graph of operations. ``fx`` brings the graph into a normal form and analyses aliases.
+- ``rewrite`` declares, finds, applies and checks rewrites. ``pass_manager`` runs them in order, and ``rewrite_report``
+  reports on them.
+- ``fx.clean`` removes redundant nodes. ``lower`` turns a graph into a function, ``split`` into several.
+- ``optimise`` runs all stages. ``inductor_backend`` compiles a graph with Inductor; ``dynamo_backend`` is the backend
+  ``hal`` of ``torch.compile``.
 """

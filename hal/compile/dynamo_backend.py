@@ -1,7 +1,7 @@
-"""``torch.compile(model, backend="hal")``: the graphs that Dynamo makes, through the active backend's passes.
+"""The ``torch.compile`` backend ``hal``, which applies the active backend's passes to the graphs of Dynamo.
 
-What Dynamo hands over is traced once more, as it stands: mutations stay where they are, so a cache is written in place.
-Then it is rewritten and lowered as a runner's steps are. Nothing is captured; that is for runners.
+A graph is traced again without functionalisation, so caches are written in place. It is then rewritten and lowered like
+a runner's step. Nothing is captured; only runners capture graphs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ OPTIONS = ("passes",)
 def backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The compiler that ``torch.compile`` knows as ``hal``.
+    """Compile a graph of Dynamo; ``torch.compile`` calls this for ``backend="hal"``.
 
     Args:
-        module: from Dynamo.
-        inputs: examples of its inputs; what Dynamo knows of them counts.
+        module: the graph.
+        inputs: example inputs. Unused, because the graph carries fake tensors.
         options: ``passes``, as in :class:`hal.CompilationConfig`.
 
     Returns:
-        The compiled function. It has the active backend's kernels in it, so it raises BackendNotActive when another one
-        is active.
+        The compiled function. It calls kernels of the active backend, and raises BackendNotActive if another one is
+        active.
 
     Raises:
         BackendNotActive: no backend is open.
         ConfigError: an option is unknown.
-        CompileError: a pass failed.
+        CompileError: a pass failed, or the graph has no tensors.
     """
     given = dict(options or {})
     for name in given:
@@ -51,19 +51,19 @@ def backend(
             raise ConfigError(f"the compiler hal has no option {name!r}", nearest(name, OPTIONS))
     active = active_backend()
     if active is None:
-        raise BackendNotActive("torch.compile was asked for hal, and no backend is open", "call hal.open() before")
+        raise BackendNotActive('torch.compile(backend="hal") needs an open backend', "call hal.open() before")
     fakes = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     mode = next((each.fake_mode for each in fakes if isinstance(each, FakeTensor)), None)
     if mode is None:
-        raise CompileError("Dynamo handed over a graph without tensors", "leave that function out of torch.compile")
+        raise CompileError("Dynamo passed a graph without tensors", "exclude that function from torch.compile")
     graph = make_graph(module, fakes, mode)
     manager = PassManager(graph, mode)
     for each in (*chosen_passes(active, given.get("passes", {})), *CLEANUPS):
         manager.add(each)
     report = manager.apply()
-    log.info("optimised a graph of Dynamo's:\n%s", report)
+    log.info("optimised a graph of Dynamo:\n%s", report)
     for warning in report.missed(wanted_rewrites(active, given.get("passes", {}))):
-        log.warning("a graph of Dynamo's: %s", warning)
+        log.warning("a graph of Dynamo: %s", warning)
     if hoist_preparations(graph.graph, active, mode):
         common_subexpressions(graph)
     lowered = lower(graph.graph)
@@ -72,8 +72,8 @@ def backend(
         if not active.active:
             active.uses.check_open()
             raise BackendNotActive(
-                f"this function was compiled for the backend {active.name}, and another one is active",
-                "call activate() of that backend before, or torch.compiler.reset() to compile anew",
+                f"this function was compiled for the backend {active.name}, but another one is active",
+                "call activate() of that backend before, or torch.compiler.reset() to compile again",
             )
         return lowered(*args)
 

@@ -1,4 +1,4 @@
-"""PyTorch's compiler, Inductor, on a traced step."""
+"""Compilation of a traced step with Inductor."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
     """Compile a step.
 
     Returns:
-        A function from the tensors of a batch, in the order of its fields, to logits.
+        A function from a batch's tensors, in the order of its fields, to logits.
 
     Raises:
-        CompileError: Inductor failed, for instance because there is no C++ compiler.
+        CompileError: Inductor failed, for instance without a C++ compiler.
     """
     try:
         with TRACING, torch.no_grad(), tracing(TracingContext(step.mode)), settings.patch(size_asserts=False):
             compiled: Any = compile_fx_inner(step.graph, step.fakes)
     except Exception as error:
         raise CompileError(
-            f"Inductor failed: {error}", 'install g++, or use the compiler "graph", which needs none'
+            f"Inductor failed: {error}", 'install g++, or use the compiler "graph", which needs no C++ compiler'
         ) from error
     fixed = step.fixed
 

@@ -1,9 +1,8 @@
-"""From a graph's nodes to a function: straight-line Python that calls kernels, with nothing of a dispatcher between.
+"""Lowering of a graph to a function: straight-line Python that calls kernels without the dispatcher.
 
-A node of an operation becomes the operation's function, which goes to the active backend's kernel; torch's own become
-methods of tensors, which cost a third of an overload's call; and slices that make up a tensor become one split. Weights
-and caches are looked up by name. What kernels do to their arguments first is written out before, and so done once for
-all calls that share them.
+An operation's node becomes a call of the operation's function, which calls the active backend's kernel. Overloads of
+ATen become tensor methods, which take a third of an overload's time. Slices that partition a tensor become one split.
+Weights and caches are attributes. The preparation of kernel arguments becomes separate nodes, so that calls share it.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ METHODS = frozenset({
     "neg", "permute", "pow", "reciprocal", "repeat", "rsqrt", "sigmoid", "sin", "squeeze", "sub", "sum", "t",
     "transpose", "unsqueeze",
 })  # fmt: skip
-"""Overloads of ATen that are called as methods of the same name, where they are given nothing by keyword."""
+"""Overloads of ATen that become methods of the same name if they have no keyword arguments."""
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
 def lower(graph: fx.Graph, fixed: Mapping[fx.Node, Tensor] | None = None) -> Callable[..., Any]:
-    """Make a function of a graph.
+    """Turn a graph into a function.
 
     Args:
-        graph: of overloads; changed in place.
-        fixed: placeholders that are the same tensor at every call, and that tensor. They are no arguments.
+        graph: a graph of overloads; changed in place.
+        fixed: placeholders that are the same tensor at every call, with the tensor. They become attributes.
 
     Returns:
-        A function of the other placeholders, in order, that gives what the graph's output says.
+        A function of the other placeholders, in order, that returns the graph's output.
     """
     root = SimpleNamespace()
     for node in graph.nodes:
-        if node.op == "get_attr":  # under the name of the node, which no other has
+        if node.op == "get_attr":  # A node's name is unique, its target need not be.
             setattr(root, node.name, operator.attrgetter(node.target)(graph.owning_module))
             node.target = node.name
     for node, tensor in (fixed or {}).items():
@@ -66,7 +65,7 @@ def lower(graph: fx.Graph, fixed: Mapping[fx.Node, Tensor] | None = None) -> Cal
 
 
 def source_of(graph: fx.Graph) -> str:
-    """The code of a graph, as readable text."""
+    """Return the code of a graph as text."""
     return graph.python_code("self").src
 
 
@@ -79,7 +78,7 @@ def _lower_node(node: fx.Node) -> None:
         node.target = operation.function
     elif target in RESHAPES:
         source, sizes = node.args
-        # A kernel may give strides other than its node's, which a view that joins dimensions would refuse.
+        # A kernel may return other strides than its node's, for which a view that joins dimensions would fail.
         _call(node, "view" if _only_splits(source, node) else "reshape", source, tuple(sizes))  # type: ignore[arg-type]
     elif target is aten.sym_size.int:
         _call(node, "size", *node.args)
@@ -87,20 +86,20 @@ def _lower_node(node: fx.Node) -> None:
         source, dim, start, end = node.args[:4]
         _call(node, "narrow", source, dim, start, end - start)  # type: ignore[operator]
     elif target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
-        # Not waiting is False, copying True: ``to`` would give the tensor itself where it has that dtype already.
+        # non_blocking is False and copy True: without a copy, ``to`` may return the tensor itself.
         _call(node, "to", node.args[0], node.kwargs["dtype"], False, True)
     elif target.namespace == "aten" and _plain_name(target) in METHODS and not node.kwargs and _has_self(target):
         _call(node, _plain_name(target), *node.args)
 
 
 def _call(node: fx.Node, method: str, *args: Any) -> None:
-    """Make a node the call of a tensor's method."""
+    """Turn a node into a call of a tensor method."""
     node.op, node.target, node.kwargs = "call_method", method, {}
-    node.args = tuple(tuple(each) if isinstance(each, list) else each for each in args)  # which need not be built
+    node.args = tuple(tuple(each) if isinstance(each, list) else each for each in args)  # Tuples are constants.
 
 
 def _only_splits(source: fx.Node, node: fx.Node) -> bool:
-    """Whether each dimension of a view is one, or a part of one, of its source: then it exists for any strides."""
+    """Return whether each dimension of a view is one of its source or part of one: it then exists for any strides."""
     old, new = value(source), value(node)
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return False
@@ -118,7 +117,7 @@ def _only_splits(source: fx.Node, node: fx.Node) -> bool:
 
 
 def _split(graph: fx.Graph, source: fx.Node) -> None:
-    """Slices that together are all of a tensor become the parts of one split, which costs little more than one."""
+    """Replace slices that partition a tensor by the parts of one split, which costs little more than one slice."""
     slices = [user for user in source.users if user.target is aten.slice.Tensor and _is_narrow(user)]
     slices.sort(key=lambda each: each.args[2])  # type: ignore[arg-type, return-value]
     if len(slices) < 2 or not isinstance(value(source), Tensor):
@@ -148,7 +147,7 @@ def _has_self(target: torch._ops.OpOverload) -> bool:
 
 
 def _is_narrow(node: fx.Node) -> bool:
-    """Whether a slice takes every element between two ends that are numbers, and lie in a dimension of known size."""
+    """Return whether a slice has step 1 and constant ends inside a dimension of known size."""
     arguments: Any = node.args
     if len(arguments) < 4 or any(type(each) is not int for each in arguments[1:]) or arguments[4:] not in ((), (1,)):
         return False
@@ -166,16 +165,16 @@ def _function(graph: fx.Graph, root: SimpleNamespace) -> Callable[..., Any]:
 
 
 def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, *, keep: Collection[str] = ()) -> int:
-    """Write out what each :class:`~hal.ops.kernels.prepared_arguments.PreparingKernel` does to its arguments.
+    """Insert the argument preparation of each :class:`~hal.ops.kernels.prepared_arguments.PreparingKernel` as nodes.
 
-    The nodes of those operations then call the kernel behind the preparation. What is prepared several times from the
-    same tensor is left to :func:`hal.compile.fx.clean.common_subexpressions`.
+    The operations' nodes then call the kernel without its preparation. Equal preparations of one tensor are left to
+    :func:`hal.compile.fx.clean.common_subexpressions`.
 
     Args:
         graph: of a rewritten step.
-        backend: whose kernels they are.
-        mode: whose fake tensors the nodes carry.
-        keep: names of operations whose nodes stay as they are.
+        backend: owns the kernels.
+        mode: the mode of the nodes' fake tensors.
+        keep: names of operations to skip.
     """
     count = 0
     for node in list(graph.nodes):
@@ -200,7 +199,7 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
 
 
 def _constants(traced: fx.GraphModule, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The tensors that a preparation holds, as attributes of the graph's module: one for all that hold the same."""
+    """Return the tensors that a preparation holds, as attributes of the graph's module, one per tensor."""
     owner: Any = graph.owning_module
     names = {id(tensor): name for name, tensor in owner.named_buffers()}
     places = {}

@@ -1,4 +1,4 @@
-"""From a traced step to the step that runs: the backend's rewrites, clean-up, and a function that calls its kernels."""
+"""The stages of compiling a step: trace, rewrites, clean-up, and lowering."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ log = logging.getLogger("hal.compile")
 
 @attrs.frozen
 class Stage:
-    """A graph as it left a stage of compiling.
+    """A graph after one stage of compilation.
 
     Attributes:
         name: ``trace``, ``rewrite`` or ``lower``.
-        seconds: that the stage took.
-        nodes: calls in the graph.
-        code: the graph as readable code.
+        seconds: the duration of the stage.
+        nodes: the number of calls in the graph.
+        code: the graph's code.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Stage:
 
 @attrs.frozen
 class OptimisedStep:
-    """A step that was rewritten for a backend and not lowered yet.
+    """A step that is rewritten for a backend, but not lowered.
 
     Attributes:
-        traced: its graph has the rewrites in it.
-        report: what each pass did.
-        stages: the graph's way so far.
+        traced: the step, with its graph rewritten.
+        report: the report of the passes.
+        stages: the stages so far.
     """
 
     traced: TracedStep
@@ -58,20 +58,20 @@ class OptimisedStep:
     stages: tuple[Stage, ...]
 
     def hoist(self, backend: Backend, keep: Collection[str] = ()) -> None:
-        """Prepare arguments of kernels once; see :func:`hoist_preparations`."""
+        """Prepare kernel arguments once; see :func:`hoist_preparations`."""
         graph = self.traced.graph
         if hoist_preparations(graph.graph, backend, self.traced.mode, keep=keep):
             common_subexpressions(graph)
 
     def lowered(self) -> Callable[..., tuple[Tensor]]:
-        """From the tensors of a batch, in the order of its fields, to ``(logits,)``. Takes the graph over."""
+        """Return a function from a batch's tensors, in field order, to ``(logits,)``. Consumes the graph."""
         inputs = [node for node in self.traced.graph.graph.nodes if node.op == "placeholder"]
         fixed = self.traced.fixed
         return lower(self.traced.graph.graph, dict(zip(inputs[len(inputs) - len(fixed) :], fixed, strict=True)))
 
 
 def kept_whole(backend: Backend) -> frozenset[str]:
-    """Names of the operations that a trace for a backend keeps as nodes: of the fused ones those that it can run."""
+    """Return the operations that a trace keeps as nodes: a fused operation only if the backend has a kernel for it."""
     return frozenset(
         each.name for each in ops.catalogue().values() if not each.fused or each.name in backend.kernels
     )  # fmt: skip
@@ -80,16 +80,16 @@ def kept_whole(backend: Backend) -> frozenset[str]:
 def optimise_model(
     model: CausalLM, states: StateMemory, sizes: StepSizes, backend: Backend, passes: Mapping[str, bool]
 ) -> OptimisedStep:
-    """Trace a model's step, and rewrite it for a backend; see :func:`optimise`.
+    """Trace a model's step and rewrite it for a backend; see :func:`optimise`.
 
-    Warns of what :meth:`hal.compile.rewrite_report.Report.missed` tells: somebody expects what those rewrites bring.
+    Logs the warnings of :meth:`hal.compile.rewrite_report.Report.missed`.
 
     Args:
         model: loaded on the backend.
-        states: that the step writes.
-        sizes: to trace for.
-        backend: whose rewrites are applied.
-        passes: by name, which of them to leave out (False), and which of the rewrites are wanted (True).
+        states: the states that the step writes.
+        sizes: the sizes to trace for.
+        backend: supplies the passes.
+        passes: by name, False disables a pass, True warns if a rewrite is applied nowhere.
     """
     trace = partial(trace_step, model, states, sizes, whole=kept_whole(backend), decompose=False)
     step = optimise(trace, backend, passes)
@@ -103,9 +103,9 @@ def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
     """Trace a step and rewrite it for a backend.
 
     Args:
-        trace: makes the traced step.
-        backend: whose rewrites are applied.
-        passes: by name, which of them to leave out (False); all others run.
+        trace: returns the traced step.
+        backend: supplies the passes.
+        passes: by name, False disables a pass.
 
     Raises:
         CompileError: the step cannot be traced, or a pass failed.
@@ -124,19 +124,19 @@ def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
 
 
 def all_passes(backend: Backend) -> Sequence[Rewrite | Callable[..., Any]]:
-    """What a backend's graphs are rewritten with: its own rewrites, then those of the fused operations that it has.
+    """Return a backend's passes: its own, then a rewrite for each fused operation that it has a kernel for.
 
-    One of its own that is named after a fused operation takes the place of that operation's.
+    A pass of the backend with the name of a fused operation replaces that operation's rewrite.
     """
     own = set(map(pass_name, backend.rewrites))
     return (*backend.rewrites, *(each for each in fusions(backend) if each.name not in own))
 
 
 def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite | Callable[..., Any]]:
-    """All of them but those that ``passes`` turns off.
+    """Return all passes except those that ``passes`` disables.
 
     Raises:
-        ConfigError: ``passes`` names one that there is not.
+        ConfigError: ``passes`` has an unknown name.
     """
     known = {pass_name(each): each for each in all_passes(backend)}
     for name in passes:
@@ -146,12 +146,12 @@ def chosen_passes(backend: Backend, passes: Mapping[str, bool]) -> list[Rewrite 
 
 
 def wanted_rewrites(backend: Backend, passes: Mapping[str, bool]) -> set[str]:
-    """Names of the rewrites, not of functions, that ``passes`` asks for."""
+    """Return the names of the rewrites, not functions, that ``passes`` enables explicitly."""
     return {each.name for each in all_passes(backend) if isinstance(each, Rewrite) and passes.get(each.name, False)}
 
 
 def stage_of(name: str, traced: TracedStep, began: float) -> Stage:
-    """A stage that ends now, and began at ``began`` of :func:`time.perf_counter`."""
+    """Return the stage from ``began``, a value of :func:`time.perf_counter`, until now."""
     seconds = time.perf_counter() - began
     graph = traced.graph.graph
     calls = sum(node.op == "call_function" for node in graph.nodes)

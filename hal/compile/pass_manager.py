@@ -1,4 +1,4 @@
-"""The pass manager: rewrites and functions, applied to a traced graph in order, and a report of what each did."""
+"""The pass manager, which applies rewrites and functions to a traced graph in order and reports on each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PassManager:
     """Applies passes to a graph.
 
     Args:
-        graph: of overloads, with fake tensors as ``meta["val"]``; changed in place.
-        mode: whose fake tensors they are.
+        graph: a graph of overloads, with fake tensors as ``meta["val"]``; changed in place.
+        mode: the mode of the fake tensors.
     """
 
     def __init__(self, graph: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -36,18 +36,18 @@ class PassManager:
         self._passes: list[tuple[str, Callable[[], PassReport]]] = []
 
     def add(self, which: Rewrite | Pass, **options: Any) -> PassManager:
-        """Add a rewrite, or a function of a GraphModule, which is called with ``options``; returns this manager.
+        """Add a rewrite, or a function of a GraphModule, which is called with ``options``. Return this manager.
 
-        A function may return how often it changed something. Calls that it adds to the graph need no fake tensors.
+        A function may return its number of changes. Nodes that it adds need no fake tensors.
 
         Raises:
-            CompileError: it is neither; or options were given for a rewrite; or the two sides of a rewrite do not give
-                the same shapes and dtypes on its samples, or its pattern cannot be looked for.
+            CompileError: ``which`` is neither, a rewrite was given options, the sides of a rewrite differ in shapes or
+                dtypes on its samples, or its pattern cannot be matched.
         """
         if isinstance(which, Rewrite):
             if options:
                 raise CompileError(
-                    f"the rewrite {which.name} takes no options, and {', '.join(options)} were given", "leave them out"
+                    f"the rewrite {which.name} takes no options, but got {', '.join(options)}", "leave them out"
                 )
             prepare(which)
             self._passes.append((which.name, lambda: Rewriting(which, self._graph, self._mode).run()))
@@ -55,17 +55,17 @@ class PassManager:
             name = getattr(which, "__name__", repr(which))
             self._passes.append((name, lambda: self._call(name, which, options)))
         else:
-            raise CompileError(f"{which!r} is no pass", "give a Rewrite, or a function of a GraphModule")
+            raise CompileError(f"{which!r} is not a pass", "give a Rewrite, or a function of a GraphModule")
         return self
 
     def apply(self, expected: Mapping[str, int] | None = None) -> Report:
         """Apply all passes.
 
         Args:
-            expected: by name, how often rewrites are expected to be applied; for the report.
+            expected: for the report, the expected number of applications of rewrites, by name.
 
         Raises:
-            CompileError: a pass raised, or a rewrite's replacement does not give what its pattern gave.
+            CompileError: a pass raised, or a replacement returns other shapes or dtypes than its pattern.
         """
         normalise(self._graph.graph)
         reports = [run() for _, run in self._passes]
@@ -92,7 +92,7 @@ class PassManager:
 
 
 def _fill_in(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Fake tensors for the overloads that a function called without giving them."""
+    """Add fake tensors to nodes that a function inserted without them."""
     for node in graph.nodes:
         if "val" in node.meta or not (isinstance(node.target, torch._ops.OpOverload) or node.target in PURE):
             continue
@@ -104,7 +104,7 @@ def _fill_in(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def _node_of(error: BaseException) -> fx.Node | None:
-    """The node that a function was at when it failed: what it calls ``node``, in the innermost of its calls."""
+    """Return the node at which a function failed: the value of a variable ``node`` in its innermost frame."""
     found, trace = None, error.__traceback__
     while trace is not None:
         held = trace.tb_frame.f_locals.get("node")

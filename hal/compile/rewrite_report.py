@@ -1,4 +1,4 @@
-"""What passes did to a graph."""
+"""Reports of the passes applied to a graph."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import attrs
 
 @attrs.frozen
 class PassReport:
-    """What one pass did.
+    """The report of one pass.
 
     Attributes:
-        name: the rewrite's, or the function's.
-        matches: where a rewrite was applied: the names of the nodes that it put in.
-        near_misses: places where a rewrite's structure was found, and why it was not applied.
-        seconds: that it took.
-        expected: how often a rewrite was expected to be applied, if that was said.
-        changes: how often a function says that it changed something; None if it says nothing.
+        name: of the rewrite or function.
+        matches: the sites of a rewrite, as the names of the inserted nodes.
+        near_misses: the sites that match a rewrite's structure but were skipped, with the reasons.
+        seconds: the duration.
+        expected: the expected number of applications of a rewrite, if given.
+        changes: the number of changes that a function returned, or None.
     """
 
     name: str
@@ -30,13 +30,13 @@ class PassReport:
 
     @property
     def reasons(self) -> Counter[str]:
-        """Why it was not applied, and at how many places."""
+        """The reasons for skipped sites, with the number of sites."""
         return Counter(miss.partition(": ")[2] for miss in self.near_misses)
 
 
 @attrs.frozen
 class Report:
-    """What all passes did, in their order."""
+    """The reports of all passes, in order."""
 
     passes: tuple[PassReport, ...]
 
@@ -44,10 +44,10 @@ class Report:
         return next(each for each in self.passes if each.name == name)
 
     def unfired(self, expected: Mapping[str, int] | None = None) -> list[str]:
-        """A warning for every rewrite that was applied less often than expected, with the reasons.
+        """Return a warning, with the reasons, for each rewrite that was applied less often than expected.
 
         Args:
-            expected: how often, by name; None for what was given to :meth:`hal.compile.pass_manager.PassManager.apply`.
+            expected: numbers by name; None for those of :meth:`hal.compile.pass_manager.PassManager.apply`.
         """
         if expected is None:
             expected = {each.name: each.expected for each in self.passes if each.expected is not None}
@@ -62,32 +62,32 @@ class Report:
                 continue
             why = [f"{reason} ({times} times)" for reason, times in reasons.get(name, Counter()).most_common(3)]
             if name not in reasons:
-                why = ["there is no such pass"]
-            found = "; ".join(why) or "its pattern is nowhere in the graph"
-            warnings.append(f"{name} was applied {applied[name]} times, and {count} were expected: {found}")
+                why = ["no such pass ran"]
+            found = "; ".join(why) or "its pattern is not in the graph"
+            warnings.append(f"{name} was applied at {applied[name]} sites, expected {count}: {found}")
         return warnings
 
     def missed(self, wanted: Collection[str] = ()) -> list[str]:
-        """A warning for every rewrite that was not applied at a place with its structure, with the reasons.
+        """Return a warning, with the reasons, for each rewrite that was skipped at a matching site.
 
-        So one that some layers of a model have and others lack is a warning, and one that suits none of them. One whose
-        structure is nowhere is a warning only if it is wanted: most models have no place for most rewrites.
+        This covers rewrites that only some layers of a model accept. A rewrite whose structure is not in the graph gets
+        a warning only if it is wanted, because most models have no site for most rewrites.
 
         Args:
-            wanted: names of rewrites that somebody asked for.
+            wanted: names of rewrites that the configuration enables explicitly.
         """
         warnings = []
         for each in self.passes:
             why = "; ".join(f"{reason} ({times} times)" for reason, times in each.reasons.most_common(3))
             if each.near_misses and each.matches:
-                times = f"{len(each.matches)} times and left out {len(each.near_misses)} times where its structure is"
+                times = f"at {len(each.matches)} sites, skipped at {len(each.near_misses)} matching sites"
                 warnings.append(f"the rewrite {each.name} was applied {times}: {why}")
             elif each.near_misses:
                 warnings.append(f"the rewrite {each.name} was applied nowhere: {why}")
             elif each.name in wanted and not each.matches:
                 warnings.append(
-                    f"the rewrite {each.name} was asked for and applied nowhere: its structure is not in the graph, as "
-                    "the passes before it left it"
+                    f"the rewrite {each.name} is enabled but was applied nowhere: after the previous passes, its "
+                    "structure is not in the graph"
                 )
         return warnings
 
@@ -96,6 +96,6 @@ class Report:
         for each in self.passes:
             count = len(each.matches) if each.changes is None else each.changes
             of_expected = "" if each.expected is None else f" of {each.expected} expected"
-            lines.append(f"{each.name}: {count} applied{of_expected}, {each.seconds * 1e3:.1f} ms")
-            lines += [f"  not applied {times} times: {reason}" for reason, times in each.reasons.most_common(3)]
+            lines.append(f"{each.name}: applied at {count} sites{of_expected}, {each.seconds * 1e3:.1f} ms")
+            lines += [f"  skipped at {times} sites: {reason}" for reason, times in each.reasons.most_common(3)]
         return "\n".join(lines)

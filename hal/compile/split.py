@@ -1,9 +1,9 @@
-"""Splitting a step where a graph cannot be captured whole: pieces that can, and what runs eagerly between them.
+"""Splitting of a step into pieces that can be captured and parts that run eagerly between them.
 
-A piece can be captured for a number of tokens if all that it reads is fixed, or has a shape that tokens alone decide.
-What attention reads beside, lengths and block tables, changes its shape from step to step. So a node is captured unless
-it is a splitting operation, or depends on such an input. What runs between pieces gets as many rows as
-the batch has tokens: a value that has tokens in another dimension than the first never leaves the pieces.
+A piece can be captured for a number of tokens if every value that it reads is fixed, or has a shape that depends on
+tokens only. The lengths and block tables of attention change shape between steps. A node is therefore captured unless
+it is a splitting operation or depends on such an input. Eager parts receive one row per token of the batch, so a value
+with tokens in another dimension than the first stays inside a piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hal import ops
-from hal.compile.fx.alias_analysis import SIZES, Memory
+from hal.compile.fx.alias_analysis import SIZES, AliasAnalysis
 from hal.compile.fx.symbolic_sizes import value
 from hal.compile.lower import lower
 from hal.compile.trace import TracedStep
@@ -28,13 +28,13 @@ _OPEN: Any = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @attrs.frozen
 class Output:
-    """A value that a segment gives.
+    """A value that a segment outputs.
 
     Attributes:
         name: of the value.
-        row: if its first dimension goes by tokens, the others; else None.
-        dtype: of its elements.
-        last: the number of the last segment that reads it, or a view of its memory; one more than there are if the step
+        row: the other dimensions if the first one is the number of tokens, else None.
+        dtype: of the value.
+        last: the index of the last segment that reads the value or a view of it; the number of segments if the step
             returns it.
     """
 
@@ -46,14 +46,14 @@ class Output:
 
 @attrs.frozen
 class Segment:
-    """A part of a step, in the order in which they run.
+    """A part of a step.
 
     Attributes:
         captured: whether it can be captured for a number of tokens.
-        operations: names of the splitting operations in it.
-        run: from its inputs to a tuple of its outputs.
-        inputs: names of values: of batch fields, or outputs of earlier segments.
-        outputs: what later segments read, or the step returns.
+        operations: names of its splitting operations.
+        run: a function from the inputs to a tuple of the outputs.
+        inputs: names of batch fields or of outputs of earlier segments.
+        outputs: the values that later segments read or the step returns.
     """
 
     captured: bool
@@ -65,11 +65,11 @@ class Segment:
 
 @attrs.frozen
 class SplitStep:
-    """A step in segments.
+    """A step as segments.
 
     Attributes:
-        segments: in order.
-        logits: the name of the value that the step returns.
+        segments: in the order of execution.
+        logits: the name of the returned value.
     """
 
     segments: tuple[Segment, ...]
@@ -77,10 +77,10 @@ class SplitStep:
 
 
 def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
-    """Split a rewritten step of any shape.
+    """Split a rewritten step.
 
     Args:
-        step: was traced for steps of any shape; is left as it is.
+        step: traced for steps of any shape; not changed.
         at: names of the splitting operations.
     """
     graph, batch_fields, fixed = step.graph.graph, list(step.fields), step.fixed
@@ -113,8 +113,10 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
             run,
             tuple(names.get(node, node.name) for node in inputs),
             tuple(
-                Output(node.name, tuple(value(node).shape[1:]) if _goes_by(tokens, node) else None, value(node).dtype,
-                       last[node])
+                Output(
+                    node.name, tuple(value(node).shape[1:]) if _per_token(tokens, node) else None, value(node).dtype,
+                    last[node],
+                )
                 for node in outputs
             ),
         ))  # fmt: skip
@@ -122,7 +124,7 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
 
 
 def _captured(graph: fx.Graph, inputs: set[fx.Node], tokens: Any, at: Collection[str]) -> set[fx.Node]:
-    """The nodes that can be captured for a number of tokens, if ``inputs`` are at fixed addresses."""
+    """Return the nodes that can be captured for a number of tokens, if ``inputs`` have fixed addresses."""
     calls = [node for node in graph.nodes if node.op == "call_function" and not _is_number(node)]
     barred: set[fx.Node] = set()
     while True:
@@ -131,12 +133,12 @@ def _captured(graph: fx.Graph, inputs: set[fx.Node], tokens: Any, at: Collection
         for node in calls:
             reads = [each for each in node.all_input_nodes if not _is_number(each)]
             if node.target is operator.getitem and operation_of(reads[0]) in at:
-                continue  # with its source
+                continue  # Handled with its source.
             fit = _symbols(node) <= {tokens} and all(_symbols(each) <= {tokens} for each in _numbers_before(node))
             if operation_of(node) in at:
                 results = _results(node)
-                # What a splitting operation gives is copied to where pieces read it.
-                free |= {node, *results} if all(_goes_by(tokens, each) for each in results) else set()
+                # The result of a splitting operation is copied to the memory that pieces read.
+                free |= {node, *results} if all(_per_token(tokens, each) for each in results) else set()
             elif fit and node not in barred and all(each in free for each in reads):
                 captured.add(node)
                 free.add(node)
@@ -147,7 +149,7 @@ def _captured(graph: fx.Graph, inputs: set[fx.Node], tokens: Any, at: Collection
 
 
 def _groups(graph: fx.Graph, captured: set[fx.Node], at: Collection[str]) -> list[list[fx.Node]]:
-    """The nodes of each segment. A part of a tuple goes with the tuple."""
+    """Return the nodes of each segment. A part of a tuple belongs to the segment of the tuple."""
     groups: list[list[fx.Node]] = []
     group_of: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -165,11 +167,11 @@ def _groups(graph: fx.Graph, captured: set[fx.Node], at: Collection[str]) -> lis
 
 
 def _last_readers(graph: fx.Graph, place: Mapping[fx.Node, int], returned: int) -> dict[fx.Node, int]:
-    """Of each node, the number of the last segment that reads its memory."""
-    memory = Memory(graph)
+    """Return, for each node, the index of the last segment that reads its memory."""
+    memory = AliasAnalysis(graph)
     found: dict[fx.Node, int] = {}
     for node in place:
-        shown = {node, *(each for where in memory.places(node) for each in memory.members(where))}
+        shown = {node, *(each for where in memory.places(node) for each in memory.aliases(where))}
         readers = [user for each in shown for user in each.users if user.target not in SIZES]
         found[node] = max((returned if user.op == "output" else place.get(user, 0) for user in readers), default=0)
     return found
@@ -178,9 +180,9 @@ def _last_readers(graph: fx.Graph, place: Mapping[fx.Node, int], returned: int) 
 def _function(
     nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], constants: Mapping[fx.Node, Tensor]
 ) -> tuple[list[fx.Node], Callable[..., tuple[Tensor, ...]]]:
-    """What ``nodes`` read of others, and a function from that to ``outputs``."""
+    """Return the values that ``nodes`` read from others, and a function from these to ``outputs``."""
     own = set(nodes)
-    needed: list[fx.Node] = []  # numbers are computed in each piece anew, from tensors
+    needed: list[fx.Node] = []  # Each piece computes sizes again, from tensors.
     for node in nodes:
         needed += _numbers_before(node)
     body = [*dict.fromkeys(needed), *nodes]
@@ -199,7 +201,7 @@ def _function(
 
 
 def _numbers_before(node: fx.Node) -> list[fx.Node]:
-    """The sizes that a node reads, and those that they are computed from, in order."""
+    """Return the sizes that a node reads and those that they are computed from, in order."""
     found: list[fx.Node] = []
     for each in node.all_input_nodes:
         if _is_number(each):
@@ -212,7 +214,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _symbols(node: fx.Node) -> set[Any]:
-    """The open sizes in what a node gives: in a number, or in the shapes of tensors."""
+    """Return the free symbols of a node's value: of a number, or of the shapes of tensors."""
     found = value(node)
     sizes = [
         size for each in pytree.tree_leaves(found) for size in (each.shape if isinstance(each, Tensor) else [each])
@@ -220,8 +222,8 @@ def _symbols(node: fx.Node) -> set[Any]:
     return {symbol for size in sizes if isinstance(size, _OPEN) for symbol in size.node.expr.free_symbols}
 
 
-def _goes_by(tokens: Any, node: fx.Node) -> bool:
-    """Whether a tensor has a row for each token, and tokens nowhere else."""
+def _per_token(tokens: Any, node: fx.Node) -> bool:
+    """Return whether the first dimension of a tensor is the number of tokens, and no other is symbolic."""
     fake = value(node)
     first, *others = fake.shape if isinstance(fake, Tensor) and fake.dim() else [0]
     if any(isinstance(size, _OPEN) for size in others):
@@ -230,7 +232,7 @@ def _goes_by(tokens: Any, node: fx.Node) -> bool:
 
 
 def _may_leave(tokens: Any, node: fx.Node) -> bool:
-    return not _symbols(node) or _goes_by(tokens, node) or isinstance(value(node), (tuple, list))
+    return not _symbols(node) or _per_token(tokens, node) or isinstance(value(node), (tuple, list))
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -238,13 +240,13 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """A node, or its parts if it gives several tensors; nothing if it only writes."""
+    """Return a node, or its parts if it returns several tensors, or nothing if it only writes."""
     if value(node) is None:
         return []
     return [node] if isinstance(value(node), Tensor) else list(node.users)
 
 
 def operation_of(node: fx.Node) -> str | None:
-    """The name of the operation that a node calls, or None if it calls something else."""
+    """Return the name of the operation that a node calls, or None."""
     found = ops.operation_of_node(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
     return None if found is None else found.name

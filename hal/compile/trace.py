@@ -1,7 +1,7 @@
-"""A model's step as one graph: of operations that stay whole, and of what the others are made of.
+"""Tracing of a model's step into one graph: some operations stay nodes, the others are traced through.
 
-The trace runs the model once on fake tensors. Mutations stay where they are, so a cache is written in place: there is
-no functionalisation that could copy it. The graph's inputs are the batch's tensors, the weights and the states.
+The trace runs the model once on fake tensors. It does not functionalise, so mutations stay and a cache is written in
+place. The graph's inputs are the batch's tensors, the weights and the states.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from hal import ops
+from hal.compile.copy_model import copy_model
 from hal.compile.fx.make_graph import make_graph
-from hal.compile.stand_in import stand_in
 from hal.errors import CompileError
 from hal.nn import CausalLM
 from hal.ops.declaration.operation import Operation
@@ -39,13 +39,13 @@ Size = int | torch.SymInt
 class StepSizes:
     """The sizes of the axes that a step is traced for.
 
-    The columns of the block table are always open. What a size is in the example hardly matters: it is a symbol in the
-    trace, which stands for any number from two on.
+    The number of block table columns is always symbolic. A symbol stands for any number from two on, whatever the size
+    in the example.
 
     Attributes:
-        sequences: of a step whose sequences all have ``queries`` new tokens; None for steps of any shape.
+        sequences: for steps whose sequences all have ``queries`` new tokens; None for steps of any shape.
         queries: new tokens of each sequence.
-        any_size: whether the trace serves other numbers of sequences, too. A single sequence is traced for itself.
+        any_size: whether the number of sequences is symbolic. One sequence is always traced as the number 1.
     """
 
     sequences: int | None
@@ -53,7 +53,7 @@ class StepSizes:
     any_size: bool = True
 
     def of_axes(self, shapes: ShapeEnv) -> dict[str, Size]:
-        """By axis, a number or a symbol of ``shapes``."""
+        """Return a number or a symbol of ``shapes`` for each axis."""
         blocks = _symbol(shapes, "blocks", 7)
         if self.sequences is None:
             return {"blocks": blocks} | {name: _symbol(shapes, name, hint) for name, hint in _HINTS.items()}
@@ -80,12 +80,12 @@ class TracedStep:
     """A traced step.
 
     Attributes:
-        graph: takes the tensors of the batch, in the order of its fields, then the fixed ones; returns ``(logits,)``.
+        graph: takes the batch's tensors, in the order of its fields, then the fixed ones; returns ``(logits,)``.
         fixed: weights, buffers and states: the same tensors at every call.
-        sizes: of the axes: numbers, or symbols for those that are open.
+        sizes: a number or a symbol for each axis.
         queries: new tokens of each sequence; 0 for steps of any shape.
-        fields: of the batch, in order.
-        mode: whose fake tensors the graph's inputs are.
+        fields: the batch's fields, in order.
+        mode: the mode of the inputs' fake tensors.
     """
 
     graph: fx.GraphModule
@@ -97,29 +97,29 @@ class TracedStep:
 
     @property
     def fakes(self) -> list[Tensor]:
-        """The fake tensors that it was traced with, one for each input."""
+        """The fake tensors of the inputs."""
         return [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
 
     @property
     def conditions(self) -> list[str]:
-        """What the model's Python asked of the sizes, such as ``s0 <= 2``: the graph is that of their answers."""
+        """The conditions on sizes, such as ``s0 <= 2``, that held while the model's Python code was traced."""
         return [str(guard.expr) for guard in self._guards]
 
     def demand_any_size(self, model: object) -> None:
-        """Raise CompileError if what was asked of the sizes is true of some from two on, and not of others."""
+        """Raise CompileError if a condition holds for some sizes from two on, but not for all."""
         more = {
             symbol: sympy.Symbol(f"more_{symbol}", integer=True, nonnegative=True) + 2 for symbol in self._symbols()
         }
         asked = [guard.expr for guard in self._guards if guard.expr.subs(more) != sympy.true]
         if asked:
             raise CompileError(
-                f"{type(model).__name__} does not do the same for all sizes: it asks for {', '.join(map(str, asked))}",
-                'write it without Python that depends on sizes, or use the compiler "graph", which compiles for each',
+                f"{type(model).__name__} depends on sizes: {', '.join(map(str, asked))} holds for some only",
+                'remove Python code that depends on sizes, or use the compiler "graph", which traces for each size',
             )
 
     @property
     def pinned(self) -> list[str]:
-        """Axes that something in the trace fixed to the example's size, such as ``blocks = 7``."""
+        """The axes that the trace specialised to the example's size, such as ``blocks = 7``."""
         shapes: Any = self.mode.shape_env
         return [
             f"{name} = {known}" for name, size in self.sizes.items()
@@ -127,13 +127,13 @@ class TracedStep:
         ]  # fmt: skip
 
     def serves(self, shape: StepShape) -> bool:
-        """Whether the graph is what the model does for a step of equal queries."""
+        """Return whether the graph is valid for a step of equal query lengths."""
         size: Any = self.sizes["sequences"]
         sequences = shape.sequences
         if shape.queries != self.queries or isinstance(size, int):
             return shape.queries == self.queries and bool(size == sequences)
         known = {size.node._expr: sequences}
-        # What is asked of the columns alone was answered for any: they are open in all traces.
+        # Conditions on block table columns alone hold for any number: it is symbolic in all traces.
         return sequences >= 2 and all(
             guard.expr.subs(known) == sympy.true for guard in self._guards if size.node._expr in guard.expr.free_symbols
         )
@@ -144,7 +144,7 @@ class TracedStep:
         return list(shapes.guards)
 
     def _symbols(self) -> set[Any]:
-        # The symbol itself, as guards have it: what is known to be a number is that number in ``expr``.
+        # Guards use the original symbol; ``expr`` may have replaced it by a number.
         return {
             symbol
             for size in self.sizes.values()
@@ -156,15 +156,15 @@ class TracedStep:
 def trace_step(
     model: CausalLM, states: StateMemory, sizes: StepSizes, *, whole: Collection[str], decompose: bool = True
 ) -> TracedStep:
-    """Trace ``model(batch, states)``. Other threads may run the model meanwhile; one that traces, too, waits.
+    """Trace ``model(batch, states)``. Other threads can run the model meanwhile, but only one thread traces at a time.
 
     Args:
         model: its weights become inputs.
-        states: that it writes; they become inputs.
-        sizes: that the trace is for.
-        whole: names of the operations that stay nodes, calling whatever the backend runs for them; the others are
-            replaced by their bodies.
-        decompose: whether torch's operations become the smaller ones that Inductor knows.
+        states: the states that it writes; they become inputs.
+        sizes: the sizes to trace for.
+        whole: names of the operations that stay nodes, and call the backend's kernel; the bodies of the others are
+            traced.
+        decompose: whether overloads are decomposed into those that Inductor supports.
 
     Raises:
         CompileError: the model cannot be traced, for instance because it reads a tensor's value.
@@ -183,7 +183,7 @@ def trace_step(
             for each in fields.values()
         ]
     fakes += [mode.from_tensor(tensor, static_shapes=True) for tensor in weights.values()]
-    with torch.inference_mode(False), mode:  # where traces are made: states are written in them
+    with torch.inference_mode(False), mode:  # The trace writes to the states, and runs outside inference mode.
         fakes += [
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
             for each in kept_states.values()
@@ -194,7 +194,7 @@ def trace_step(
         replaced = {id(weight): each for weight, each in zip(weights.values(), rest, strict=False)}
         layers = [dict(zip(layer, rest, strict=False)) for layer in states.layers]
         batch = model.batch_type(**dict(zip(fields, flat[: len(fields)], strict=True)))
-        logits: Tensor = stand_in(model, replaced)(batch, layers)
+        logits: Tensor = copy_model(model, replaced)(batch, layers)
         return (logits,)
 
     def kept(operation: Operation) -> Kernel:
@@ -206,20 +206,20 @@ def trace_step(
     except Exception as error:
         raise CompileError(
             f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",
-            "write the model without Python that depends on a tensor's value, or use the compiler eager",
+            "remove Python code that depends on a tensor's value, or use the compiler eager",
         ) from error
     _name_inputs(graph.graph, [*fields, *weights, *(f"state_{name}" for name in kept_states)])
     return TracedStep(graph, fixed, of_axes, sizes.queries if sizes.sequences else 0, fields, mode)
 
 
 def _name_inputs(graph: fx.Graph, names: list[str]) -> None:
-    """So that the graph's code can be read."""
+    """Rename the placeholders, to make the graph's code readable."""
     for node, name in zip([each for each in graph.nodes if each.op == "placeholder"], names, strict=True):
         node._rename(re.sub(r"\W", "_", name))
 
 
 def _where(error: BaseException) -> str:
-    """The place in the model's own code, for an error message."""
+    """Return the line of the model's code that raised, for errors."""
     others = (str(Path(torch.__file__).parent), str(Path(ops.__file__).parent), __file__, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):

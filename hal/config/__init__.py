@@ -1,7 +1,7 @@
-"""Configuration: frozen attrs classes, read strictly from a dict, JSON or TOML text, a file, or ``HAL_*`` variables.
+"""Configuration: frozen attrs classes, read from a mapping, JSON or TOML text, a file, or ``HAL_*`` variables.
 
-Reading never coerces and never ignores: an unknown key, a wrong type or a duplicate key is a :class:`ConfigError` that
-names the place and the nearest known key. Drivers and models read their own options with :func:`read` too.
+Reading is strict. An unknown key, a wrong type or a duplicate key is a :class:`ConfigError` that names the key and the
+nearest known one. Drivers and models read their options with :func:`read` too.
 """
 
 from __future__ import annotations

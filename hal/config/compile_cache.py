@@ -1,7 +1,7 @@
-"""The cache of what hal compiles: libraries and code, each under a hash of what it was made from.
+"""The cache of compiled libraries and code. The key of an entry is a hash of its inputs.
 
-What lies in the cache runs in this process. So an entry is taken only if nobody but this user or root could have
-written it, and only if it holds what was put there.
+This process executes the files of the cache. It therefore loads an entry only if no user but this one or root could
+have written it, and only if the hashes of its files are unchanged.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hal.config.file_ownership import close_to_others, private_folder, written_b
 from hal.errors import ConfigError
 
 CACHE_DIR = "HAL_CACHE_DIR"
-"""The variable that names the folder for what hal compiles; it is not a part of the configuration."""
+"""The environment variable that names the cache folder. It is not a key of the configuration."""
 CONTENTS = "contents.json"
-"""The file of an entry that lists its other files with their hashes. It is written last."""
+"""The file of an entry that lists the hashes of its other files. It is written last."""
 LOCK = ".lock"
 ABANDONED_SECONDS = 24 * 3600
-"""Temporary folders of this age belong to processes that died."""
+"""The age at which a temporary folder belongs to a process that died."""
 
 log = logging.getLogger("hal.config")
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder for what is compiled for ``name``.
+    """Return the folder for the compiled files of ``name``.
 
     It is in ``HAL_CACHE_DIR``, or else in ``torch-hal`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
-        ConfigError: the folder is in a home folder that does not exist.
+        ConfigError: the path starts with a home folder that does not exist.
     """
     if own := os.environ.get(CACHE_DIR):
         return home_of(own) / name
@@ -47,22 +47,22 @@ def cache_folder(name: str) -> Path:
 
 
 def home_of(folder: str) -> Path:
-    """Return an absolute path, with the home folder for ``~``.
+    """Return an absolute path, with ``~`` expanded.
 
     Raises:
-        ConfigError: there is no home folder.
+        ConfigError: the home folder does not exist.
     """
     try:
         return Path(folder).expanduser().absolute()
     except RuntimeError as error:
         raise ConfigError(
-            f"what is compiled cannot be kept in {folder}: there is no such home folder ({error})",
-            f"set {CACHE_DIR} to a folder that can be written",
+            f"the cache folder {folder} is in a home folder that does not exist ({error})",
+            f"set {CACHE_DIR} to a writable folder",
         ) from None
 
 
 def content_key(*parts: str | bytes) -> str:
-    """Return a hash of sources, compiler and flags, in this order, that names what is made from them."""
+    """Return the cache key for sources, compiler and flags, in this order."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -71,23 +71,23 @@ def content_key(*parts: str | bytes) -> str:
 
 
 def compiler_key(compiler: Path) -> str:
-    """Return a hash of a compiler's path, size and time of change: an upgrade of the compiler changes it.
+    """Return a hash of a compiler's path, size and modification time, which an upgrade changes.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
     """
     found = compiler.stat()
     return content_key(str(compiler.resolve()), str(found.st_size), str(found.st_mtime_ns))[:8]
 
 
 class CompileCache:
-    """Entries in one folder. An entry is a folder of files, named by its key, that never changes.
+    """A cache of immutable entries in one folder. An entry is a folder of files, named by its key.
 
-    Several processes and threads may use a cache at once: an entry is written under a temporary name and then renamed.
+    Processes and threads can share a cache: an entry is written under a temporary name and then renamed.
 
     Args:
-        folder: of the cache. It is made for this user alone, with its parents, when it is first used.
-        kept_seconds: remove entries and workspaces that nobody used for so long. None keeps them.
+        folder: created on first use, with its parents, with access for this user only.
+        kept_seconds: entries and workspaces unused for longer are removed. None keeps them.
     """
 
     def __init__(self, folder: Path, kept_seconds: float | None = None) -> None:
@@ -95,9 +95,9 @@ class CompileCache:
         self._lock = FileLock(folder / LOCK, mode=0o600)
 
     def get(self, key: str) -> Path | None:
-        """Return the folder of an entry, or None if there is none that can be taken.
+        """Return the folder of an entry, or None if the entry is missing or cannot be trusted.
 
-        A warning is logged for an entry that another user could have written, or that is incomplete or damaged.
+        An entry that another user could have written, or that is incomplete or damaged, logs a warning.
 
         Raises:
             ConfigError: another user may write in the cache's folder.
@@ -106,7 +106,7 @@ class CompileCache:
         return self._look_up(key, logging.WARNING)
 
     def latest(self, prefix: str) -> Path | None:
-        """Return the entry that was used last among those whose keys start with ``prefix``, or None.
+        """Return the most recently used entry whose key starts with ``prefix``, or None.
 
         Raises:
             ConfigError: another user may write in the cache's folder.
@@ -117,11 +117,11 @@ class CompileCache:
         return next((entry for each in found if (entry := self.get(each.name)) is not None), None)
 
     def put(self, key: str, write: Callable[[Path], None]) -> Path:
-        """Make an entry, replace one of the same key, and return its folder.
+        """Write an entry, replacing one of the same key, and return its folder.
 
         Args:
-            key: of the entry.
-            write: writes the entry's files into the empty folder that it is given. If it raises, nothing is kept.
+            key: names the entry.
+            write: writes the entry's files into the empty folder it receives. If it raises, the entry is discarded.
 
         Raises:
             ConfigError: another user may write in the cache's folder.
@@ -144,7 +144,7 @@ class CompileCache:
         return entry
 
     def get_or_put(self, key: str, write: Callable[[Path], None]) -> Path:
-        """Return an entry, and make it if it is missing. Of several processes that ask at once, one makes it.
+        """Return an entry, writing it if it is missing. Concurrent processes write it once.
 
         Raises:
             ConfigError: another user may write in the cache's folder.
@@ -158,9 +158,9 @@ class CompileCache:
 
     @contextmanager
     def workspace(self, name: str) -> Iterator[Path]:
-        """A folder for what a build leaves to the next one. It is emptied if another user could have written in it.
+        """Yield a folder that successive builds share. It is emptied if another user could have written to it.
 
-        It is not locked: use it in the ``write`` of :meth:`get_or_put`.
+        The folder is not locked: use it in the ``write`` of :meth:`get_or_put`.
 
         Raises:
             ConfigError: another user may write in the cache's folder.
@@ -169,7 +169,7 @@ class CompileCache:
         self._require_private()
         folder = self.folder / name
         if os.path.lexists(folder) and (problem := written_by_others(folder)):
-            log.warning("%s, and is made anew", problem)
+            log.warning("%s; hal recreates it", problem)
             with tempfile.TemporaryDirectory(prefix=".old-", dir=self.folder, ignore_cleanup_errors=True) as scratch:
                 folder.rename(Path(scratch) / "refused")
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -186,22 +186,22 @@ class CompileCache:
             return None
         problem = _problem(entry, key)
         if problem is not None:
-            log.log(level, "%s, and is made anew", problem)
+            log.log(level, "%s; hal recreates it", problem)
             return None
-        with suppress(OSError):  # a cache that cannot be written, or root's
+        with suppress(OSError):  # The cache may be read-only, or root's.
             os.utime(entry)
         return entry
 
     def _require_private(self) -> None:
         if not private_folder(self.folder):
             raise ConfigError(
-                f"others may write in {self.folder}, which belongs to user {self.folder.stat().st_uid}, and what is "
-                "compiled is not kept there",
-                f"set {CACHE_DIR} to a folder of your own",
+                f"the cache folder {self.folder} belongs to user {self.folder.stat().st_uid} or is writable for other "
+                "users, and cached code is executed",
+                f"set {CACHE_DIR} to a folder that belongs to you",
             )
 
     def _sweep(self, kept: Path) -> None:
-        """Remove what is abandoned or was not used for long. A process that has loaded a library keeps it."""
+        """Remove abandoned and expired entries. A process that has loaded a library keeps its mapping."""
         now = time.time()
         for each in self.folder.iterdir():
             hidden = each.name.startswith(".")
@@ -211,12 +211,12 @@ class CompileCache:
 
 
 def _problem(entry: Path, key: str) -> str | None:
-    """Say why an entry cannot be taken; None if it can."""
+    """Return why an entry cannot be trusted, or None if it can."""
     try:
         if problem := written_by_others(entry):
             return problem
         contents = json.loads((entry / CONTENTS).read_text(encoding="utf-8"))
-        # Where others could write in the cache for a while, they could have renamed the user's own entries.
+        # While others could write to the cache, they could have renamed the user's entries.
         if contents["key"] != key:
             return f"{entry} holds another entry"
         for name, digest in contents["files"].items():

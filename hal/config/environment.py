@@ -1,4 +1,4 @@
-"""``HAL_*`` variables: of the configuration, and of drivers."""
+"""Reading of ``HAL_*`` environment variables, for the configuration and for drivers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from hal.errors import ConfigError
 
 
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
-    """Read ``HAL_BACKEND``, ``HAL_CACHE``, ... into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets a key of a table.
+    """Read ``HAL_*`` variables into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets ``num_tokens`` of the table ``cache``.
 
-    Values are JSON where that parses (``HAL_STRICT=true``), else text. ``HAL_<DRIVER>_*`` is left to that driver (see
-    :func:`environment_options`), and ``HAL_CACHE_DIR`` to what it says; any other unknown ``HAL_*`` is reported by
-    :func:`read`.
+    A value is parsed as JSON if possible (``HAL_STRICT=true``), else it is a string. :func:`environment_options` reads
+    ``HAL_<DRIVER>_*``, and :func:`cache_folder` reads ``HAL_CACHE_DIR``. :func:`read` rejects other unknown variables.
     """
     environ = os.environ if environ is None else environ
     drivers = tuple(driver_names)
@@ -35,17 +34,17 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
         table = mapping
         for depth, key in enumerate(path[:-1], start=1):
             if tuple(path[:depth]) in wholes:
-                raise ConfigError(f"{variable} sets a key inside {key}, which is set as a whole too", "set one of them")
+                raise ConfigError(f"{variable} sets a key of {key}, which another variable sets whole", "unset one")
             table = table.setdefault(key, {})
-        if path[-1] in table:  # names differ in case, or a lower-case one came after the keys of its table
-            raise ConfigError(f"{variable} sets {'.'.join(path)}, which another variable sets too", "set one of them")
+        if path[-1] in table:  # The names differ in case, or a lower-case name sorts after the keys of its table.
+            raise ConfigError(f"{variable} sets {'.'.join(path)}, which another variable sets too", "unset one")
         table[path[-1]] = _environment_value(path, text, variable)
         wholes.add(tuple(path))
     return mapping
 
 
 def environment_options(driver_name: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A driver's options from ``HAL_<DRIVER>_<OPTION>``: ``HAL_ACME_CARDS=2`` is ``{"cards": 2}`` for ``acme``."""
+    """Return a driver's options from ``HAL_<DRIVER>_<OPTION>``: ``HAL_ACME_CARDS=2`` gives ``{"cards": 2}``."""
     environ = os.environ if environ is None else environ
     variables = environment_variables(driver_name, environ)
     return {
@@ -55,14 +54,14 @@ def environment_options(driver_name: str, environ: Mapping[str, str] | None = No
 
 
 def environment_variables(driver_name: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that :func:`environment_options` reads for a driver, by option."""
+    """Return the variables that :func:`environment_options` reads for a driver, by option."""
     environ = os.environ if environ is None else environ
     options = ((_option_of(variable, driver_name), variable) for variable in sorted(environ))
     return {option: variable for option, variable in options if option}
 
 
 def _option_of(variable: str, driver_name: str) -> str:
-    """The option of a driver that a variable sets, or nothing; two underscores are for the tables of Config."""
+    """Return the driver's option that a variable sets, or ``""``. Two underscores separate the tables of Config."""
     if variable == CACHE_DIR:
         return ""
     option = variable.removeprefix(f"HAL_{driver_name.upper().replace('-', '_')}_")

@@ -1,4 +1,4 @@
-"""Who could have written a file. Code is run only from files that nobody but this user or root could have written."""
+"""File ownership checks. Code is executed only from files that no user but this one or root could have written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(folder: Path) -> bool:
-    """Make a folder for this user only, and return whether what lies in it can be trusted, as for :func:`is_own`.
+    """Create a folder for this user only, and return whether :func:`is_own` holds for it.
 
-    A folder of this user's in which others may write is closed to them. The owners of the files in it still tell what
-    they put there.
+    A folder of this user that others can write to loses that permission. The owners of its files still tell which of
+    them others wrote.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
@@ -26,20 +26,20 @@ def private_folder(folder: Path) -> bool:
 
 
 def is_own(file: Path, *, follow_symlinks: bool = True) -> bool:
-    """Return whether a file or folder belongs to this user or root, and nobody else may write in it.
+    """Return whether a file or folder belongs to this user or root, and no other user can write to it.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
     """
     if os.name != "posix":
         return True
     found = file.stat(follow_symlinks=follow_symlinks)
-    # A symbolic link's own mode is always 0777, and means nothing.
+    # The mode of a symbolic link is always 0777 and has no effect.
     return found.st_uid in (os.getuid(), 0) and (stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE)
 
 
 def written_by_others(folder: Path) -> str | None:
-    """Say what in a folder another user could have written, or put there as a link; None if nothing.
+    """Return a message about the first entry of a folder that another user could have written, or None.
 
     Raises:
         OSError: a file cannot be examined.
@@ -51,7 +51,7 @@ def written_by_others(folder: Path) -> str | None:
 
 
 def close_to_others(folder: Path) -> None:
-    """Take from others the rights that the umask left them."""
+    """Remove the permissions of other users from a folder and its files."""
     for each in (folder, *folder.rglob("*")):
         mode = each.lstat().st_mode
         if mode & 0o077 and not stat.S_ISLNK(mode):

@@ -1,4 +1,4 @@
-"""Importing a plugin through stevedore."""
+"""Import of a plugin through stevedore."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from stevedore.driver import DriverManager
 
 
 class _Manager(DriverManager):  # type: ignore[type-arg]  # older releases of stevedore are not generic
-    """Loads one entry point that hal has found.
+    """A stevedore manager for one entry point, found by :mod:`hal.config.plugins`.
 
-    stevedore's own list of entry points is kept for the life of the process and, on disk, under a hash of the folders'
-    times in 32 bits, which are two minutes apart. It would miss what has just been installed or put on ``sys.path``.
+    stevedore caches its list of entry points for the life of the process, and on disk under a 32-bit hash of the
+    folders' times. It would miss a package that was just installed or added to ``sys.path``.
     """
 
     def __init__(self, group: str, entry: importlib.metadata.EntryPoint) -> None:
@@ -25,7 +25,7 @@ class _Manager(DriverManager):  # type: ignore[type-arg]  # older releases of st
 
 
 def import_plugin(group: str, entry: importlib.metadata.EntryPoint) -> Any:
-    """Return what an entry point of a group names. Raises whatever importing it raises."""
+    """Return the object that an entry point names. Exceptions of the import propagate."""
     return _Manager(group, entry).driver
 
 

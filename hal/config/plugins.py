@@ -1,7 +1,6 @@
-"""The registry of plugins: the drivers, compilers, quantisation schemes, models and commands of installed packages.
+"""The registry of plugins: drivers, compilers, quantisation schemes, models and commands of installed packages.
 
-A package registers each one under a name in an entry-point group. :class:`Plugins` finds those of one group and loads
-them, through stevedore.
+A package registers a plugin under a name in an entry-point group. :class:`Plugins` finds and loads those of one group.
 """
 
 from __future__ import annotations
@@ -25,32 +24,28 @@ log = logging.getLogger("hal.config")
 
 @attrs.frozen(eq=False)
 class Plugin:
-    """What a package registers under a name.
-
-    Attributes:
-        entry: the entry point.
-    """
+    """A plugin that an installed package registers under a name."""
 
     entry: importlib.metadata.EntryPoint
 
     @property
     def name(self) -> str:
-        """The name by which configurations ask for it."""
+        """The name in configurations."""
         return self.entry.name
 
     @property
     def target(self) -> str:
-        """The module and the attribute that the entry point names, as ``module:attribute``."""
+        """The object that the entry point names, as ``module:attribute``."""
         return self.entry.value
 
     @property
     def package(self) -> str:
-        """The distribution's name; empty if the metadata does not say."""
+        """The distribution's name; empty if the metadata lacks it."""
         return self.entry.dist.name if self.entry.dist else ""
 
     @property
     def version(self) -> str:
-        """The distribution's version; empty if the metadata does not say."""
+        """The distribution's version; empty if the metadata lacks it."""
         return self.entry.dist.version if self.entry.dist else ""
 
     @property
@@ -61,11 +56,11 @@ class Plugin:
 
 @attrs.frozen
 class Loaded(Generic[T]):
-    """All plugins of a group.
+    """The plugins of a group.
 
     Attributes:
-        plugins: those that can be used, by name, sorted.
-        errors: for each of the others, what :meth:`Plugins.load` raises.
+        plugins: the usable ones, sorted by name.
+        errors: the exception of :meth:`Plugins.load` for each of the others, by name.
     """
 
     plugins: Mapping[str, T]
@@ -77,11 +72,11 @@ class Plugins(Generic[T]):
 
     Args:
         group: the entry-point group.
-        kind: what errors call one of them.
-        check: given a plugin and what its entry point names, returns the result of :meth:`load`. It raises a HalError
-            for an object of another type. Any other exception is reported as one of the plugin's constructor.
-        error: raised for a plugin that cannot be imported or made, and for a name that several packages register.
-        unknown: raised for a name that no package registers; ``error`` unless given.
+        kind: the noun for a plugin in errors.
+        check: receives a plugin and the object that its entry point names, and returns the result of :meth:`load`.
+            It raises HalError for an object of another type; other exceptions are reported as the constructor's.
+        error: raised for a plugin that cannot be imported or created, and for a name that several packages register.
+        unknown: raised for an unregistered name; defaults to ``error``.
     """
 
     def __init__(
@@ -105,10 +100,10 @@ class Plugins(Generic[T]):
         return sorted({each.name for each in registered(self.group)})
 
     def load(self, name: str) -> T:
-        """Load the plugin ``name``, and no other.
+        """Load the plugin ``name`` only.
 
         Raises:
-            HalError: the plugin is unknown, broken or of another type, or several packages register the name.
+            HalError: the plugin is unknown, broken or of another type, or several packages register its name.
         """
         plugin = self._find(name)
         try:
@@ -117,13 +112,13 @@ class Plugins(Generic[T]):
             raise _naming_source(error, plugin) from error.__cause__
         except (Exception, SystemExit) as error:
             raise self._error(
-                f"making the {self.kind} {name} failed: {said(error)}",
-                f"report it to the authors of {plugin.source}; its authors: {plugin.entry.attr}() takes no arguments "
-                "and does no work",
+                f"creating the {self.kind} {name} failed: {said(error)}",
+                f"report it to the authors of {plugin.source}; for its authors: {plugin.entry.attr}() must take no "
+                "arguments and do no work",
             ) from error
 
     def load_all(self) -> Loaded[T]:
-        """Load every plugin, once for an import path. A broken one is logged, and does not keep the others away."""
+        """Load every plugin, once for each ``sys.path``. A broken one logs a warning and is skipped."""
         found = registered(self.group)
         if self._loaded is None or self._loaded[0] is not found:
             plugins: dict[str, T] = {}
@@ -139,7 +134,7 @@ class Plugins(Generic[T]):
 
     def _find(self, name: str) -> Plugin:
         known = registered(self.group)
-        # Two packages that register the same target, such as a package and its successor, leave nothing to choose.
+        # Two packages may register the same target, such as a package and its successor: that is no ambiguity.
         found = {each.target: each for each in known if each.name == name}
         if not found:
             sources = ", ".join(sorted({each.source for each in known}))
@@ -150,29 +145,29 @@ class Plugins(Generic[T]):
             )
         if len(found) > 1:
             sources = ", ".join(sorted(each.source for each in found.values()))
-            raise self._error(f"several packages bring a {self.kind} {name}: {sources}", "uninstall all but one")
+            raise self._error(f"several packages register the {self.kind} {name}: {sources}", "uninstall all but one")
         (plugin,) = found.values()
         return plugin
 
     def _import(self, plugin: Plugin) -> Any:
-        from hal.config.plugin_manager import import_plugin  # stevedore takes 15 ms to import; names do not need it
+        from hal.config.plugin_manager import import_plugin  # stevedore takes 15 ms to import; names() needs it not
 
         try:
             return import_plugin(self.group, plugin.entry)
         except HalError:
             raise
-        except (Exception, SystemExit) as error:  # importing runs code of others, which may raise anything
+        except (Exception, SystemExit) as error:  # The import runs foreign code, which may raise anything.
             raise self._error(
                 f"the {self.kind} {plugin.name} cannot be imported: {said(error)}",
-                f"reinstall or update {plugin.source}; its authors: correct the entry point "
+                f"reinstall or update {plugin.source}; for its authors: correct the entry point "
                 f"{plugin.name} = {plugin.target} in {self.group}, or what it imports",
             ) from error
 
 
 def instance_of(base: type[Any], group: str) -> Callable[[Plugin, Any], Any]:
-    """Return a check for a group whose entry points name subclasses of ``base``, of the same ``name``.
+    """Return a check for entry points that name a subclass of ``base`` whose ``name`` is the entry point's.
 
-    The check returns an instance of the subclass. It raises ConfigError for anything else.
+    The check returns an instance of the subclass, and raises ConfigError for any other object.
     """
 
     def check(plugin: Plugin, found: Any) -> Any:
@@ -187,15 +182,15 @@ def instance_of(base: type[Any], group: str) -> Callable[[Plugin, Any], Any]:
 
 
 def registered(group: str) -> Sequence[Plugin]:
-    """Return what installed packages register in a group. Imports no plugin.
+    """Return the plugins that installed packages register in a group. Imports no plugin.
 
-    The metadata of all packages is read once for a ``sys.path``, and again when a folder on it has changed.
+    The metadata of all packages is read once for each ``sys.path``, and again when a folder on it changes.
     """
     return _registered(_import_path(), group)
 
 
 def forget() -> None:
-    """Read the metadata of all packages again, such as after a test has rewritten an installed package's in place."""
+    """Clear the cached metadata of all packages, such as after a test has rewritten a package's in place."""
     importlib.invalidate_caches()
     _scan.cache_clear()
     _registered.cache_clear()
@@ -205,7 +200,7 @@ _Folder = tuple[str, int, int]
 
 
 def _import_path() -> tuple[_Folder, ...]:
-    """``sys.path`` with the inode and the time of each folder, by which Python's own search sees changes, too."""
+    """Return the entries of ``sys.path`` with inode and modification time, by which importlib detects changes too."""
     return tuple(map(_folder, sys.path))
 
 

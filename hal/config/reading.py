@@ -1,4 +1,4 @@
-"""From a mapping to an attrs class, strictly: nothing is coerced, and nothing is ignored."""
+"""Strict conversion of a mapping to an attrs class: nothing is coerced, and nothing is ignored."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hal.errors import ConfigError, nearest
 
 T = TypeVar("T")
 INTEGERS = 1 << 63
-"""Integers are from -INTEGERS to below INTEGERS: 64 bits, as torch takes them."""
+"""Integers range from -INTEGERS to INTEGERS - 1: 64 bits, as in torch."""
 log = logging.getLogger("hal.config")
 
 
 def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
-    """Build the attrs class ``cls`` from ``mapping``, strictly.
+    """Build the attrs class ``cls`` from ``mapping``.
 
     Args:
-        cls: fields may be texts, booleans, integers of 64 bits, finite floats, literals, tuples, dicts, such classes.
-        mapping: its fields, by name.
-        where: names the mapping in errors.
+        cls: its fields are strings, booleans, 64-bit integers, finite floats, literals, tuples, dicts, or such classes.
+        mapping: the fields, by name.
+        where: the mapping's name in errors.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is of another type, not finite, or out of range.
+        ConfigError: a key is unknown or missing, or a value has another type, is not finite, or is out of range.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where} must be a table of keys and values, not {kind_of(mapping)}", "write it as {...}")
@@ -44,7 +44,7 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
     raise ConfigError("; ".join(problems), f"correct them; the keys of {where}: {', '.join(_keys(cls)) or 'none'}")
 
 
-# What a checkpoint's config.json says about training, generation or itself, and what RopeParameters reads.
+# Keys of config.json that concern training, generation or the file, and those that RopeParameters reads.
 INERT_MODEL_KEYS = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
@@ -56,17 +56,17 @@ INERT_MODEL_KEYS = frozenset({
 def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
     """Build a model's attrs class from a checkpoint's config.json.
 
-    Keys that cannot change what inference computes (or that others read, as the rope parameters) are left out; any
-    other key that ``cls`` does not know is named in a warning. A null stands for the default, unless None is a value.
+    Keys that cannot change inference, or that other code reads (such as the rope parameters), are skipped. Any other
+    unknown key logs a warning. ``null`` selects the default, unless the field allows None.
 
     Raises:
-        ConfigError: a required key is missing, or a value is not one that the model takes.
+        ConfigError: a required key is missing, or a value is invalid for the model.
     """
     known = set(_keys(cls))
     if config.get("quantization_config") not in (None, {}):
         raise ConfigError(
-            "config.json says the weights are quantised",
-            "load it with hal.load_model, which reads int8 weights, or use one in float32, bfloat16 or float16",
+            "config.json has a quantization_config, and this model reads unquantised weights",
+            "load the checkpoint with hal.load_model, or use one in float32, bfloat16 or float16",
         )
     unread = sorted(key for key in config if key not in known | INERT_MODEL_KEYS and config[key] is not None)
     if unread:
@@ -97,7 +97,7 @@ def _has_origin(origin: Any) -> Callable[[Any], bool]:
 
 def _strict(kind: type) -> Any:
     def structure(value: Any, _: Any) -> Any:
-        # bool is a subclass of int in Python; a config that says `true` for a number is a mistake.
+        # In Python, bool is a subclass of int. A config with `true` for a number is a mistake.
         if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         if type(value) is not kind:
@@ -138,7 +138,7 @@ def _structure_literal(value: Any, annotation: Any) -> Any:
 
 def _structure_dict(value: Any, annotation: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"expected a table with text keys, found {kind_of(value)}")
+        raise ValueError(f"expected a table with string keys, found {kind_of(value)}")
     element = get_args(annotation)[1]
     return {key: _CONVERTER.structure(item, element) for key, item in value.items()}
 

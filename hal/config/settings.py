@@ -1,4 +1,4 @@
-"""What can be configured: frozen attrs classes, whose docstrings are the documentation of the keys."""
+"""The configuration's attrs classes. Their docstrings document the keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value == ():
-        raise ValueError("must name one at least; leave it out for the default")
+        raise ValueError("must not be empty; leave the key out for the default")
     for number in value if isinstance(value, tuple) else (value,):
         if number is not None and number < 1:
             raise ValueError(f"must be at least 1, not {number}")
@@ -19,19 +19,19 @@ def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
 
 def _some(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...] | None) -> None:
     if value is not None and not value:
-        raise ValueError("must name an operation; leave it out for the default")
+        raise ValueError("must name at least one operation; leave the key out for the default")
 
 
 @attrs.frozen
 class PhaseConfig:
-    """What :class:`CompilationConfig` says, for one phase; None (``null``) leaves it as it is there.
+    """Overrides of :class:`CompilationConfig` for one phase; None (``null``) keeps its value.
 
     Attributes:
-        compiler: as there.
-        splitting_ops: as there.
-        passes: as there; added to those.
+        compiler: see :class:`CompilationConfig`.
+        splitting_ops: see :class:`CompilationConfig`.
+        passes: merged into ``CompilationConfig.passes``.
         capture_sizes: batch sizes of decode steps, or token counts of prefill steps, to capture.
-        max_capture_size: as there.
+        max_capture_size: see :class:`CompilationConfig`.
     """
 
     compiler: str | None = None
@@ -46,27 +46,24 @@ class CompilationConfig:
     """How a runner executes the model.
 
     Attributes:
-        compiler: ``eager`` runs the model's Python each step; ``graph`` captures decode steps whole, one graph per
-            bucket; ``piecewise`` captures decode and prefill steps in pieces, between the operations that
-            ``splitting_ops`` names, and ``piecewise_eager`` likewise, from the model's own Python, without a trace or
-            passes; ``inductor`` compiles decode steps with PyTorch's compiler. Drivers may bring more, and other names
-            for these; see ``hal backends``. Prefill is eager unless the compiler captures in pieces, or ``prefill``
-            says otherwise.
+        compiler: ``eager`` runs the model's Python code in each step. ``graph`` captures whole decode steps, one graph
+            per batch size. ``piecewise`` captures decode and prefill steps in pieces, between the ``splitting_ops``.
+            ``piecewise_eager`` does so from the model's Python code, without a trace or passes. ``inductor`` compiles
+            decode steps with torch.compile. Drivers add others; ``hal backends`` lists them. Prefill is eager unless
+            the compiler captures pieces or ``prefill`` overrides it.
         splitting_ops: operations that run eagerly between the pieces of ``piecewise``, by hal's name or the vendor's;
-            None (``null``) takes ``paged_attention``.
-        passes: rewrites by name, to turn off (false), or to ask for (true), which warns where one is applied nowhere;
-            all that a backend has are on.
-        capture_sizes: the decode batch sizes to capture; None (``null``) takes the default list.
-        max_capture_size: leaves out larger sizes, of the default list or of ``capture_sizes``.
-        queries: numbers of new tokens a sequence that count as decode steps, and that whole steps are captured for; a
-            verifier of ``k`` drafted tokens adds ``k + 1``.
-        torch_compile_max_bs: decode batches above it are captured from the model's own Python; None has no such limit.
-        on_capture_error: ``raise``, or ``eager``: run that batch size eagerly and say so once.
-        debug: before each replay, check that the weights, caches and inputs lie where they lay at the capture.
-        cache_dir: a folder that a driver's own compiler keeps what it compiles in, for the next start; None takes the
-            usual one.
-        decode: what is otherwise for decode steps.
-        prefill: what is otherwise for prefill steps.
+            None (``null``) means ``paged_attention``.
+        passes: passes by name. False disables one. True warns if a rewrite matches nowhere. All are on by default.
+        capture_sizes: the decode batch sizes to capture; None (``null``) means the default list.
+        max_capture_size: the largest size to capture, of the default list or of ``capture_sizes``.
+        queries: the numbers of new tokens per sequence that count as decode steps and are captured whole. A verifier
+            of ``k`` draft tokens adds ``k + 1``.
+        torch_compile_max_bs: larger decode batches are captured from the model's Python code; None sets no limit.
+        on_capture_error: ``raise``, or ``eager``, which runs that batch size eagerly and logs a warning once.
+        debug: check before each replay that the addresses of weights, caches and inputs are those of the capture.
+        cache_dir: the folder of the cache of a driver's compiler, for the next start; None means its default.
+        decode: overrides for decode steps.
+        prefill: overrides for prefill steps.
     """
 
     compiler: str = "eager"
@@ -83,10 +80,10 @@ class CompilationConfig:
     prefill: PhaseConfig = attrs.field(factory=PhaseConfig)
 
     def of(self, phase: Literal["decode", "prefill"]) -> CompilationConfig:
-        """What holds for one phase."""
+        """Return the configuration of one phase, with its overrides applied."""
         given = {name: each for name, each in attrs.asdict(getattr(self, phase)).items() if each is not None}
         if phase == "prefill":
-            # The sizes above are of decode batches, and only pieces can be captured for any number of tokens.
+            # The sizes above are decode batch sizes, and only pieces can be captured for any number of tokens.
             rest = {"compiler": self.compiler if self.compiler.startswith("piecewise") else "eager",
                     "capture_sizes": None, "max_capture_size": None}  # fmt: skip
             given = rest | given
@@ -96,14 +93,14 @@ class CompilationConfig:
 
 @attrs.frozen
 class CacheConfig:
-    """How large the paged KV cache is.
+    """The size of the paged KV cache.
 
     Attributes:
-        num_tokens: tokens that all sequences together may hold; rounded up to whole blocks.
-        block_size: tokens per block; None (``null``) takes the backend's preferred size.
-        num_sequences: sequences that may run at once, where a model keeps a state for each; others have no such limit.
-        reuse_prefixes: ``generate`` keeps what is in the cache, and a prompt that begins like an earlier one skips that
-            part. The rounding of its logits may then depend on what ran before it, so it is off by default.
+        num_tokens: the tokens that all sequences together can hold; rounded up to whole blocks.
+        block_size: tokens per block; None (``null``) means the backend's preferred size.
+        num_sequences: concurrent sequences, for models that keep a state per sequence. Other models have no limit.
+        reuse_prefixes: ``generate`` keeps finished prompts in the cache, and a new prompt skips the prefix it shares
+            with one of them. The rounding of its logits then depends on earlier prompts, so it is off by default.
     """
 
     num_tokens: int = attrs.field(default=4096, validator=_positive)
@@ -114,16 +111,16 @@ class CacheConfig:
 
 @attrs.frozen
 class Config:
-    """What :func:`hal.open` needs to know.
+    """The configuration of :func:`hal.open`.
 
     Attributes:
         backend: a driver's name, or ``auto`` for the available driver of highest priority.
-        dtype: what weights and caches are held in; ``auto`` takes the checkpoint's own.
+        dtype: the dtype of weights and caches; ``auto`` means the checkpoint's.
         strict: an operation without a kernel raises instead of running its reference.
-        max_prefill_tokens: a prefill runs in steps of at most so many tokens, which bounds the memory that it takes.
+        max_prefill_tokens: the most tokens of a prefill step, which bounds its memory.
         compilation: see :class:`CompilationConfig`.
         cache: see :class:`CacheConfig`.
-        options: the driver's own options, read by the driver.
+        options: options that the driver reads.
     """
 
     backend: str = "auto"

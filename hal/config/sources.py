@@ -1,4 +1,4 @@
-"""A configuration in any of the forms that an integrator may hold."""
+"""Loading of a configuration from a Config, a mapping, text, a file or the environment."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Source = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
-    """Read a :class:`Config` from whatever an integrator holds.
+    """Return the :class:`Config` that ``source`` describes.
 
     Args:
-        source: a Config (which is checked, too), a mapping, JSON text (begins with ``{``), a path ending in ``.json``
-            or ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables. A text with a slash or a
+        source: a Config (which is validated), a mapping, JSON text (starts with ``{``), a path ending in ``.json`` or
+            ``.toml``, a backend's name, or None for the ``HAL_*`` environment variables. A string with a slash or a
             suffix is a path.
-        driver_names: drivers whose own ``HAL_<DRIVER>_*`` variables are left to them, if source is None.
+        driver_names: drivers whose ``HAL_<DRIVER>_*`` variables are skipped if source is None.
 
     Raises:
-        ConfigError: the source cannot be read or holds a key or value that Config does not know.
+        ConfigError: the source cannot be read or holds an unknown key or an invalid value.
     """
     if isinstance(source, Config):
         return read(Config, _table(source))
@@ -38,14 +38,14 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
 
 
 def _table(value: Any) -> Any:
-    """A Config as a mapping. Unlike attrs.asdict, it leaves the driver's options as the objects that they are."""
+    """Return a Config as a mapping. Unlike attrs.asdict, it keeps the driver's options as objects."""
     if not isinstance(value, (Config, CompilationConfig, PhaseConfig, CacheConfig)):
         return value
     return {field.name: _table(getattr(value, field.name)) for field in attrs.fields(type(value))}
 
 
 def to_mapping(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The mapping that a source of :func:`load` (other than the environment) spells."""
+    """Return the mapping that a source of :func:`load` describes. The environment is no such source."""
     if isinstance(source, Mapping):
         return source
     if _is_path(source):

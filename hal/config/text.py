@@ -1,4 +1,4 @@
-"""JSON and TOML, as mappings."""
+"""Parsing of JSON and TOML into mappings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hal.errors import ConfigError
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Parse a ``.json`` or ``.toml`` file into a mapping; raises ConfigError for anything else."""
+    """Parse a ``.json`` or ``.toml`` file into a mapping; any other file raises ConfigError."""
     suffix = path.suffix.lower()
     if suffix not in (".json", ".toml"):
-        raise ConfigError(f"the config file {path} is neither .json nor .toml", "write it as one of them")
+        raise ConfigError(f"the config file {path} is neither .json nor .toml", "convert it to .json or .toml")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -32,14 +32,14 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def parse_json(text: str, where: str) -> Mapping[str, Any]:
-    """Parse one JSON object. A key given twice is an error, because one of the two would be silently ignored."""
+    """Parse a JSON object. A duplicate key raises ConfigError, because json would silently drop one value."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
             names = [name for name, _ in pairs]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"given twice: {', '.join(twice)}")
+            raise ValueError(f"duplicate keys: {', '.join(twice)}")
         return table
 
     try:
@@ -52,10 +52,10 @@ def parse_json(text: str, where: str) -> Mapping[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """A value as errors show it."""
+    """Return the type and the value, for errors."""
     if value is None:
         return "null"
     try:
         return f"{type(value).__name__} {value!r:.60}"
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # An integer may have more digits than Python converts to a string.
         return type(value).__name__

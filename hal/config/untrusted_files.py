@@ -1,7 +1,7 @@
-"""Files of folders that others bring, such as a checkpoint's: every one is opened through here.
+"""Access to files from untrusted folders, such as a checkpoint. All code opens them through this module.
 
-A name may be of a pipe, a device or a folder, or be one that no file system takes. All of that is a CheckpointError,
-before anything is read: a pipe would be waited for without end.
+A name may denote a pipe, a device or a folder, or be invalid for any file system. Each raises CheckpointError before
+the file is read: reading a pipe would block forever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hal.errors import CheckpointError
 
 JSON_BYTES = 1 << 28
-"""More than any JSON file of a checkpoint has; the index of a model of a trillion parameters takes some tens of MB."""
+"""A limit above any JSON file of a checkpoint: the index of a model of 10**12 parameters takes some tens of MB."""
 AGAIN = "download or save it again"
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -26,37 +26,37 @@ _KINDS = {
 
 
 def is_there(file: Path) -> bool:
-    """Whether a folder has an entry of that name, of whatever kind. No file has a name that no file system takes."""
+    """Return whether the path exists, as any kind of file. A name that no file system accepts does not exist."""
     return os.path.lexists(file)
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is of an entry of a folder itself, and leads nowhere else."""
+    """Return whether a name denotes an entry of its folder, and contains no path."""
     return name not in ("", ".", "..") and not any(each in name for each in ("/", "\\", os.sep, "\0"))
 
 
 def regular_file(file: Path) -> Path:
-    """``file`` itself, if it is a regular file, or a link to one. A download's cache keeps files behind links.
+    """Return ``file`` if it is a regular file or a link to one. Download caches store files behind links.
 
     Raises:
-        CheckpointError: it is none, is not there, or cannot be looked at.
+        CheckpointError: the file is missing, not regular, or unreadable.
     """
     return _regular(file)[0]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. All numbers in it are finite; JSON itself has no others.
+    """Return the object in a JSON file. Non-finite numbers, which JSON forbids and Python accepts, are rejected.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, it holds no object, or a number is not finite.
+        CheckpointError: the file is missing or unreadable, holds no object, or has a number that is not finite.
     """
     if not is_there(file):
         raise CheckpointError(
-            f"{file.parent} is no checkpoint: it has no {file.name}", "give the folder that holds config.json"
+            f"{file.parent} is no checkpoint: it has no {file.name}", "give the folder that contains config.json"
         )
     size = _regular(file)[1]
     if size > JSON_BYTES:
-        raise CheckpointError(f"{file} is {size >> 20} MiB long, and at most {JSON_BYTES >> 20} are read", AGAIN)
+        raise CheckpointError(f"{file} has {size >> 20} MiB, and the limit is {JSON_BYTES >> 20} MiB", AGAIN)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         wrong = next(_not_finite(value, ""), None)
@@ -65,32 +65,32 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object", AGAIN)
     if wrong:
-        raise CheckpointError(f"{file} has {wrong}, which is no finite number", f"correct it, or {AGAIN}")
+        raise CheckpointError(f"{file} has {wrong}, which is not finite", f"correct it, or {AGAIN}")
     return value
 
 
 def shown(name: str) -> str:
-    """A name as errors show it: one that others chose may be of any length, and of any characters."""
+    """Return a name for errors. Foreign names may have any length and any characters."""
     return f"{name[:60]!r}... ({len(name)} characters)" if len(name) > 80 else repr(name)
 
 
 def _regular(file: Path) -> tuple[Path, int]:
     try:
-        str(file).encode()  # libraries in Rust take no other paths
+        str(file).encode()  # Libraries in Rust accept only valid Unicode paths.
         found = os.stat(file)
         if stat.S_ISREG(found.st_mode):
-            os.close(os.open(file, os.O_RDONLY))  # whether this user may: safetensors says of others that they are gone
+            os.close(os.open(file, os.O_RDONLY))  # Check access: safetensors reports an unreadable file as missing.
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"its path is no text ({error})"
+        reason = error.strerror if isinstance(error, OSError) else f"its path is not valid Unicode ({error})"
         raise CheckpointError(f"{shown(file.name)} in {file.parent} cannot be read: {reason}", AGAIN) from None
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
         raise CheckpointError(f"{shown(file.name)} in {file.parent} is {kind}, not a file", f"remove it, or {AGAIN}")
     return file, found.st_size
 
 
 def _not_finite(value: Any, path: str) -> Iterator[str]:
-    """Where in a parsed JSON file numbers are not finite, and which they are."""
+    """Yield the path and value of each number in a parsed JSON file that is not finite."""
     if isinstance(value, dict):
         for key, each in value.items():
             if isinstance(each, float | dict | list):

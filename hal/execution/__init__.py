@@ -1,4 +1,4 @@
-"""The runner, and every way to run a step: eager, captured whole, captured in pieces, compiled by Inductor.
+"""The runner, and the execution forms: eager, graphs of whole steps, graphs of pieces, and Inductor.
 
-A form runs the steps of some shapes. The runner takes the first that serves a batch, and else the model's own Python.
+A form runs steps of certain shapes. The runner uses the first form that accepts a batch, else the model's Python code.
 """

@@ -1,4 +1,4 @@
-"""A check of what models give: the logits that were asked for."""
+"""Validation of a model's logits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hal.step.batch import Batch
 
 
 def check_logits(model: CausalLM, logits: Tensor, batch: Batch) -> Tensor:
-    """Return ``logits``, if they are what ``batch`` asks of ``model``.
+    """Return ``logits`` if they have the shape that ``batch`` requests.
 
     Raises:
-        ModelError: they are no tensor, or of another shape.
+        ModelError: they are not a tensor, or have another shape.
     """
     wanted = (batch.logits_indices.shape[0], model.vocab_size)
     found = getattr(logits, "shape", None)
@@ -21,6 +21,6 @@ def check_logits(model: CausalLM, logits: Tensor, batch: Batch) -> Tensor:
         return logits
     what = f"a {type(logits).__name__}, not logits" if found is None else f"logits of {list(found)}, not {list(wanted)}"
     raise ModelError(
-        f"{type(model).__name__} gave {what}",
-        "let its forward take hidden[batch.logits_indices] before it projects them to vocab_size, and return that",
+        f"{type(model).__name__}.forward returned {what}",
+        "select hidden[batch.logits_indices] in forward, project it to vocab_size, and return the result",
     )

@@ -1,4 +1,4 @@
-"""hal's own compilers. What they need is imported when they make a form."""
+"""hal's compilers. Each imports its implementation when it creates a form."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class _Capturing(Compiler):
-    """One that needs the backend's graphs."""
+    """A compiler that needs the backend's graphs."""
 
     def unsupported(self, backend: Any) -> str | None:
-        return None if backend.graphs else "it captures no graphs"
+        return None if backend.graphs else "it cannot capture graphs"
 
 
 class GraphCompiler(_Capturing):
-    """Captures whole steps whose sequences have the same number of queries, one graph for each size."""
+    """Captures whole steps of equal query lengths, one graph per batch size."""
 
     name = "graph"
     reads = frozenset({"passes", "torch_compile_max_bs", "queries"})
@@ -30,7 +30,7 @@ class GraphCompiler(_Capturing):
 
 
 class PiecewiseCompiler(_Capturing):
-    """Captures the optimised step in pieces, between the operations that cannot be captured."""
+    """Captures the optimised step in pieces, between the splitting operations."""
 
     name = "piecewise"
     reads = frozenset({"splitting_ops", "passes"})
@@ -43,7 +43,7 @@ class PiecewiseCompiler(_Capturing):
 
 
 class PiecewiseEagerCompiler(_Capturing):
-    """Captures the model's own Python in pieces, between the operations that cannot be captured."""
+    """Captures the model's Python code in pieces, between the splitting operations."""
 
     name = "piecewise_eager"
     reads = frozenset({"splitting_ops"})
@@ -56,13 +56,13 @@ class PiecewiseEagerCompiler(_Capturing):
 
 
 class InductorCompiler(Compiler):
-    """Compiles steps by PyTorch's compiler, for one sequence and for any larger number of them."""
+    """Compiles steps with Inductor, once for one sequence and once for any larger number."""
 
     name = "inductor"
     reads = frozenset({"queries"})
 
     def unsupported(self, backend: Any) -> str | None:
-        return None if backend.inductor is not None else "Inductor makes no code for it that the driver answers for"
+        return None if backend.inductor is not None else "the driver does not support code from Inductor"
 
     def make(self, context: FormContext) -> Form:
         from hal.execution.inductor import InductorForm

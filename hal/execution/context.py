@@ -1,4 +1,4 @@
-"""What a compiler is given to make a form of."""
+"""The arguments of a compiler's ``make``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Phase = Literal["decode", "prefill"]
 
 @attrs.frozen(eq=False)
 class FormContext:
-    """What a compiler makes a form of.
+    """The arguments that a compiler creates a form from.
 
     Attributes:
         model: loaded on the backend.
-        backend: that runs it.
-        states: that the model writes.
-        config: of the steps that the form is for.
-        phase: the configuration's key for those steps: ``decode`` for steps whose sequences all have the same small
-            number of queries, ``prefill`` for all others.
-        max_sequences: that a batch will hold at most; None if nobody says.
-        max_length: tokens that a sequence will hold at most.
+        backend: runs the model.
+        states: the model's states.
+        config: the configuration of the form's phase.
+        phase: ``decode`` for steps whose sequences all have the same small number of queries, ``prefill`` for others.
+        max_sequences: the most sequences of a batch; None if unknown.
+        max_length: the most tokens of a sequence.
     """
 
     model: CausalLM
@@ -40,17 +39,17 @@ class FormContext:
 
     @property
     def max_blocks(self) -> int:
-        """Columns of the widest block table."""
+        """The columns of the widest block table."""
         return self.states.spec.blocks_for(self.max_length)
 
     def static_batch(self, shape: StepShape, **sizes: Any) -> StaticBatch:
-        """A batch of a shape on fixed memory, for this model and backend."""
+        """Return a batch of a shape in fixed memory, for this model and backend."""
         return StaticBatch(
             self.model.batch_type, shape, **{"max_blocks": self.max_blocks} | sizes,
             block_size=self.states.spec.block_size, device=self.backend.device.torch,
         )  # fmt: skip
 
     def eagerly(self, batch: Batch) -> Tensor:
-        """Run a step by the model's own Python."""
+        """Run a step with the model's Python code."""
         logits: Tensor = self.model(batch, self.states.layers)
         return logits

@@ -1,4 +1,4 @@
-"""Steps through Inductor: compiled once for one sequence, and once for any larger number of them."""
+"""Steps compiled by Inductor: once for one sequence, and once for any larger number."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Step = Callable[[list[Tensor]], Tensor]
 
 
 class InductorForm(Form):
-    """Compiles the model's step for each number of queries, and runs it on batches of any size, unpadded.
+    """Compiles the model's step for each number of queries, and runs it on batches of any size, without padding.
 
-    The config's ``capture_sizes`` say which of the two forms are compiled: the one for a single sequence if 1 is among
-    them, the one for more if any other is. A single sequence without a form of its own is padded to two.
+    ``capture_sizes`` selects the two variants: 1 selects that for one sequence, any other size that for more. Without
+    the first variant, a single sequence is padded to two.
 
     Raises:
-        CompileError: the model could not be traced or compiled, and ``on_capture_error`` is ``raise``.
+        CompileError: the model cannot be traced or compiled, and ``on_capture_error`` is ``raise``.
     """
 
     def __init__(self, context: FormContext) -> None:
@@ -54,13 +54,13 @@ class InductorForm(Form):
             return None
         if queries not in self._many:
             known = queries in self._one
-            return "what is compiled is for a single sequence" if known else "nothing is compiled for such steps"
+            return "the compiled step takes a single sequence" if known else "no step is compiled for its query length"
         if shape.sequences == 1:
             pair = self._pairs[queries].batch
             if batch.block_table.shape[1] > pair.block_table.shape[1] or rows > pair.logits_indices.shape[0]:
-                return "its block table or its rows of logits are more than a padded batch holds"
+                return "its block table or its logits rows exceed those of a padded batch"
         elif rows != shape.tokens:
-            return "it asks for some rows of logits, and what is compiled gives those of all tokens"
+            return "it requests some logits rows, and the compiled step computes those of all tokens"
         return None
 
     def run(self, batch: Batch, shape: StepShape) -> Tensor:
@@ -71,7 +71,7 @@ class InductorForm(Form):
             return self._one[queries](batch.tensors())
         pair = self._pairs[queries]
         pair.fill(batch)
-        for name, value in pair.host_values(batch).items():  # which a graph would take apart from the batch
+        for name, value in pair.host_values(batch).items():  # Graphs take host values as separate arguments.
             getattr(pair.batch, name).copy_(value)
         return self._many[queries](pair.batch.tensors())[:rows]
 
@@ -86,6 +86,6 @@ class InductorForm(Form):
         if pinned := step.pinned:
             raise CompileError(
                 f"the step cannot be compiled for other sizes than the example's: it fixes {', '.join(pinned)}",
-                "give the operations that it runs kernels of their own, or use the compiler graph",
+                "add kernels for the operations that it runs, or use the compiler graph",
             )
         return compiled

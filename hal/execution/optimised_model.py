@@ -1,4 +1,4 @@
-"""A model's step as an optimised function: traced anew where its Python would do otherwise for other sizes."""
+"""A model's step as an optimised function, traced again for sizes where its Python code behaves differently."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Lowered = Callable[..., tuple[Tensor]]
 
 
 class OptimisedModel:
-    """Runs steps of equal queries as the model does, on the graphs that the backend's passes made of it.
+    """Runs steps of equal query lengths on the graphs that the backend's passes produce.
 
     Attributes:
-        optimised: by shape, the step that serves it; most shapes share one.
+        optimised: the optimised step of each shape; most shapes share one.
 
     Raises:
-        CompileError: the model cannot be traced, or a pass failed; by ``prepare`` or the first step of a shape.
+        CompileError: the model cannot be traced, or a pass failed. ``prepare`` or the first step of a shape raises it.
     """
 
     def __init__(self, context: FormContext) -> None:
@@ -31,10 +31,10 @@ class OptimisedModel:
         self.optimised: dict[StepShape, OptimisedStep] = {}
 
     def prepare(self, shape: StepShape) -> Lowered:
-        """Trace and optimise what runs steps of ``shape``, if nothing did yet.
+        """Trace and optimise the step for ``shape``, unless a previous one serves it.
 
         Returns:
-            A function from the tensors of a batch, in the order of its fields, to ``(logits,)``.
+            A function from a batch's tensors, in the order of its fields, to ``(logits,)``.
         """
         if shape not in self._steps:
             known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
@@ -52,6 +52,6 @@ class OptimisedModel:
         return step, step.lowered()
 
     def __call__(self, batch: Batch, shape: StepShape) -> Tensor:
-        """Logits, as the model gives them."""
+        """Return the logits of a batch."""
         (logits,) = self.prepare(shape)(*batch.tensors())
         return logits

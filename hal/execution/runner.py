@@ -1,4 +1,4 @@
-"""The runner: what an engine drives. It owns the model's states and its graphs; the engine owns blocks and slots."""
+"""The runner, which an engine drives. It owns the model's states and graphs; the engine owns blocks and slots."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger("hal.execution")
 
 @attrs.frozen(eq=False)
 class StepOutput:
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
-        logits: ``[rows, vocab_size]``, of the weights' dtype: a row for each of the batch's ``logits_indices``. Valid
+        logits: ``[rows, vocab_size]``, in the weights' dtype, one row for each of the batch's ``logits_indices``. Valid
             until the runner's next step.
     """
 
@@ -46,42 +46,38 @@ class StepOutput:
 class Runner(Closable):
     """Runs the steps of one model on one backend, as the backend's config says.
 
-    A context manager: at the end of the block it is closed. :meth:`close` frees its graphs, their streams and its
-    states at once, and lets go of the model, whose weights stay with the caller. It waits for a step of another thread
-    to return. Logits that steps gave may be in the memory of graphs, so nobody may read them any more. Every later use
-    raises ClosedError. A runner is closed before its backend, or with it.
+    A step holds any mix of new prompts and running sequences. The compiler of ``decode`` captures or compiles steps
+    whose sequences all have the same small number of new tokens; that of ``prefill`` the others. A batch that no form
+    accepts runs eagerly, with one warning per reason. All modes give the same tokens, up to rounding.
 
-    A step holds any mix of new prompts and running sequences. The config's compilers capture or compile steps of some
-    shapes: that of ``decode`` those whose sequences all have the same small number of new tokens, that of ``prefill``
-    the others. What no captured form fits runs eagerly, with one warning for each reason. Every mode gives the same
-    tokens, up to rounding.
+    A runner is a context manager that closes it. :meth:`close` waits for a running step, frees the graphs, their
+    streams and the states, and releases the model; the caller keeps the weights. Logits may lie in graph memory, so do
+    not read them afterwards. Later uses raise ClosedError. Close a runner before its backend, or with it.
 
     Args:
-        model: from :func:`hal.load_model`, or built and filled otherwise; on the backend's device.
-        backend: on which its steps run, in any thread, whichever backend is active.
-        max_sequences: that a batch will hold at most. Default capture sizes that no batch reaches are left out.
-        max_length: tokens that a sequence will hold at most; None for what model and cache allow.
+        model: from :func:`hal.load_model`, or created and filled otherwise; on the backend's device.
+        backend: runs the steps, in any thread, whichever backend is active.
+        max_sequences: the most sequences of a batch. Larger default capture sizes are skipped.
+        max_length: the most tokens of a sequence; None means the limit of model and cache.
 
     Attributes:
-        spec: of the states.
-        blocks: hands out the blocks of states per token; :func:`hal.generate` takes them here, and so can an engine.
-        prefixes: if the config says ``reuse_prefixes``, hands out blocks in place of ``blocks``, shared by sequences
-            that begin alike; it keeps what was used, so an engine beside it takes its blocks here, too.
+        spec: the specification of the states.
+        blocks: allocates the blocks of per-token states, for :func:`hal.generate` and for engines.
+        prefixes: with ``reuse_prefixes``, allocates blocks in place of ``blocks``, and shares those of equal prefixes.
+            It keeps used blocks, so an engine must allocate here too. Else None.
 
     Raises:
-        ConfigError: the states do not fit the device's memory, the compiler is not one that the runner runs, the
-            model was loaded for another backend, or it has a state that no prefix can share.
-        CaptureError: a graph could not be captured.
-        CompileError: the step could not be compiled.
+        ConfigError: the states do not fit the device's memory, the compiler is unknown or unsupported, the model was
+            loaded for another backend, or it has a state that prefixes cannot share.
+        CaptureError: a graph cannot be captured.
+        CompileError: the step cannot be compiled.
         ClosedError: the backend is closed.
     """
 
     def __init__(
         self, model: CausalLM, backend: Backend, *, max_sequences: int | None = None, max_length: int | None = None
     ) -> None:
-        super().__init__(
-            f"this runner on the backend {backend.name}", "make another with hal.Runner, on a backend that is open"
-        )
+        super().__init__(f"this runner on the backend {backend.name}", "create another hal.Runner, on an open backend")
         self.backend = backend
         self._model: CausalLM | None = model
         self._states: StateMemory | None = None
@@ -90,11 +86,11 @@ class Runner(Closable):
         self._max_sequences = max_sequences
         self._warned: set[str] = set()
         self._checked = False
-        with backend.uses:  # it is not closed before the runner is made, and closes that
+        with backend.uses:  # The backend stays open until the runner is registered, and closes it from then on.
             try:
                 self._make(model, max_length)
             except BaseException:
-                self._let_go()  # else what raised would hold the memory, as long as somebody looks at it
+                self._let_go()  # Else the exception's traceback would keep the memory alive.
                 raise
             backend.runners.add(self)
 
@@ -118,7 +114,7 @@ class Runner(Closable):
             return
         token = backend.enter()
         try:
-            with backend.explaining(), CAPTURING:  # for what is left on the device is counted before any capture
+            with backend.explaining(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
                     self._forms[phase] = self._make_form(phase)
         finally:
@@ -126,14 +122,14 @@ class Runner(Closable):
 
     @property
     def model(self) -> CausalLM:
-        """The model that it runs."""
+        """The model."""
         if self._model is None:
             raise self.uses.error()
         return self._model
 
     @property
     def states(self) -> StateMemory:
-        """What the model keeps between steps."""
+        """The states that the model keeps between steps."""
         if self._states is None:
             raise self.uses.error()
         return self._states
@@ -146,12 +142,12 @@ class Runner(Closable):
 
     @property
     def forms(self) -> Mapping[Phase, Form]:
-        """What runs the steps of each phase that is not eager."""
+        """The form of each phase that is not eager."""
         return MappingProxyType(self._forms)
 
     @property
     def slots(self) -> SlotAllocator:
-        """Hands out the slots of states per sequence."""
+        """The allocator of the slots of per-sequence states."""
         if self._slots is None:
             raise self.uses.error()
         return self._slots
@@ -165,21 +161,22 @@ class Runner(Closable):
         all_logits: bool = False,
         **fields: Any,
     ) -> Any:
-        """:meth:`hal.Batch.build` for this runner's cache and device, with every number checked against the model's.
+        """Build a batch for this runner's cache and device, with every number checked; see :meth:`hal.Batch.build`.
 
         Args:
-            token_ids: per sequence, its new tokens.
-            block_ids: per sequence, all blocks it owns, in order.
-            cached: per sequence, how many tokens the cache holds already; None for none.
-            all_logits: ask for the logits of every token instead of each sequence's last.
-            fields: the tensors of fields that the model's batch class declares beside; see ``CausalLM.batch_type``.
+            token_ids: the new tokens of each sequence.
+            block_ids: all blocks of each sequence, in order.
+            cached: the tokens of each sequence that the cache holds already; None for none.
+            all_logits: request the logits of every token, not only of each sequence's last.
+            fields: tensors of the further fields of the model's batch class; see ``CausalLM.batch_type``.
 
         Raises:
-            BatchError: also for a token id or block out of range, or a sequence longer than the model was made for.
+            BatchError: a token id or block is out of range, a sequence is longer than the model's maximum, or as
+                :meth:`hal.Batch.build`.
             ClosedError: the runner is closed.
         """
         self.uses.check_open()
-        with self.backend.explaining():  # the copies to the device meet what failed there before, in any thread
+        with self.backend.explaining():  # Copies to the device report its earlier failures, of any thread.
             return self.model.batch_type.build(
                 token_ids,
                 block_ids,
@@ -192,15 +189,15 @@ class Runner(Closable):
             )
 
     def step(self, batch: Batch) -> StepOutput:
-        """Run the new tokens of all sequences, in steps of at most ``max_prefill_tokens`` of the config.
+        """Run the new tokens of all sequences, in steps of at most ``max_prefill_tokens``.
 
         Args:
             batch: any mix of new prompts, chunks of long ones, and running sequences.
 
         Raises:
-            BatchError: its tensors' shapes do not fit together; a logits index is not of its tokens; or it takes
-                several steps, and its logits_indices are not sorted.
-            ModelError: the model gave no logits, or not as many as were asked for.
+            BatchError: the shapes of the tensors are inconsistent, a logits index is out of range, or the batch takes
+                several steps and its logits_indices are not sorted.
+            ModelError: the model returned no logits, or another number of rows.
             ClosedError: the runner is closed.
         """
         with self.uses:
@@ -217,7 +214,7 @@ class Runner(Closable):
             if batch.num_tokens <= most or batch.num_tokens == batch.num_sequences:
                 return StepOutput(self._run(batch))
             parts = batch.split(most)
-            # Each step's are valid until the next.
+            # The logits of a step are valid until the next step.
             return StepOutput(torch.cat([self._run(part).clone() for part in parts]))
 
     def _run(self, batch: Batch) -> Tensor:
@@ -225,14 +222,14 @@ class Runner(Closable):
         form = self._form_for(batch, shape)
         if form is not None:
             logits = form.run(batch, shape)
-            if not self._checked:  # once, as it is no more than the model's own mistake that it finds
+            if not self._checked:  # Once suffices: the check finds errors of the model's code only.
                 check_logits(self.model, logits, batch)
                 self._checked = True
             return logits
         return check_logits(self.model, self.model(batch, self.states.layers), batch)
 
     def _form_for(self, batch: Batch, shape: StepShape) -> Form | None:
-        """The first form that serves a batch; None for the model's own Python."""
+        """Return the first form that accepts a batch, or None for the model's Python code."""
         if not self._forms:
             return None
         refusal = None
@@ -241,7 +238,7 @@ class Runner(Closable):
             form = self._forms.get(phase)
             if form is None:
                 if (phase == "decode") == decodes:
-                    return None  # these steps are eager by the configuration
+                    return None  # The configuration makes these steps eager.
                 continue
             why = form.refusal(batch, shape)
             if why is None:
@@ -257,12 +254,12 @@ class Runner(Closable):
         check_not_capturing()
 
     def _free(self) -> None:
-        with ExitStack() as stack:  # goes on to the end, whatever raises
+        with ExitStack() as stack:  # Every step of the release runs, even if another raises.
             stack.callback(self._collect)
             stack.callback(self.backend.runners.discard, self)
             stack.callback(self._let_go)
             with self.backend.explaining():
-                self.backend.device.synchronize()  # for what still runs
+                self.backend.device.synchronize()  # Steps may still run.
 
     def _let_go(self) -> None:
         forms = list(self._forms.values())
@@ -273,9 +270,9 @@ class Runner(Closable):
                 stack.callback(form.close)
 
     def _collect(self) -> None:
-        """Give the memory back to the device. Traces leave references in circles, which only a collection finds."""
+        """Return the memory to the device. Traces leave reference cycles, which only the garbage collector frees."""
         gc.collect()
-        with CAPTURING:  # a capture of another thread's may be disturbed by it
+        with CAPTURING:  # Emptying the cache may disturb another thread's capture.
             self.backend.device.empty_cache()
 
 
@@ -283,11 +280,11 @@ def _check_placed(model: CausalLM, backend: Backend) -> None:
     if model.prepared_by not in (None, backend.name):
         raise ConfigError(
             f"the model's weights were prepared by the backend {model.prepared_by}, not by {backend.name}",
-            "load the model once more, on the backend that is to run it",
+            f"load the model again, on the backend {backend.name}",
         )
     device = next(model.parameters()).device
     if device != backend.device.torch:
         raise ConfigError(
             f"the model is on {device}, and the backend {backend.name} on {backend.device.torch}",
-            "load the model on the backend that is to run it, or move it there",
+            "load the model on the backend of the runner, or move it there",
         )

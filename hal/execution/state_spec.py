@@ -1,4 +1,4 @@
-"""The states that a runner allocates for its model, and whether the device has the memory."""
+"""The states that a runner allocates for its model, and the check that they fit into the device's memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hal.step.state import SEQUENCE
 
 
 def spec_of(model: CausalLM, backend: Backend) -> StateSpec:
-    """The states of a model, for as many tokens and sequences as the backend's config says."""
+    """Return the specification of a model's states, for the tokens and sequences that the backend's config sets."""
     cache = backend.config.cache
     in_slots = [name for layer in model.states for name, state in layer.items() if state.per is SEQUENCE]
     if in_slots and cache.reuse_prefixes:
         raise ConfigError(
-            f"cache.reuse_prefixes is set, and {type(model).__name__} keeps {in_slots[0]} for each sequence, which no "
-            "other sequence can share",
-            "leave it out for this model",
+            f"cache.reuse_prefixes is set, but {type(model).__name__} keeps {in_slots[0]} per sequence, which "
+            "sequences cannot share",
+            "leave cache.reuse_prefixes out for this model",
         )
     return StateSpec(
         tuple(model.states),
@@ -36,7 +36,7 @@ def check_fits(spec: StateSpec, backend: Backend) -> None:
     """Raise ConfigError unless the states fit the free memory of the backend's device."""
     free = backend.device.memory_stats().free
     if spec.nbytes > free:
-        gc.collect()  # a runner that is done with may wait for that: traces leave references in circles
+        gc.collect()  # An unused runner may still hold memory: traces leave reference cycles.
         backend.device.empty_cache()
         free = backend.device.memory_stats().free
     if spec.nbytes > free:

@@ -1,1 +1,1 @@
-"""Generation of text: the loop that schedules sequences, sampling, and streaming of the text."""
+"""Text generation: scheduling of sequences, sampling, and streaming of text."""

@@ -1,4 +1,4 @@
-"""Generation: many prompts at once, each to its end."""
+"""The generation loop: schedules many prompts on a runner until each is finished."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ log = logging.getLogger("hal.generation")
 
 @attrs.frozen
 class Token:
-    """One new token.
+    """A new token of one prompt.
 
     Attributes:
-        prompt: which prompt it continues.
+        prompt: the index of the prompt.
         token_id: the token.
-        finished: None, or why it is the prompt's last: ``stop`` (a stop token) or ``length`` (no room for more).
+        finished: for the prompt's last token, ``stop`` (a stop token) or ``length`` (no room for more); else None.
     """
 
     prompt: int
@@ -52,21 +52,21 @@ class _Sequence:
 def generate(
     runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> Iterator[Token]:
-    """Continue all ``prompts``, yielding tokens as they come: in the order of prompts within a step, step after step.
+    """Continue all ``prompts``, yielding the tokens of each step in the order of the prompts.
 
-    Prompts start as soon as the cache has room for them to their end. A prompt's tokens do not depend on the others.
+    A prompt starts as soon as the cache has room for all its tokens. Its tokens do not depend on the other prompts.
 
     Args:
         runner: runs the steps.
-        prompts: token ids of each prompt.
-        params: for all prompts, or one for each.
+        prompts: the token ids of each prompt.
+        params: one for all prompts, or one for each.
 
     Raises:
-        BatchError: an empty prompt, one longer than the model or the cache, or a token id out of range. All prompts are
-            checked before the first step.
-        ConfigError: ``params`` are none.
-        NumericsError: the model gave NaN.
-        ClosedError: the runner is closed; from the iterator, if that happens between two steps.
+        BatchError: a prompt is empty, longer than the model or the cache, or has a token id out of range. All prompts
+            are checked before the first step.
+        ConfigError: ``params`` has another type.
+        NumericsError: the logits have a NaN.
+        ClosedError: the runner is closed. The iterator raises it if that happens between two steps.
     """
     if not isinstance(prompts, Iterable):
         raise BatchError(f"prompts is {prompts!r:.70}", "give a list of prompts, each a list of token ids")
@@ -74,7 +74,7 @@ def generate(
     per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else _each(params)
     if len(per_prompt) != len(prompts):
         raise BatchError(
-            f"{len(prompts)} prompts and {len(per_prompt)} parameters", "give one for all, or one for each"
+            f"got {len(prompts)} prompts and {len(per_prompt)} params", "give one for all prompts, or one for each"
         )
     waiting = deque(
         _checked(runner, index, prompt, wanted)
@@ -103,20 +103,20 @@ def _checked(runner: Runner, index: int, tokens: Sequence[int], params: Sampling
         raise BatchError(f"prompt {index} is empty", "give it at least one token")
     if len(prompt) >= longest:
         raise BatchError(
-            f"prompt {index} is {len(prompt)} tokens long; the model takes {longest}, the new ones included",
+            f"prompt {index} has {len(prompt)} tokens; with new tokens, the model takes at most {longest}",
             "shorten the prompt",
         )
     if not all(0 <= token < runner.model.vocab_size for token in prompt):
         raise BatchError(
             f"prompt {index} has a token id out of the range 0 to {runner.model.vocab_size - 1}",
-            "check that the tokenizer belongs to the model",
+            "use the tokenizer of the model",
         )
     limit = min(params.max_new_tokens, longest - len(prompt))
     if limit < params.max_new_tokens:
-        log.warning("prompt %d: the model has room for %d new tokens, not %d", index, limit, params.max_new_tokens)
+        log.warning("prompt %d gets %d new tokens, not %d: the model's limit", index, limit, params.max_new_tokens)
     if len(prompt) + limit > capacity:
         raise BatchError(
-            f"prompt {index} needs {len(prompt) + limit} tokens of cache, and the cache holds {capacity}",
+            f"prompt {index} needs {len(prompt) + limit} tokens of cache, but the cache holds {capacity}",
             "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
         )
     return _Sequence(index, prompt, params, limit)
@@ -136,11 +136,11 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                     **_slots(runner, admitted),
                 )
                 chosen = _step(runner, admitted, batch)
-                _remember(runner, admitted)  # not before: a failure on the device shows where the host waits
+                _remember(runner, admitted)  # After the step: if the device failed, its blocks must not be reused.
                 yield from _append(admitted, chosen)
             elif not running:
                 raise BatchError(
-                    f"prompt {waiting[0].prompt} found no room in the cache: others hold its blocks, or all slots",
+                    f"prompt {waiting[0].prompt} has no room in the cache: other sequences hold its blocks or slots",
                     "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
                 )
             running = _without_finished(running, runner)
@@ -152,7 +152,7 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                 yield from _append(running, _step(runner, running, batch))
                 running = _without_finished(running, runner)
     finally:
-        for sequence in running:  # of a caller that stops early
+        for sequence in running:  # The caller may stop early.
             _give_back(runner, sequence)
 
 
@@ -162,7 +162,7 @@ def _give_back(runner: Runner, sequence: _Sequence) -> None:
 
 
 def _slots(runner: Runner, sequences: list[_Sequence]) -> dict[str, Any]:
-    """The field of a batch whose model keeps a state for each sequence."""
+    """Return the ``slots`` field of a batch, if the model keeps a state per sequence."""
     return {"slots": [slot for each in sequences for slot in each.slots]} if runner.slots.needed else {}
 
 
@@ -171,20 +171,20 @@ def _blocks(runner: Runner) -> BlockAllocator | PrefixCache:
 
 
 def _remember(runner: Runner, sequences: list[_Sequence]) -> None:
-    """Let later prompts find what is in the cache: all tokens but the last one chosen, which has not run yet."""
+    """Let later prompts reuse the cached tokens: all but the last chosen one, which has not run yet."""
     if runner.prefixes is not None:
         for each in sequences:
             runner.prefixes.remember(each.blocks, each.tokens[:-1] if each.new else each.tokens)
 
 
 def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
-    """The next prompts, as far as the cache has room for them to their end and a step for their tokens."""
+    """Return the next prompts that fit into the cache, with their new tokens, and into one step."""
     most = runner.backend.config.max_prefill_tokens
     admitted: list[_Sequence] = []
     tokens = 0
     while waiting:
         first = waiting[0]
-        # The last token runs in any case, for the logits.
+        # The last token always runs, for its logits.
         shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.tokens[:-1])
         cached = len(shared) * runner.spec.block_size
         tokens += len(first.tokens) - cached
@@ -202,12 +202,12 @@ def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
 
 
 def _step(runner: Runner, sequences: list[_Sequence], batch: Batch) -> list[int]:
-    with runner.uses:  # which nobody closes before the logits are read: they may lie in a graph's memory
+    with runner.uses:  # The runner stays open until the logits are read: they may lie in a graph's memory.
         return _choose(runner, sequences, runner.step(batch).logits)
 
 
 def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> list[int]:
-    """Each sequence's next token. The step has run to its end by then, and gave no NaN."""
+    """Return the next token of each sequence. Waits for the step, and raises NumericsError for a NaN."""
     with runner.backend.explaining(), torch.inference_mode():
         if wrong := rows_of_nan(logits):
             raise NumericsError(

@@ -1,4 +1,4 @@
-"""What a prompt asks of sampling, and a step's logits turned into tokens."""
+"""Sampling parameters of a prompt, and the choice of tokens from logits."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def _token_ids(values: Iterable[int]) -> frozenset[int]:
 
 @attrs.frozen
 class SamplingParams:
-    """How the tokens of one prompt are chosen; see :func:`hal.ops.sample`.
+    """The sampling parameters of one prompt; see :func:`hal.ops.sample`.
 
     Attributes:
-        max_new_tokens: at most so many; 1 or more.
-        temperature: 0 or more, and finite; 0 takes the likeliest token each time.
-        top_k: keep only so many of the likeliest; from 0, which keeps all, to 2**31 - 1.
-        top_p: keep the likeliest that together reach this probability; more than 0, and at most 1, which keeps all.
-        min_p: keep tokens at least this fraction as likely as the likeliest; from 0, which keeps all, to 1.
-        seed: of this prompt alone, from 0 to 2**63 - 1; the same seed gives the same tokens in any batch.
-        stop_token_ids: tokens that end the text. They are reported, as the last token.
+        max_new_tokens: the most new tokens; 1 or more.
+        temperature: finite, 0 or more; 0 takes the most likely token.
+        top_k: keep the ``top_k`` most likely tokens; 0 (keeps all) to 2**31 - 1.
+        top_p: keep the most likely tokens that together reach this probability; above 0, and at most 1 (keeps all).
+        min_p: keep tokens at least this fraction as likely as the most likely; 0 (keeps all) to 1.
+        seed: the prompt's seed, 0 to 2**63 - 1; equal seeds give equal tokens in any batch.
+        stop_token_ids: tokens that end the text. The stop token is yielded as the last token.
 
     Raises:
-        ConfigError: one is of another type, or out of its range.
+        ConfigError: a value has another type, or is out of its range.
     """
 
     max_new_tokens: int = 128
@@ -55,9 +55,9 @@ class SamplingParams:
         ranges = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
             "temperature": (0 <= self.temperature < float("inf"), "0 or more, and finite"),
-            "top_k": (0 <= self.top_k < 2**31, "0, which keeps all, to 2**31 - 1"),
-            "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1, which keeps all"),
-            "min_p": (0 <= self.min_p <= 1, "0, which keeps all, to 1"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (keeps all) to 2**31 - 1"),
+            "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1 (keeps all)"),
+            "min_p": (0 <= self.min_p <= 1, "0 (keeps all) to 1"),
             "seed": (0 <= self.seed < 2**63, "0 to 2**63 - 1"),
         }
         for name, (fits, wanted) in ranges.items():
@@ -66,12 +66,12 @@ class SamplingParams:
 
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> Tensor:
-    """The next token of each row.
+    """Return the next token of each row.
 
     Args:
         logits: ``[batch, vocab_size]``, floating, free of NaN.
         params: one for each row.
-        drawn: how many tokens each row's prompt has been given before: its place in the seed's sequence.
+        drawn: the number of tokens drawn for each row's prompt so far, which is the position in its random sequence.
 
     Returns:
         ``[batch]``, int64, on the logits' device.
@@ -94,6 +94,6 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int
 
 
 def rows_of_nan(logits: Tensor) -> list[int]:
-    """The rows of ``[batch, vocab_size]`` that hold a NaN. Waits for the device."""
+    """Return the rows of ``[batch, vocab_size]`` that hold a NaN. Waits for the device."""
     bad = logits.amax(-1).isnan()
     return bad.nonzero().flatten().tolist() if bad.any() else []

@@ -1,4 +1,4 @@
-"""From tokens to text, as they come."""
+"""Streaming detokenisation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hal.generation.generate import Token
 class TextStream:
     """The text of one prompt's new tokens, without special tokens.
 
-    A token may hold a part of a character, and what a token reads as may depend on the one before it. So text is held
-    back until its last character is whole, and decoded together with the tokens before it.
+    A token may hold part of a character, and its text may depend on the token before it. Text is therefore held back
+    until its last character is complete, and decoded together with the preceding tokens.
 
     Args:
-        tokenizer: of the model.
-        prompt: the token ids that the new ones follow.
+        tokenizer: the model's tokenizer.
+        prompt: the token ids before the new ones.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -30,34 +30,34 @@ class TextStream:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that it completes, which may be empty."""
+        """Add a token, and return the text that it completes, which may be empty."""
         self._held.append(token_id)
         text = self._held_text()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):  # nothing to see yet, or a character's first bytes
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):  # The last character is incomplete.
             return ""
         self._context, self._held = self._held, []
         return text
 
     def flush(self) -> str:
-        """What is still held back; bytes that never became a character read as U+FFFD."""
+        """Return the text still held back. Incomplete characters read as U+FFFD."""
         text, self._held = self._held_text(), []
         return text
 
     def _held_text(self) -> str:
         before: str = self._tokenizer.decode(self._context)
         together: str = self._tokenizer.decode(self._context + self._held)
-        # Context that ends inside a character reads as U+FFFD there, which the new tokens may turn into the character.
-        return together[len(commonprefix((before, together))) :]  # noqa: RUF071 - of characters, which are no path's
+        # A context that ends inside a character reads as U+FFFD there; the new tokens may complete the character.
+        return together[len(commonprefix((before, together))) :]  # noqa: RUF071 - a prefix of characters, not of paths
 
 
 @attrs.frozen
 class Piece:
-    """What one token adds to a text.
+    """The text that one token adds.
 
     Attributes:
-        prompt: which prompt the text continues.
-        text: what it adds, which may be empty.
-        finished: None, or why it is the text's last piece, as in :class:`hal.generation.generate.Token`.
+        prompt: the index of the prompt.
+        text: the added text, which may be empty.
+        finished: for the text's last piece, the reason, as in :class:`hal.generation.generate.Token`; else None.
     """
 
     prompt: int
@@ -66,14 +66,14 @@ class Piece:
 
 
 def texts_in_order(tokens: Iterable[Token], prompts: Sequence[Sequence[int]], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """The texts that :func:`hal.generate` makes, one after another: one piece a token, stop tokens without text.
+    """Yield the texts of :func:`hal.generate` one after another, in a piece per token. Stop tokens add no text.
 
-    The first unfinished text comes as its tokens do; later ones are kept until it is their turn.
+    The first unfinished text is yielded as its tokens arrive. Later texts are buffered until their turn.
 
     Args:
-        tokens: what :func:`hal.generate` yields.
-        prompts: the prompts it was given, as token ids.
-        tokenizer: of the model.
+        tokens: the iterator of :func:`hal.generate`.
+        prompts: its prompts, as token ids.
+        tokenizer: the model's tokenizer.
     """
     streams = [TextStream(tokenizer, prompt) for prompt in prompts]
     waiting: list[deque[Piece]] = [deque() for _ in prompts]

@@ -168,7 +168,7 @@ CONFIGS = {
 TENSORS = {
     "one is missing": Case(weights(lambda tensors: tensors.pop(LAYER)), CheckpointError, f"{LAYER} is missing"),
     "one too many": Case(
-        weights(lambda tensors: tensors.update(extra=torch.ones(1))), CheckpointError, "extra is not the model's"
+        weights(lambda tensors: tensors.update(extra=torch.ones(1))), CheckpointError, "extra is not in the model"
     ),
     "one of another shape": Case(
         weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 47)})),
@@ -187,7 +187,7 @@ TENSORS = {
         config(num_hidden_layers=3), CheckpointError, "model.layers.2.input_layernorm.weight is missing"
     ),
     "layers without end": Case(  # which took hours and all memory, before the tensors were looked at
-        config(num_hidden_layers=10**7), CheckpointError, "says num_hidden_layers 10000000, and there are"
+        config(num_hidden_layers=10**7), CheckpointError, "has num_hidden_layers 10000000, and the checkpoint has only"
     ),
     "NaN": Case(
         weights(lambda tensors: tensors[LAYER].fill_(float("nan"))), NumericsError, "gave NaN logits for prompt 0"
@@ -241,10 +241,10 @@ SETTINGS = {
 }
 PROMPTS = {
     "empty": Case(nothing, BatchError, "prompt 0 is empty", prompt=""),
-    "longer than the model": Case(nothing, BatchError, "the model takes 256", prompt="b" * 300),
-    "as long as the model": Case(nothing, BatchError, "the model takes 256", prompt="b" * 256),
+    "longer than the model": Case(nothing, BatchError, "the model takes at most 256", prompt="b" * 300),
+    "as long as the model": Case(nothing, BatchError, "the model takes at most 256", prompt="b" * 256),
     "longer than the cache": Case(
-        nothing, BatchError, "and the cache holds 64", prompt="b" * 62, settings={"cache": {"num_tokens": 64}}
+        nothing, BatchError, "but the cache holds 64", prompt="b" * 62, settings={"cache": {"num_tokens": 64}}
     ),
     "not of the model's tokens": Case(remade(vocab_size=20), BatchError, "token id out of the range 0 to 19"),
 }
@@ -307,7 +307,7 @@ def test_bad_input(case: Case, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         (["--compiler", "graphs"], "did you mean 'graph'?"),
         (["--compilation-config", '{"capture_size": [1]}'], "did you mean 'capture_sizes'?"),
         (["--compilation-config", '{"capture_sizes": "1"}'], "expected a list, found str '1'"),
-        (["--compilation-config", '{"on_capture_error": "raise", "on_capture_error": "eager"}'], "given twice"),
+        (["--compilation-config", '{"on_capture_error": "raise", "on_capture_error": "eager"}'], "duplicate keys"),
         (["--compilation-config", "{"], "--compilation-config is not valid JSON"),
         (["--compilation-config", "graph"], "neither a JSON object nor a path"),
         (["--compilation-config", "no_such_file.toml"], "cannot read the config file no_such_file.toml"),

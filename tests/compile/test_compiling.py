@@ -93,7 +93,7 @@ class TestConfigurations:
                 {"compiler": "piecewise", "splitting_ops": ["paged_atention"]},
                 "'paged_atention', which is not the name of an operation",
             ),
-            ({"compiler": "piecewise", "splitting_ops": []}, "must name an operation"),
+            ({"compiler": "piecewise", "splitting_ops": []}, "must name at least one operation"),
             ({"compiler": "graph", "splitting_ops": ["linear"]}, "splitting_ops is set, but the compiler 'graph'"),
             ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, "no pass 'ad_rms_norm'"),
             ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is set, but the compiler 'eager'"),
@@ -276,11 +276,11 @@ class TestTraces:
         assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
 
     def test_piecewise_refuses_a_model_that_asks_for_sizes(self) -> None:
-        with pytest.raises(CompileError, match=r"does not do the same for all sizes: it asks for s\d+ "):
+        with pytest.raises(CompileError, match=r"depends on sizes: s\d+ "):
             hal.Runner(Attending(doubles_above=4), opened(compiler="piecewise"))
 
     def test_inductor_refuses_it_for_more_than_one_sequence(self) -> None:
-        with pytest.raises(CompileError, match=r"does not do the same for all sizes: it asks for s\d+ .*4"):
+        with pytest.raises(CompileError, match=r"depends on sizes: s\d+ .*4"):
             hal.Runner(Toy(doubles_above=4), opened(compiler="inductor", capture_sizes=[2, 8]))
 
 
@@ -429,7 +429,7 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
         assert not caplog.messages, "nothing there that it could be applied to"
         optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": True})
         (warning,) = caplog.messages
-        assert warning.startswith("Toy: the rewrite halved was asked for and applied nowhere: its structure is not in")
+        assert warning.startswith("Toy: the rewrite halved is enabled but was applied nowhere: after the previous")
     cpu.activate()
 
 
@@ -452,9 +452,7 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
         step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
     assert len(step.report["add_rms_norm"].matches) == 1
     (warning,) = caplog.messages
-    assert warning.startswith(
-        "Toy: the rewrite add_rms_norm was applied 1 times and left out 1 times where its structure is: "
-    )
+    assert warning.startswith("Toy: the rewrite add_rms_norm was applied at 1 sites, skipped at 1 matching sites: ")
     assert "changes the dtype" in warning
 
 
@@ -524,7 +522,7 @@ class TestTorchCompile:
         with torch.inference_mode():
             found = torch.compile(function, backend="hal", fullgraph=True)(*arguments)
             torch.testing.assert_close(found, function(*arguments))
-        assert "add_rms_norm: 1 applied" in caplog.text
+        assert "add_rms_norm: applied at 1 sites" in caplog.text
         caplog.clear()
         torch.compiler.reset()
         with torch.inference_mode():
@@ -571,7 +569,7 @@ class TestTorchCompile:
         with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
             torch.compile(lambda x: x.relu() * 0.5, backend="hal", fullgraph=True)(torch.ones(3, 4))
         (warning,) = caplog.messages
-        assert warning.startswith("a graph of Dynamo's: the rewrite halved")
+        assert warning.startswith("a graph of Dynamo: the rewrite halved")
         assert "only for a width of 32" in warning
         cpu.activate()
 

@@ -11,7 +11,7 @@ import torch
 from helpers.rewriting import Traced, mixture, trace
 from torch import Tensor
 
-from hal.compile.fx.alias_analysis import Memory
+from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.normalise import normalise
 
 aten = torch.ops.aten
@@ -222,7 +222,7 @@ def test_memory_that_views_share() -> None:
         return fresh, x.view(-1)
 
     traced = trace(function, table(), table())
-    memory = Memory(traced.graph.graph)
+    memory = AliasAnalysis(traced.graph.graph)
     nodes = {node.name: node for node in traced.graph.graph.nodes}
     (x, y) = (node for node in traced.graph.graph.nodes if node.op == "placeholder")
     assert memory.places(nodes["t"]) == memory.places(x)

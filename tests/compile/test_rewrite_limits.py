@@ -131,7 +131,7 @@ def test_a_sum_that_is_read_before_the_norm_weight_is_there() -> None:
         hidden = x + residual
         return ops.rms_norm(hidden, hidden.sum(0) * weight, EPS), hidden
 
-    keeps_off("add_rms_norm", "before mul, which it reads, is there", function, *norm_inputs())
+    keeps_off("add_rms_norm", "before its argument mul is computed", function, *norm_inputs())
 
 
 def test_a_sum_that_is_read_before_the_norm() -> None:
@@ -185,7 +185,7 @@ def test_in_place_into_an_input() -> None:
         x += residual
         return ops.rms_norm(x, weight, EPS)
 
-    keeps_off("add_rms_norm", "add_ writes in place what others see", function, *norm_inputs())
+    keeps_off("add_rms_norm", "add_ writes in place to memory that others read", function, *norm_inputs())
 
 
 @pytest.mark.parametrize("place", ["before", "behind"])
@@ -198,7 +198,7 @@ def test_in_place_beside_a_view_that_is_read_later(place: str) -> None:
         return ops.rms_norm(hidden, weight, EPS), view * 2
 
     if place == "before":
-        keeps_off("add_rms_norm", "add_ writes in place what others see", function, *norm_inputs())
+        keeps_off("add_rms_norm", "add_ writes in place to memory that others read", function, *norm_inputs())
     else:
         fires("add_rms_norm", function, *norm_inputs())
 
@@ -391,7 +391,7 @@ def test_reads_and_writes_in_another_order() -> None:
         dtypes={"key": FLOATING, "value": "key", "keys": "key", "values": "key", "slots": torch.int32},
     )  # fmt: skip
     inputs = example(rewrite_of("store_kv_cache"))
-    keeps_off(rewrite, "come in another order", behind, *inputs)
+    keeps_off(rewrite, "are in another order", behind, *inputs)
     fires(rewrite, before, *inputs)
 
 
@@ -405,7 +405,7 @@ def test_what_is_read_made_behind_a_reader() -> None:
         return sine, sine * (sine + y)
 
     rewrite = Rewrite("both", both, both, one_sample((3, 4), (3, 4)), **SQUARES)
-    keeps_off(rewrite, "before add, which it reads, is there", function, torch.ones(3, 4), torch.ones(3, 4))
+    keeps_off(rewrite, "before its argument add is computed", function, torch.ones(3, 4), torch.ones(3, 4))
 
 
 def test_an_input_that_lies_inside() -> None:
@@ -417,7 +417,7 @@ def test_an_input_that_lies_inside() -> None:
         return sine + sine
 
     rewrite = Rewrite("summed", summed, summed, one_sample((3, 4), (3, 4)), **SQUARES)
-    keeps_off(rewrite, "it reads what lies inside of it", function, torch.ones(3, 4))
+    keeps_off(rewrite, "it reads a value that it computes itself", function, torch.ones(3, 4))
 
 
 @pytest.fixture
@@ -435,7 +435,7 @@ def test_nothing_is_moved_across_what_is_not_known(mark: Any) -> None:
         mark(weight)
         return ops.rms_norm(hidden, weight, EPS), hidden
 
-    keeps_off("add_rms_norm", "mark does in between what is not known", function, *norm_inputs())
+    keeps_off("add_rms_norm", "mark, between them, has unknown effects", function, *norm_inputs())
 
 
 def test_what_a_rewrite_gave_is_one_memory_with_its_views() -> None:

@@ -223,9 +223,13 @@ def test_numbers_of_integer_tensors_keep_their_type(dtype: torch.dtype) -> None:
     fires(lambda n: (n + 0.1).abs(), lambda n: (n + rounded(0.1)).abs(), n)
     name = str(dtype).removeprefix("torch.")
     reason = keeps_off(lambda n: (n * 2).abs(), lambda n: (n * 2.0).abs(), n)
-    assert f"mul has 2.0, where the pattern has 2, and gives float32 [3, 4], where the pattern gives {name}" in reason
+    assert (
+        f"mul has 2.0, where the pattern has 2, and returns float32 [3, 4], where the pattern returns {name}" in reason
+    )
     reason = keeps_off(lambda n: (n * 2.0).abs(), lambda n: (n * 2).abs(), n)
-    assert f"mul has 2, where the pattern has 2.0, and gives {name} [3, 4], where the pattern gives float32" in reason
+    assert (
+        f"mul has 2, where the pattern has 2.0, and returns {name} [3, 4], where the pattern returns float32" in reason
+    )
     reason = keeps_off(lambda n: (n * 2).abs(), lambda n: (n * 3).abs(), n)
     assert "mul has 3, where the pattern has 2" in reason
 

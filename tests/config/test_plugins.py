@@ -95,7 +95,7 @@ def test_what_is_registered_names_its_package(site: Site) -> None:
     ("target", "problem", "remedy"),
     [
         ("shapes_missing:Wrong", "the shape wrong cannot be imported: ModuleNotFoundError: No module named 'shapes_m",
-         "update bad 1.5; its authors: correct the entry point wrong = shapes_missing:Wrong in tests.shapes"),
+         "update bad 1.5; for its authors: correct the entry point wrong = shapes_missing:Wrong in tests.shapes"),
         ("shapes_circle:Wrong", "cannot be imported: AttributeError: ", "update bad 1.5"),
         ("shapes_exiting:Wrong", "the shape wrong cannot be imported: SystemExit: 3", "update bad 1.5"),
         ("shapes_circle:Raising", "is <class 'shapes_circle.Raising'>", "test_plugins.Shape of the same name"),
@@ -123,9 +123,7 @@ def test_a_broken_one_is_reported_beside_the_others(
 
 def test_a_constructor_that_raises(site: Site, shapes: Plugins[Shape]) -> None:
     site.install("circles", raising="shapes_circle:Raising")
-    message = (
-        r"making the shape raising failed: RuntimeError: no paint\n.*circles 1\.5; .* Raising\(\) takes no arguments"
-    )
+    message = r"creating the shape raising failed: RuntimeError: no paint\n.*circles 1\.5; .* Raising\(\) must take"
     with pytest.raises(ConfigError, match=message):
         shapes.load("raising")
 
@@ -133,7 +131,7 @@ def test_a_constructor_that_raises(site: Site, shapes: Plugins[Shape]) -> None:
 def test_a_name_that_two_packages_register_is_refused(site: Site, shapes: Plugins[Shape]) -> None:
     site.install("circles", circle="shapes_circle:Circle", square="shapes_square:Square")
     site.install("rounds", circle="shapes_square:Square", square="shapes_square:Square")
-    message = r"several packages bring a shape circle: circles 1\.5, rounds 1\.5\n  remedy: uninstall all but one"
+    message = r"several packages register the shape circle: circles 1\.5, rounds 1\.5\n  remedy: uninstall all but one"
     with pytest.raises(ConfigError, match=message):
         shapes.load("circle")
     assert "shapes_circle" not in sys.modules

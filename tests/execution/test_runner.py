@@ -100,7 +100,7 @@ def test_above_the_largest_bucket_is_eager_and_said_once(caplog: pytest.LogCaptu
     for _ in range(3):
         runner.step(decode_batch(runner, 3))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["a step of 3 sequences runs eagerly: it is above the largest captured size (2 sequences)"]
+    assert warnings == ["a step of 3 sequences runs eagerly: it is larger than the largest captured size (2 sequences)"]
 
 
 def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
@@ -295,24 +295,24 @@ class TestModelsThatForget:
 
     def test_the_wanted_rows(self, cpu: hal.Backend) -> None:
         runner = hal.Runner(self.EveryRow(), cpu)
-        with pytest.raises(ModelError, match=r"EveryRow gave logits of \[3, 11\], not \[1, 11\]\n.*logits_indices"):
+        with pytest.raises(ModelError, match=r"EveryRow.forward returned logits of \[3, 11\], not \[1, 11\]"):
             runner.step(runner.batch([[1, 2, 3]], [[1]]))
 
     def test_the_wanted_rows_at_markers(self) -> None:
         config = {"compiler": "piecewise_eager", "splitting_ops": ["embedding"]}
-        with pytest.raises(ModelError, match=r"EveryRow gave logits of \[\d+, 11\].*\n.*logits_indices"):
+        with pytest.raises(ModelError, match=r"EveryRow.forward returned logits of \[\d+, 11\].*\n.*logits_indices"):
             hal.Runner(self.EveryRow(), hal.open({"backend": "cpu", "compilation": config}))
 
     def test_the_vocabulary(self, cpu: hal.Backend) -> None:
         model = Toy()
         model.vocab_size = 12
         runner = hal.Runner(model, cpu)
-        with pytest.raises(ModelError, match=r"gave logits of \[2, 11\], not \[2, 12\]"):
+        with pytest.raises(ModelError, match=r"returned logits of \[2, 11\], not \[2, 12\]"):
             runner.step(decode_batch(runner, 2))
 
     def test_to_compute_anything(self, cpu: hal.Backend) -> None:
         runner = hal.Runner(self.Nothing(), cpu)
-        with pytest.raises(ModelError, match="Nothing gave a NoneType, not logits"):
+        with pytest.raises(ModelError, match=r"Nothing.forward returned a NoneType, not logits"):
             runner.step(decode_batch(runner, 2))
 
 
@@ -348,7 +348,7 @@ def test_a_cache_larger_than_memory_is_refused() -> None:
 
 def test_head_dims_and_the_model_class(cpu: hal.Backend, trained: Path) -> None:
     narrow = hal.Backend("narrow", cpu.device, kernels={}, limits=hal.Limits(head_dims=(64,)))
-    with pytest.raises(ConfigError, match="no attention for head_dim 128"):
+    with pytest.raises(ConfigError, match="no attention kernel for head_dim 128"):
         hal.load_model(trained, narrow)
     with pytest.raises(CheckpointError, match="do not fit"):
         hal.load_model(trained, cpu, model_class=Toy)

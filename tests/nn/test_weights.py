@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too few axes": (lambda: binding_of(Weight(("a",), "rows"), (4, 6)), r"axes 'rows' and has the shape \[4, 6\]"),
     "too few sources": (
         lambda: binding_of(declared("a", "rows columns", None, Concatenated("rows", (4, 2))), (6, 6)),
-        "layer.weight is assembled of 2 tensors, and 1 sources",
+        "layer.weight is assembled from 2 tensors, but has 1 sources",
     ),
     "parts that do not add up": (
         lambda: binding_of(declared("a b", "rows columns", None, Concatenated("rows", (4, 3))), (6, 6)),
@@ -231,7 +231,7 @@ def test_one_axis_has_one_size() -> None:
     model.a = nn.Parameter(torch.empty(4, 6), requires_grad=False)
     model.b = nn.Parameter(torch.empty(5), requires_grad=False)
     model.weights = {"a": Weight(("a",), "rows columns"), "b": Weight(("b",), "rows")}
-    with pytest.raises(ModelError, match="the axis rows of b has 5 elements, and elsewhere in its layer 4"):
+    with pytest.raises(ModelError, match="the axis rows of b has 5 elements, but 4 elsewhere in its layer"):
         bindings_of(model)
 
 
@@ -300,10 +300,10 @@ def test_numbers_of_8_bits_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("embed", "scaled", "message"),
     [
-        (torch.float32, torch.bfloat16, "scaled is BF16, and float8_e4m3fn was expected"),
-        (torch.float32, torch.float8_e5m2, "scaled is F8_E5M2, and float8_e4m3fn was expected"),
+        (torch.float32, torch.bfloat16, "scaled is BF16, expected float8_e4m3fn"),
+        (torch.float32, torch.float8_e5m2, "scaled is F8_E5M2, expected float8_e4m3fn"),
         (torch.float8_e4m3fn, torch.float8_e4m3fn,
-         r"embed\.weight is F8_E4M3, and a floating-point number was expected.*\n.*its float8_e4m3fn weights"),
+         r"embed\.weight is F8_E4M3, expected a floating-point dtype.*\n.*the float8_e4m3fn weights"),
     ],
 )  # fmt: skip
 def test_numbers_of_8_bits_are_never_converted(

@@ -476,7 +476,7 @@ class TestRewrites:
 
     def test_samples_that_are_not_as_declared(self, cpu: hal.Backend) -> None:
         wrong = SUMS | {"axes": SUMS["axes"] | {"weight": "rows"}}
-        with pytest.raises(DriverIncompatible, match=r"sample 0 of .* is not as declared: weight is \[64\]"):
+        with pytest.raises(DriverIncompatible, match=r"sample 0 of .* does not meet its declaration: weight is \[64\]"):
             hal.Backend("acme", cpu.device, kernels={}, rewrites=(Rewrite("mine", plain, NODE, sums, **wrong),))
 
     def test_what_is_declared_is_applied_and_nothing_else(self) -> None:

@@ -280,13 +280,13 @@ CASES = {
     "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
     "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "not a list of names"),
     "only a part ignored": compressed(
-        config(ignore=[QUERY]), CheckpointError, "as one are quantised differently: .*q_proj not, .*k_proj w8a8"
+        config(ignore=[QUERY]), CheckpointError, "into one are quantised differently: .*q_proj not, .*k_proj w8a8"
     ),
     "ignored, yet in int8": compressed(
-        config(ignore=[DOWN]), CheckpointError, f"{DOWN}.weight is I8, and a floating-point number was expected"
+        config(ignore=[DOWN]), CheckpointError, f"{DOWN}.weight is I8, expected a floating-point dtype"
     ),
     "in floating point": compressed(
-        tensor(f"{DOWN}.weight", torch.ones(32, 48)), CheckpointError, f"{DOWN}.weight is F32, and int8 was expected"
+        tensor(f"{DOWN}.weight", torch.ones(32, 48)), CheckpointError, f"{DOWN}.weight is F32, expected int8"
     ),
     "no scale": compressed(
         tensor(f"{DOWN}.weight_scale", None), CheckpointError, f"{DOWN}.weight_scale is missing"
@@ -315,14 +315,14 @@ CASES = {
         CheckpointError, "different input offsets: 3 of .*q_proj, -7 of .*k_proj",
     ),
     "an extra tensor": compressed(
-        tensor(f"{DOWN}.g_idx", torch.ones(48)), CheckpointError, f"{DOWN}.g_idx is not the model's"
+        tensor(f"{DOWN}.g_idx", torch.ones(48)), CheckpointError, f"{DOWN}.g_idx is not in the model"
     ),
     "a dynamic one with an input scale": compressed(
-        tensor(f"{DOWN}.input_scale", torch.ones(1)), CheckpointError, "input_scale is not the model's", "w8a8_dynamic"
+        tensor(f"{DOWN}.input_scale", torch.ones(1)), CheckpointError, "input_scale is not in the model", "w8a8_dynamic"
     ),
     "no description": compressed(
         lambda folder: change_json(folder / "config.json", lambda value: value.pop("quantization_config")),
-        CheckpointError, "weight is I8, and a floating-point number was expected.*nothing in the folder says how",
+        CheckpointError, "weight is I8, expected a floating-point dtype.*no file describes how",
     ),
     "another type": slim(
         types({f"{DOWN}.weight": "W4A8_DYNAMIC"}), CheckpointError, "says 'W4A8_DYNAMIC' of .*down_proj.weight.*W8A8"

@@ -1,1 +1,1 @@
-"""FX graphs of a step: how they are made, what their nodes alias, and their normal form."""
+"""FX graphs of a step: tracing, normal form, alias analysis, and clean-up."""

@@ -1,8 +1,7 @@
-"""Which memory the nodes of a graph show, and which of them read and write it.
+"""Alias analysis: which nodes of a graph share memory, and which of them read and write it.
 
-A node shows the memory of what it is a view of, as its overload's schema says, or memory of its own. Inputs of the
-graph share memory if the tensors that they were traced with do. What a node does that is no overload is not known:
-nothing is moved across it.
+By its overload's schema, a node aliases its arguments or allocates new memory. Inputs of the graph alias if the tensors
+that they were traced with do. The effects of a node that calls no overload are unknown: nothing is moved across it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 Place = Hashable
-"""Memory that no view connects with any other."""
+"""A storage: all views of it have the same place."""
 
 _NAMES = (
     "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le", "gt",
@@ -30,23 +29,23 @@ PURE = frozenset({
     *(getattr(operator, name) for name in _NAMES), torch.sym_int, torch.sym_float, torch.sym_not, torch.sym_max,
     torch.sym_min, math.ceil, math.floor,
 })  # fmt: skip
-"""Functions in traced graphs that are no overloads, and compute and nothing else."""
+"""Functions in traced graphs that are not overloads and have no side effects."""
 SIZES = frozenset({
     aten.sym_size.int, aten.sym_size.default, aten.sym_numel.default, aten.sym_stride.int, aten.sym_stride.default,
     aten.sym_storage_offset.default,
 })  # fmt: skip
-"""What reads a tensor's form and not its memory."""
+"""Overloads that read a tensor's metadata, not its memory."""
 UNMARKED = frozenset({aten._unsafe_view.default})
-"""Views whose schema does not say so."""
+"""Views whose schema does not declare the alias."""
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether a node writes into an argument."""
+    """Return whether a node writes into an argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def unknown(node: fx.Node) -> bool:
-    """Whether a node may do more than compute its result and write what its schema says."""
+    """Return whether a node may have effects beyond its result and the writes in its schema."""
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -58,23 +57,23 @@ def unknown(node: fx.Node) -> bool:
 
 
 _acting: dict[Any, bool] = {}
-"""Overloads, and whether they return and write nothing, or are registered as doing more."""
+"""Caches, by overload, whether it returns and writes nothing, or is registered as impure."""
 
 
 def needed(node: fx.Node) -> bool:
-    """Whether a node does something even if nobody reads its result."""
+    """Return whether a node has an effect even if its result is not read."""
     return node.op != "call_function" or mutates(node) or unknown(node) or node.is_impure()
 
 
-def shows(node: fx.Node) -> bool:
-    """Whether what a node gives may be the same memory as what it was given."""
+def may_alias_input(node: fx.Node) -> bool:
+    """Return whether a node's result may alias an argument."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target not in PURE
     return node.target in UNMARKED or any(each.alias_info is not None for each in node.target._schema.returns)
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes: as its overload says, or for a kernel in an operation's stead its ``meta``."""
+    """Return the arguments that a node writes, by its overload's schema, or by ``meta`` for a lowered operation."""
     found: list[fx.Node] = []
     if not mutates(node):
         for place in node.meta.get("written", ()):
@@ -86,12 +85,12 @@ def written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-class Memory:
-    """What a graph's nodes show. Kept up to date by those who change the graph."""
+class AliasAnalysis:
+    """The alias analysis of a graph. Code that changes the graph must update it."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._shown: dict[fx.Node, tuple[Place, ...]] = {}
-        self._members: dict[Place, list[fx.Node]] = defaultdict(list)
+        self._places: dict[fx.Node, tuple[Place, ...]] = {}
+        self._aliases: dict[Place, list[fx.Node]] = defaultdict(list)
         self._touched: dict[Place, list[fx.Node]] = defaultdict(list)
         self._written: dict[Place, list[fx.Node]] = defaultdict(list)
         self._effects: list[fx.Node] = []
@@ -100,10 +99,10 @@ class Memory:
             self.add(node)
 
     def add(self, node: fx.Node) -> None:
-        """Take notice of a node, of whose arguments notice was taken before."""
-        places = self._shown[node] = tuple(self._shown_by(node))
+        """Add a node, after its arguments."""
+        places = self._places[node] = tuple(self._find_places(node))
         for place in places:
-            insort(self._members[place], node)
+            insort(self._aliases[place], node)
         if node.op == "output":
             for read in node.all_input_nodes:
                 for place in self.places(read):
@@ -111,17 +110,17 @@ class Memory:
         strange, writes = unknown(node), written(node)
         if strange or writes:
             insort(self._effects, node)
-        if strange or not (shows(node) or node.target is operator.getitem or node.target in SIZES) or writes:
+        if strange or not (may_alias_input(node) or node.target is operator.getitem or node.target in SIZES) or writes:
             for place in {place for read in node.all_input_nodes for place in self.places(read)}:
                 insort(self._touched[place], node)
         for place in {place for read in (node.all_input_nodes if strange else writes) for place in self.places(read)}:
             insort(self._written[place], node)
 
     def drop(self, node: fx.Node) -> None:
-        """Forget a node; call it before the node is erased."""
+        """Remove a node, before it is erased from the graph."""
         read = {place for each in node.all_input_nodes for place in self.places(each)}
         for lists, places in (
-            (self._members, self._shown.pop(node)), (self._touched, read), (self._written, read)
+            (self._aliases, self._places.pop(node)), (self._touched, read), (self._written, read)
         ):  # fmt: skip
             for place in places:
                 if (known := lists.get(place)) is not None:
@@ -129,63 +128,63 @@ class Memory:
         _remove(self._effects, node)
 
     def take_over(self, old: fx.Node, new: fx.Node) -> None:
-        """From now on ``new`` shows what ``old`` shows, for those who read it."""
+        """Let ``new`` alias what ``old`` aliases, when it replaces ``old``."""
         if old is new:
             return
-        for place in self._shown.get(new, ()):
-            _remove(self._members[place], new)
-        self._shown[new] = self.places(old)
+        for place in self._places.get(new, ()):
+            _remove(self._aliases[place], new)
+        self._places[new] = self.places(old)
         for place in self.places(old):
-            if new not in self._members[place]:
-                insort(self._members[place], new)
+            if new not in self._aliases[place]:
+                insort(self._aliases[place], new)
             self.returned[place] = [new if each is old else each for each in self.returned.get(place, [])]
 
     def places(self, node: fx.Node) -> tuple[Place, ...]:
-        """The memory that a node shows; empty for what is no tensor."""
-        return self._shown.get(node, ())
+        """Return the places that a node aliases; empty for a value that is no tensor."""
+        return self._places.get(node, ())
 
-    def members(self, place: Place) -> list[fx.Node]:
-        """Nodes that show a place, in order."""
-        return self._members[place]
+    def aliases(self, place: Place) -> list[fx.Node]:
+        """Return the nodes that alias a place, in order."""
+        return self._aliases[place]
 
     def made_by(self, place: Place) -> fx.Node | None:
-        """The node that made a place."""
-        members = self._members.get(place)
+        """Return the node that allocates a place."""
+        members = self._aliases.get(place)
         return members[0] if members else None
 
     def is_input(self, place: Place) -> bool:
-        """Whether a place was there before the graph ran."""
-        members = self._members[place]
+        """Return whether a place exists before the graph runs."""
+        members = self._aliases[place]
         return bool(members) and members[0].op in ("placeholder", "get_attr")
 
     def writers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Nodes that may write some of what ``node`` shows, wherever they stand."""
+        """Yield the nodes, anywhere in the graph, that may write memory of ``node``."""
         for place in self.places(node):
             for writer in self._written.get(place, ()):
-                if unknown(writer) or any(overlap(node, each) for each in written(writer)):
+                if unknown(writer) or any(may_overlap(node, each) for each in written(writer)):
                     yield writer
 
     def between(self, first: fx.Node, last: fx.Node, inside: Collection[fx.Node]) -> str | None:
-        """Why the nodes ``inside``, of which these are the first and the last, cannot be brought together; or None."""
+        """Return why the nodes ``inside``, from ``first`` to ``last``, cannot be moved together, or None."""
         touched = {read for node in inside for read in node.all_input_nodes}
         for node in _range(self._effects, first, last):
             if node in inside:
                 continue
             if unknown(node):
-                return f"{node.name} does in between what is not known"
+                return f"{node.name}, between them, has unknown effects"
             places = {place for each in written(node) for place in self.places(each)}
             for read in touched:
-                if not places.isdisjoint(self.places(read)) and any(overlap(read, each) for each in written(node)):
+                if not places.isdisjoint(self.places(read)) and any(may_overlap(read, each) for each in written(node)):
                     return f"{node.name} writes to memory in between"
         for writer in inside:
             for target in written(writer):
                 for place in self.places(target):
                     for node in _range(self._touched[place], first, last):
-                        if node not in inside and any(overlap(target, read) for read in node.all_input_nodes):
+                        if node not in inside and any(may_overlap(target, read) for read in node.all_input_nodes):
                             return f"{node.name} reads in between what {writer.name} writes"
         return None
 
-    def _shown_by(self, node: fx.Node) -> Iterable[Place]:
+    def _find_places(self, node: fx.Node) -> Iterable[Place]:
         if node.op == "output":
             return ()
         if node.op in ("placeholder", "get_attr"):
@@ -199,8 +198,8 @@ class Memory:
         if node.target is operator.getitem and isinstance(source, fx.Node):
             return self.places(source) or ((source, node.args[1]),)
         if isinstance(node.target, torch._ops.OpOverload):
-            if not shows(node):
-                # Each part of a tuple has memory of its own.
+            if not may_alias_input(node):
+                # Each part of a tuple has separate memory.
                 return () if isinstance(node.meta.get("val"), (tuple, list)) else (node,)
             given = [
                 each
@@ -214,16 +213,16 @@ class Memory:
         return (node, *dict.fromkeys(place for each in node.all_input_nodes for place in self.places(each)))
 
 
-def overlap(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes that show the same place may show the same bytes of it."""
+def may_overlap(one: fx.Node, other: fx.Node) -> bool:
+    """Return whether two nodes that alias the same place may overlap in it."""
     first, second = _extent(one), _extent(other)
     if first is None or second is None or first[0] != second[0]:
-        return True  # not known, or one of them was traced as a view of what a rewrite has replaced since
+        return True  # Unknown, or one was traced as a view of a node that a rewrite has replaced since.
     return first[1] < second[2] and second[1] < first[2]
 
 
 def _extent(node: fx.Node) -> tuple[int, int, int] | None:
-    """A tensor's storage in the trace, its first byte there and the one behind its last; None if not known."""
+    """Return a tensor's storage in the trace, with the offsets of its first byte and its end; None if unknown."""
     fake = node.meta.get("val")
     if not isinstance(fake, Tensor) or fake.layout is not torch.strided:
         return None
@@ -252,7 +251,7 @@ def _nodes(given: Any) -> list[fx.Node]:
 
 
 def _range(nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """Of nodes in order, those between two, exclusive."""
+    """Return the nodes strictly between two others, in a sorted list."""
     return nodes[bisect_right(nodes, first) : bisect_left(nodes, last)]
 
 

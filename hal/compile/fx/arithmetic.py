@@ -1,8 +1,8 @@
-"""Spellings of the same arithmetic: the numbers of a call as they are computed with, and other calls of equal value.
+"""Equivalent calls of arithmetic: numbers as PyTorch computes with them, and calls with bit-identical results.
 
-A reading of a call is another call that gives the same bits for every input. The reason is IEEE 754, or that PyTorch
-implements the one by the other. ``1 / x.sqrt()`` is no reading of ``x.rsqrt()``, nor
-``x * (1 / 3)`` of ``x / 3``, nor ``x * y.reciprocal()`` of ``x / y``: they round differently.
+A reading of a call is another call with the same bits for every input, by IEEE 754 or because PyTorch implements one by
+the other. ``1 / x.sqrt()`` is no reading of ``x.rsqrt()``, nor ``x * (1 / 3)`` of ``x / 3``, nor
+``x * y.reciprocal()`` of ``x / y``: they round differently.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ SCALARS: dict[Any, Any] = {
     aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
 }  # fmt: skip
-"""Overloads that PyTorch defines by another, which takes the number in place of a tensor."""
+"""Overloads that PyTorch implements by another one, with the number in place of a tensor."""
 ROUNDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar})
-"""Calls that round their numbers to the dtype that they compute in before they do anything else."""
+"""Calls that first round their numbers to the dtype of computation."""
 POWERS: dict[Any, float] = {aten.reciprocal.default: -1.0, aten.sqrt.default: 0.5, aten.rsqrt.default: -0.5}
-"""Calls that ``pow`` makes itself, for these exponents. They are compared before any rounding."""
+"""Calls that ``pow`` dispatches to for these exponents. The exponents are compared before any rounding."""
 POWER_DTYPES = (torch.float32, torch.float64)
-"""For which it does so to the bit. On a CPU, float16 is computed as a power, and bfloat16 is rounded differently."""
+"""Dtypes for which these are bit-identical. On a CPU, float16 uses a power, and bfloat16 rounds differently."""
 RESPELLED = frozenset({
     aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
     aten.pow.Tensor_Scalar, *SCALARS, *POWERS,
 })  # fmt: skip
-"""Calls that have, or are, other readings."""
+"""Calls that have other readings, or are readings of others."""
 
 
 class Reading(NamedTuple):
-    """A call that a node can be taken for.
+    """A call that is equivalent to a node.
 
     Attributes:
         target: the overload.
-        operands: its arguments one by one, as :func:`operands` gives them.
-        node: that is read.
-        written: whether this is how the node is written.
+        operands: its flattened arguments, as from :func:`operands`.
+        node: the node.
+        written: whether the node itself makes this call.
     """
 
     target: Any
@@ -54,16 +54,16 @@ class Reading(NamedTuple):
     written: bool
 
     def compared(self) -> list[Any]:
-        """The operands, with numbers that give the same results in the same form."""
+        """Return the operands, with numbers of equal effect in the same form."""
         if self.written:
             return _compared(self.node)
-        # Of an exponent, the bits count; of what is computed with, those that are left after rounding.
+        # The bits of an exponent matter; of a number in arithmetic, those that remain after rounding.
         dtype = value(self.node).dtype if self.target in ROUNDED else None
         return [computed_with(each, dtype) for each in self.operands]
 
 
 def readings(node: fx.Node) -> Iterator[Reading]:
-    """Yield the call of a node as it is written, and every other that gives the same bits."""
+    """Yield the call that a node makes, and every other with the same bits."""
     target, given = target_of(node), operands(node)
     yield Reading(target, given, node, True)
     if target in RESPELLED and _keeps_dtype(node):
@@ -72,35 +72,35 @@ def readings(node: fx.Node) -> Iterator[Reading]:
 
 
 def target_of(node: fx.Node) -> Any:
-    """What a node calls; of overloads that PyTorch defines by others, that other."""
+    """Return a node's target, or the overload that PyTorch implements it by."""
     target: Any = node.target
     return SCALARS.get(target, target)
 
 
 def operands(node: fx.Node) -> list[Any]:
-    """A call's arguments one by one, with the defaults that it leaves out; lists as their lengths and their items."""
+    """Return a call's arguments, including defaults. Lists are flattened to their lengths and items."""
     return [item for each, _ in _arguments(node) for item in _items(each)]
 
 
 def computed_with(number: Any, dtype: torch.dtype | None) -> Any:
-    """A number as floating arithmetic computes with it; anything else as it is.
+    """Return a number as floating-point arithmetic computes with it. Other values are returned unchanged.
 
-    PyTorch computes bfloat16 and float16 in float32, and rounds numbers to that and not to the tensor's dtype: in all
-    three 0.1 is ``float32(0.1)``, and ``bfloat16(0.1)`` is another number.
+    For bfloat16 and float16, PyTorch computes in float32 and rounds numbers to float32, not to the tensor's dtype: in
+    all three, 0.1 is ``float32(0.1)``, which differs from ``bfloat16(0.1)``.
 
     Args:
-        number: as it is written.
+        number: the number in the call.
         dtype: of the result; None if the number is not rounded first.
     """
     if type(number) not in (int, float) or (abs(number) > 2**53 and type(number) is int):
-        return number  # larger integers need not be numbers of float64, and are rounded once on their way to float32
+        return number  # Larger integers may not be float64 values, and are rounded directly to float32.
     if dtype in (None, torch.float64):
         return float(number)
     return ctypes.c_float(number).value
 
 
 def same_number(one: Any, other: Any) -> bool:
-    """Whether two operands, perhaps symbolic sizes, are the same: 0.0 is not -0.0, 2 not 2.0, and NaN is NaN."""
+    """Return whether two operands, which may be symbolic, are identical: 0.0 is not -0.0, 2 not 2.0, NaN is NaN."""
     if type(one) is float and type(other) is float:
         alike = one == other and math.copysign(1, one) == math.copysign(1, other)
         return alike or (math.isnan(one) and math.isnan(other))
@@ -108,9 +108,9 @@ def same_number(one: Any, other: Any) -> bool:
 
 
 def number_like(given: Any, number: Any) -> Any:
-    """``number`` as one of the type of ``given``: an integer as a float, or the reverse; None if it is no such number.
+    """Return ``number`` converted between int and float to the type of ``given``, or None if that is inexact.
 
-    A node that computes a size stays as it is. A size that no node computes cannot be an argument.
+    A node that computes a size is returned unchanged. A size without a node cannot be an argument.
     """
     if isinstance(number, (torch.SymInt, torch.SymFloat)):
         return None
@@ -122,19 +122,19 @@ def number_like(given: Any, number: Any) -> Any:
 
 
 def number_key(number: Any) -> Any:
-    """What to look a number up by: 1, 1.0 and True are three, and 0.0 and -0.0 are two."""
+    """Return a dictionary key for a number that separates 1, 1.0 and True, and 0.0 and -0.0."""
     return type(number), repr(number) if type(number) is float else number
 
 
 def scaled_inverse(node: fx.Node) -> bool:
-    """Whether a node is the multiplication in ``number / x``, which PyTorch computes as ``x.reciprocal() * number``."""
+    """Return whether a node is the multiplication of ``number / x``, computed as ``x.reciprocal() * number``."""
     if node.target is not aten.mul.Tensor or not isinstance(node.args[0], fx.Node):
         return False
     return node.args[0].target is aten.reciprocal.default and type(node.args[1]) in (int, float)
 
 
 def is_unit_factor(node: fx.Node) -> bool:
-    """Whether a node is that multiplication with a number of 1, and nobody else reads the reciprocal."""
+    """Return whether a node is that multiplication, by 1, and the only reader of the reciprocal."""
     if not scaled_inverse(node) or node.args[1] != 1 or not _keeps_dtype(node):
         return False
     return len(node.args[0].users) == 1  # type: ignore[union-attr]
@@ -168,13 +168,13 @@ def _respelled(target: Any, given: list[Any], dtype: torch.dtype) -> Iterator[tu
 
 
 def _sums(target: Any, first: Any, second: Any, alpha: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """``x - alpha * y`` is ``x + (-alpha) * y``, and the sign of a number may be in either."""
+    """Yield other forms of a sum: ``x - alpha * y`` is ``x + (-alpha) * y``, and a number can take the sign."""
     if not _is_number(alpha):
         return
     other = aten.sub.Tensor if target is aten.add.Tensor else aten.add.Tensor
     yield other, [first, second, -alpha]
     if _is_number(second):
-        negative = -float(second)  # -0 would be 0, and x + 0.0 is not x + -0.0
+        negative = -float(second)  # The integer -0 is 0, and x + 0.0 differs from x + -0.0.
         yield target, [first, negative, -alpha]
         yield other, [first, negative, alpha]
     elif target is aten.sub.Tensor:
@@ -188,12 +188,12 @@ def _is_number(given: Any) -> bool:
 
 
 def _is_power_of_two(given: Any) -> bool:
-    """Whether dividing by a number is multiplying by its inverse, which float16 has, too."""
+    """Return whether division by a number equals multiplication by its inverse, which float16 can represent too."""
     return _is_number(given) and abs(math.frexp(given)[0]) == 0.5 and 2**-14 <= abs(given) <= 2**14
 
 
 def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether a node computes in the dtype that its first argument and its result have, and that is floating."""
+    """Return whether a node's first argument and its result have the same floating-point dtype."""
     first = value(node.args[0]) if node.args else None
     result = value(node)
     return (
@@ -205,7 +205,7 @@ def _keeps_dtype(node: fx.Node) -> bool:
 
 
 def _compared(node: fx.Node) -> list[Any]:
-    """The operands, numbers as they are computed with, where that depends on their value alone."""
+    """Return the operands, with numbers as computed with where only their value matters."""
     target, result = target_of(node), value(node)
     dtype = result.dtype if isinstance(result, Tensor) else None
     tensors = [value(each) for each in node.all_input_nodes]
@@ -213,7 +213,7 @@ def _compared(node: fx.Node) -> list[Any]:
     found: list[Any] = []
     for given, declared in _arguments(node):
         if target in ROUNDED:
-            # Also of integer tensors: in ``n / 2`` and ``n + 0.5`` both sides become floating first.
+            # This includes integer tensors: in ``n / 2`` and ``n + 0.5``, both sides become floating-point first.
             given = computed_with(given, dtype) if dtype is not None and dtype.is_floating_point else given
         elif declared == "float" or (declared in ("number", "Tensor") and floating):
             given = computed_with(given, None)
@@ -222,7 +222,7 @@ def _compared(node: fx.Node) -> list[Any]:
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, str]]:
-    """The arguments of a call, with the defaults that it leaves out, each with the type that it is declared with."""
+    """Yield a call's arguments, including defaults, with their declared types."""
     if not isinstance(node.target, torch._ops.OpOverload):
         for given in (*node.args, *(each for _, each in sorted(node.kwargs.items()))):
             yield given, ""
@@ -233,7 +233,7 @@ def _arguments(node: fx.Node) -> Iterator[tuple[Any, str]]:
 
 @cache
 def _declared(target: torch._ops.OpOverload) -> tuple[tuple[str, Any, str], ...]:
-    """Of each argument its name, its default and its type, which torch takes long to tell."""
+    """Return the name, the default and the type of each argument, which torch takes long to compute."""
     return tuple(
         (each.name, each.default_value if each.has_default_value() else None,
          str(each.type).removeprefix("Optional[").removesuffix("]"))

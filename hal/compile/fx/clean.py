@@ -1,7 +1,7 @@
-"""Clean-up behind the rewrites: what is computed twice is computed once, and what need not be done is left out.
+"""Clean-up after the rewrites: removal of duplicate and redundant nodes.
 
-None of it lets what the graph returns share memory with anything that it did not share it with before: whoever calls
-the graph may write into that. A node is returned if the graph returns it or any view of its memory.
+A returned tensor never shares memory with anything that it did not share with before, because the caller may write to
+it. A node counts as returned if the graph returns it or any view of its memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
-from hal.compile.fx.alias_analysis import Memory, mutates, needed, shows, written
+from hal.compile.fx.alias_analysis import AliasAnalysis, may_alias_input, mutates, needed, written
 from hal.compile.fx.arithmetic import number_key
 from hal.compile.fx.symbolic_sizes import value
 
@@ -23,14 +23,14 @@ aten = torch.ops.aten
 
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
 LARGEST_CONSTANT = 1 << 20
-"""Bytes of a constant that is kept with a graph."""
+"""The most bytes of a constant that is stored with a graph."""
 
 
 def common_subexpressions(graph: fx.GraphModule) -> int:
-    """Compute once what is computed several times from the same inputs, such as tables of positions; returns how many.
+    """Merge nodes that compute the same from the same inputs, such as position tables. Return the number removed.
 
-    What reads memory that the graph writes stays as it is: it may read something else the second time. Of two that are
-    both returned, each stays memory of its own.
+    Nodes that read memory that the graph writes are kept, since a second read may differ. Two nodes that are both
+    returned keep separate memory.
     """
     busy, returned = _written_and_returned(graph.graph)
     known: dict[Any, fx.Node] = {}
@@ -41,7 +41,7 @@ def common_subexpressions(graph: fx.GraphModule) -> int:
         if node in busy:
             continue
         first = known.setdefault(_key(node), node)
-        if first is node or (node in returned and first in returned and not shows(node)):
+        if first is node or (node in returned and first in returned and not may_alias_input(node)):
             continue
         node.replace_all_uses_with(first)
         graph.graph.erase_node(node)
@@ -52,7 +52,7 @@ def common_subexpressions(graph: fx.GraphModule) -> int:
 
 
 def reciprocals(graph: fx.GraphModule) -> int:
-    """Read a number in place of its reciprocal's reciprocal, unless that is returned; returns how many there were."""
+    """Replace a reciprocal's reciprocal by its operand, unless it is returned. Return the number replaced."""
     busy, returned = _written_and_returned(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
@@ -70,9 +70,9 @@ def reciprocals(graph: fx.GraphModule) -> int:
 
 
 def needless_copies(graph: fx.GraphModule) -> int:
-    """Read the source in place of its copy, if both have the same strides and neither is written; returns how many.
+    """Replace copies by their source if both have the same strides and neither is written. Return the number removed.
 
-    A copy that is returned stays.
+    Returned copies are kept.
     """
     busy, returned = _written_and_returned(graph.graph)
     count = 0
@@ -90,10 +90,10 @@ def needless_copies(graph: fx.GraphModule) -> int:
 
 
 def constants(graph: fx.GraphModule) -> int:
-    """Compute now what depends on no input, such as the frequencies of a rotary embedding; returns how many nodes.
+    """Compute nodes that depend on no input, such as rotary frequencies. Return the number of nodes.
 
-    The results become attributes of the graph's module, those that others read. Large ones are left to be computed, and
-    so is what is returned, for an attribute would be the same memory at every call.
+    The results that other nodes read become attributes of the graph's module. Large results are not stored, nor are
+    returned ones, because an attribute would be the same memory at every call.
     """
     busy, returned = _written_and_returned(graph.graph)
     known: dict[fx.Node, Tensor] = {}
@@ -126,13 +126,13 @@ CLEANUPS = (common_subexpressions, reciprocals, needless_copies, constants)
 
 
 def _small(node: fx.Node) -> bool:
-    """Whether a node gives one tensor of torch's, of known shape and at most :data:`LARGEST_CONSTANT` bytes."""
+    """Return whether a node returns one ATen tensor of known shape and at most :data:`LARGEST_CONSTANT` bytes."""
     fake = value(node)
     if not isinstance(fake, Tensor) or node.target.namespace != "aten":  # type: ignore[union-attr]
         return False
     if not all(type(size) is int for size in fake.shape):
         return False
-    return math.prod(fake.shape) * fake.element_size() <= LARGEST_CONSTANT  # ``nbytes`` wants strides that are known
+    return math.prod(fake.shape) * fake.element_size() <= LARGEST_CONSTANT  # ``nbytes`` needs known strides.
 
 
 def _pure(node: fx.Node) -> bool:
@@ -150,7 +150,7 @@ def _key(node: fx.Node) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """A key that tells numbers of different types apart, and 0.0 from -0.0: they would share one."""
+    """Return a hashable key that separates numbers of different types, and 0.0 from -0.0."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(_frozen(each) for each in value)
     if isinstance(value, dict):
@@ -159,14 +159,14 @@ def _frozen(value: Any) -> Any:
 
 
 def _written_and_returned(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes whose memory is written somewhere in the graph, and those whose memory it returns; by any view of it."""
-    memory = Memory(graph)
+    """Return the nodes whose memory the graph writes, and those whose memory it returns, through any view."""
+    memory = AliasAnalysis(graph)
     writes = {place for node in graph.nodes for each in written(node) for place in memory.places(each)}
     busy, returned = (
-        {node for place in places for node in memory.members(place)} for places in (writes, memory.returned)
+        {node for place in places for node in memory.aliases(place)} for places in (writes, memory.returned)
     )
     for nodes in busy, returned:
-        # A tuple shows no memory itself; its parts do.
+        # A tuple itself aliases no memory; its parts do.
         nodes.update([each for node in nodes if node.target is operator.getitem for each in node.all_input_nodes])
     return busy, returned
 

@@ -1,4 +1,4 @@
-"""``x.add_(y)`` as ``x + y``, and copies as what they copy, wherever nobody can tell the difference."""
+"""Replacement of in-place arithmetic and redundant copies where the difference is not observable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hal.compile.fx.alias_analysis import Memory, unknown
+from hal.compile.fx.alias_analysis import AliasAnalysis, unknown
 from hal.compile.fx.symbolic_sizes import same_shape, value
 
 aten = torch.ops.aten
@@ -24,16 +24,16 @@ COPIES = frozenset({aten.lift_fresh_copy.default, aten._to_copy.default})
 
 
 def out_of_place(graph: fx.Graph) -> int:
-    """Rewrite what can be, and return how much that was.
+    """Replace in-place calls by out-of-place ones, such as ``x.add_(y)`` by ``x + y``. Return the number replaced.
 
-    It can if a node of the graph made the tensor, if what shows its memory is not read any more behind the write, and
-    if the result would be of the same dtype and strides. Readers behind it read the result.
+    This requires that a node of the graph allocates the tensor, that no other node that aliases it is read after the
+    write, and that the result has the same dtype and strides. Later readers then read the result.
     """
     nodes = [node for node in graph.nodes if node.target in IN_PLACE]
     if not nodes:
         return 0
-    memory, count = Memory(graph), 0
-    # By place: the node that its value is, and how many of those that show it stand before that.
+    memory, count = AliasAnalysis(graph), 0
+    # By place: the node with its current value, and the number of aliasing nodes up to that.
     heads: dict[Any, tuple[fx.Node, int]] = {}
     for node in nodes:
         target: Any = node.args[0]
@@ -41,7 +41,7 @@ def out_of_place(graph: fx.Graph) -> int:
         if len(places) != 1:
             continue
         (place,) = places
-        members = memory.members(place)
+        members = memory.aliases(place)
         head, done = heads.get(place, (members[0], 1))
         if target is not head or not _made_here(head) or not _same_result(node):
             continue
@@ -81,14 +81,14 @@ def _same_result(node: fx.Node) -> bool:
 
 
 def without_copies(graph: fx.Graph) -> int:
-    """Read the sources of copies that are like them in all but their memory, and return how many that were.
+    """Replace copies by their source if only their memory differs. Return the number replaced.
 
-    Neither is written, and the copy is not returned.
+    Neither may be written, and the copy must not be returned.
     """
     copies = [node for node in graph.nodes if node.target in COPIES and _like_its_source(node)]
     if not copies:
         return 0
-    memory = Memory(graph)
+    memory = AliasAnalysis(graph)
     needless = [
         node
         for node in copies

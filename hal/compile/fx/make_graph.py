@@ -1,4 +1,4 @@
-"""Functions as graphs of overloads, traced by one thread at a time."""
+"""Tracing of functions to graphs of overloads, by one thread at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 TRACING = threading.RLock()
-"""Held while torch traces: it keeps what it is at in variables of the process, and changes ``nn.Module`` meanwhile.
+"""Held while torch traces: tracing uses variables of the process and changes ``nn.Module``.
 
-Inside it nothing may wait for another thread that traces, and nothing does: what ``torch.compile`` made refuses to be
-traced. So a thread that holds Dynamo's own lock may take this one.
+Code that holds it must not wait for another thread that traces. It does not: a function from ``torch.compile`` rejects
+being traced. A thread that holds Dynamo's lock can therefore acquire this one.
 """
 
 
@@ -25,18 +25,18 @@ def make_graph(
     mode: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """The calls of overloads that ``function(*inputs)`` makes, as a graph whose placeholders are the inputs in order.
+    """Return the overloads that ``function(*inputs)`` calls as a graph, whose placeholders are the inputs in order.
 
-    Tensors that are no inputs become attributes of its module.
+    Other tensors become attributes of the graph's module.
 
     Args:
         function: of tensors and numbers.
-        inputs: fake tensors, and symbolic integers.
-        mode: whose fake tensors they are.
-        decompositions: by overload, the smaller ones that take its place.
+        inputs: fake tensors and symbolic integers.
+        mode: the mode of the fake tensors.
+        decompositions: the decompositions of overloads.
     """
     made = make_fx(function, decomposition_table=decompositions, _allow_non_fake_inputs=True)
-    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # which Dynamo's do not
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # Modes of Dynamo do not allow them.
     try:
         with TRACING, torch.inference_mode(False), torch.no_grad(), mode:
             return made(*inputs)

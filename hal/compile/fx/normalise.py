@@ -1,10 +1,10 @@
-"""One spelling for each thing in a traced graph, so that a pattern meets its code however that was written.
+"""The normal form of a traced graph, which makes pattern matching independent of how code is written.
 
-The trace has seen to the first half: operators, methods and functions are overloads by then. This does the rest. Parts
-of a tensor are slices of the tensor itself, whether it was split, chunked, indexed, or given another shape before; a
-view of a view is one view; what changes nothing is gone, such as the factor that ``1 / x`` has in a trace; sizes are
-asked of the graph's inputs; what is written in place into a tensor that nothing else can see is made anew. Arithmetic
-stays as it is written: :mod:`hal.compile.fx.arithmetic` knows its spellings.
+Tracing already turns operators, methods and functions into overloads. Normalisation does the rest. Parts of a tensor,
+whether split, chunked, indexed or reshaped, become slices of the tensor. A view of a view becomes one view. Nodes
+without effect disappear, such as the factor that ``1 / x`` has in a trace. Sizes are read from the graph's inputs.
+In-place writes to tensors that nothing else aliases become out-of-place. Arithmetic is kept:
+:mod:`hal.compile.fx.arithmetic` knows its equivalent forms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 from hal.compile.fx.alias_analysis import mutates, needed
 from hal.compile.fx.arithmetic import is_unit_factor
 from hal.compile.fx.inplace import IN_PLACE, out_of_place, without_copies
-from hal.compile.fx.symbolic_sizes import ask_inputs, same_shape, same_size, value
+from hal.compile.fx.symbolic_sizes import read_sizes_of_inputs, same_shape, same_size, value
 
 __all__ = ["IN_PLACE", "VIEWS", "mutates", "normalise", "same_shape", "same_size", "value"]
 
@@ -31,7 +31,7 @@ VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.squeeze.default, aten.unsqueeze.default,
 })  # fmt: skip
-"""Elements in the same order under another shape: which of them it is, follows from the shapes."""
+"""Overloads that keep the order of elements and change the shape; the shapes determine which one is meant."""
 SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes, aten.chunk.default})
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 PARTS = SPLITS | {aten.unbind.int}
@@ -39,25 +39,25 @@ SAME = frozenset({aten.alias.default, aten.detach.default, aten.lift_fresh.defau
 
 
 def normalise(graph: fx.Graph) -> None:
-    """Rewrite ``graph``, whose nodes carry fake tensors as ``meta["val"]``, into the spelling above."""
-    _Speller(graph).run()
+    """Bring ``graph``, whose nodes carry fake tensors as ``meta["val"]``, into the normal form."""
+    _Normaliser(graph).run()
 
 
-class _Speller:
-    """Goes through a graph once, from its inputs on; what a node reads is spelled right when its turn comes."""
+class _Normaliser:
+    """Normalises a graph in one pass from its inputs, so that the arguments of a node are already normalised."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.sizes = ask_inputs(graph)
+        self.sizes = read_sizes_of_inputs(graph)
 
     def run(self) -> None:
         changed = True
-        while changed:  # once, and again behind what was written in place or copied
-            self.spell()
+        while changed:  # Repeat after in-place writes or copies were replaced.
+            self.normalise_nodes()
             self.drop_unread()
             changed = out_of_place(self.graph) + without_copies(self.graph) > 0
 
-    def spell(self) -> None:
+    def normalise_nodes(self) -> None:
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not _is_known(node):
                 continue
@@ -84,7 +84,7 @@ class _Speller:
             self.graph.erase_node(node)
 
     def parts(self, node: fx.Node) -> None:
-        """Every part of a tensor becomes a slice."""
+        """Replace every part of a tensor by a slice."""
         source: Any = node.args[0]
         arguments = {each.name: given for each, given in zip(_arguments(node), node.args, strict=False)} | node.kwargs
         dim: Any = arguments.get("dim", 0)
@@ -92,7 +92,7 @@ class _Speller:
         single = node.target is aten.unbind.int
         sizes = [1 if single else part.shape[dim] for part in value(node)]
         if not all(type(size) is int for size in sizes):
-            return  # where a part begins is known in the trace only
+            return  # The start of a part is known in the trace only.
         for part in list(node.users):
             index: Any = part.args[1] if part.target is operator.getitem else None
             if type(index) is not int:
@@ -122,7 +122,7 @@ class _Speller:
         self.replace(node, self.sliced(source, dim, start, max(start, end), node))
 
     def one(self, source: Any, dim: Any, index: Any, node: fx.Node) -> fx.Node | None:
-        """What ``node``, a ``source.select(dim, index)``, is: a slice of one in another shape. None if it cannot be."""
+        """Return ``source.select(dim, index)``, which is ``node``, as a reshaped slice, or None if impossible."""
         dim %= value(source).dim()
         size = value(source).shape[dim]
         if type(size) is not int or type(index) is not int:
@@ -131,7 +131,7 @@ class _Speller:
         return self.viewed(piece, node, aten.view.default)
 
     def sliced(self, source: fx.Node, dim: int, start: int, end: int, node: fx.Node | None) -> fx.Node:
-        """A slice of ``source``; what is known of it is taken from ``node``."""
+        """Return a slice of ``source``, with the metadata of ``node``."""
         size = value(source).shape[dim]
         if start == 0 and end == size:
             return source
@@ -155,7 +155,7 @@ class _Speller:
         return made
 
     def through_view(self, view: fx.Node, dim: int, start: int, end: int, node: fx.Node | None) -> fx.Node | None:
-        """A slice of a view as a view of a slice, if it is one."""
+        """Return a slice of a view as a view of a slice, or None if it is none."""
         source: Any = view.args[0]
         outer, inner = list(value(source).shape), list(value(view).shape)
         step = _product(inner[dim + 1 :])
@@ -177,7 +177,7 @@ class _Speller:
         return None
 
     def viewed(self, source: Any, node: fx.Node | None, target: Any, fake: Any = None) -> fx.Node | None:
-        """``source`` in the shape of ``node``, by one view of what is none; None if that cannot be written."""
+        """Return ``source`` in the shape of ``node``, as a single view, or None if its sizes have no nodes."""
         fake = value(node) if fake is None else fake
         sizes = self.written(list(fake.shape))
         if sizes is None:
@@ -197,7 +197,7 @@ class _Speller:
         return made
 
     def written(self, shape: list[Any]) -> list[Any] | None:
-        """A shape as arguments of a view."""
+        """Return a shape as arguments of a view, or None if sizes have no nodes."""
         open_sizes = [index for index, size in enumerate(shape) if type(size) is not int]
         if len(open_sizes) == 1 and 0 not in shape:
             shape[open_sizes[0]] = -1
@@ -207,7 +207,7 @@ class _Speller:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether it is known what a node gives, and what it is made of."""
+    """Return whether a node and its first argument have values from the trace."""
     return (
         "val" in node.meta and bool(node.args) and (not isinstance(node.args[0], fx.Node) or "val" in node.args[0].meta)
     )

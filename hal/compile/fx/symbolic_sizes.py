@@ -1,4 +1,4 @@
-"""Sizes in a traced graph, which may be open: what they are, and where a graph asks for them."""
+"""Symbolic sizes in a traced graph: comparison, and the nodes that read them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ aten = torch.ops.aten
 
 
 def value(node: Any) -> Any:
-    """What a node stood for in the trace; anything else stands for itself."""
+    """Return a node's value in the trace. Other objects are returned unchanged."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
 def same_size(one: Any, other: Any) -> bool:
-    """Whether two sizes, perhaps symbolic ones of the same trace, are written alike. Adds no guard."""
+    """Return whether two sizes, which may be symbols of one trace, have the same expression. Adds no guard."""
     one, other = value(one), value(other)
     if type(one) is int and type(other) is int:
         return one == other
@@ -29,13 +29,13 @@ def same_size(one: Any, other: Any) -> bool:
 
 
 def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether two shapes are alike in every size."""
+    """Return whether two shapes have the same sizes."""
     first, second = list(one), list(other)
     return len(first) == len(second) and all(map(same_size, first, second))
 
 
-def ask_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Read every size that an input has of the first such input, at the top; returns where, by what the size is."""
+def read_sizes_of_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Read every size of an input once, at the top of the graph. Return the nodes by size."""
     asking = [node for node in graph.nodes if node.target in SIZES]
     if not any(isinstance(value(node), torch.SymInt) for node in asking):
         return {}

@@ -1,1 +1,1 @@
-"""Rewrites: the declaration, its pattern, how a match is found and replaced, and the proof that it is right."""
+"""Rewrites: declaration, pattern matching, replacement, and the proof on samples."""

@@ -1,4 +1,4 @@
-"""Putting a rewrite's replacement where its pattern is, so that everybody reads what they read before."""
+"""Replacement of matches in a graph, such that every reader reads the same values as before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hal.compile.fx.alias_analysis import Memory, overlap, written
+from hal.compile.fx.alias_analysis import AliasAnalysis, may_overlap, written
 from hal.compile.fx.normalise import same_shape, value
 from hal.compile.rewrite.match import Match, Matcher, NearMiss
 from hal.compile.rewrite.pattern import outputs_of, signature, trace_function
@@ -22,16 +22,16 @@ from hal.compile.rewrite_report import PassReport
 from hal.errors import CompileError
 
 KEPT = ("stack_trace", "nn_module_stack")
-"""What a replacement takes over from the last node that it stands for."""
+"""The metadata that a replacement copies from the last node that it replaces."""
 
 
 class Rewriting:
-    """One rewrite on its way through one graph."""
+    """The application of one rewrite to one graph."""
 
     def __init__(self, rewrite: Rewrite, graph: fx.GraphModule, mode: FakeTensorMode) -> None:
         self._rewrite, self._graph, self._mode = rewrite, graph.graph, mode
         self._forms = [Matcher(rewrite.pattern, form.example, mode, form.structure) for form in prepare(rewrite)]
-        self._memory: Memory | None = None
+        self._memory: AliasAnalysis | None = None
         self._fakes: dict[Any, Any] = {}
 
     def run(self) -> PassReport:
@@ -44,9 +44,9 @@ class Rewriting:
         applied: list[str] = []
         gone: set[fx.Node] = set()
         left = list(self._graph.nodes)
-        while True:  # once, and again where it missed: what was done behind may have made room
+        while True:  # Repeat while sites were skipped: a later application may have enabled them.
             count, missed = len(applied), dict[fx.Node, str]()
-            for matcher in self._forms:  # one after another, for one may be a part of the one before
+            for matcher in self._forms:  # In order, because one form may be a part of the form before.
                 for node in left:
                     if node in gone:
                         continue
@@ -63,7 +63,7 @@ class Rewriting:
                 return applied, [missed[node] for node in left]
 
     def _at(self, node: fx.Node, matcher: Matcher) -> tuple[Match | None, str]:
-        """Apply the rewrite at a node, if its pattern is there."""
+        """Apply the rewrite at a node if its pattern matches."""
         try:
             match = matcher.at(node)
             return match, "" if match is None else self._replace(match, node)
@@ -72,7 +72,7 @@ class Rewriting:
         except Exception as error:
             raise CompileError(
                 f"the rewrite {self._rewrite.name} failed at {node.format_node()}: {type(error).__name__}: {error}",
-                "correct the rewrite, or leave it out",
+                "correct the rewrite, or disable it",
             ) from error
 
     def _replace(self, match: Match, node: fx.Node) -> str:
@@ -82,11 +82,11 @@ class Rewriting:
         except RuntimeError as error:
             if type(error).__name__ != "_ShapeEnvGuardError":
                 raise
-            raise NearMiss(node, f"`when` asks for a size that is open here: {error}") from None
+            raise NearMiss(node, f"`when` depends on a size that is symbolic here: {error}") from None
         if reason is not None:
             raise NearMiss(node, reason)
         if self._memory is None:
-            self._memory = Memory(self._graph)
+            self._memory = AliasAnalysis(self._graph)
         place = _place_of(match, node, self._memory)
         with self._graph.inserting_before(place):
             made, results = self._put(match, values)
@@ -107,7 +107,7 @@ class Rewriting:
         return made[0].name
 
     def _put(self, match: Match, values: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The replacement's calls, and those of them that are its results."""
+        """Insert the replacement. Return its nodes, and those of them that are its results."""
         replacement = self._rewrite.replacement
         if not isinstance(replacement, torch._ops.OpOverload):
             return self._put_function(match, values)
@@ -149,7 +149,7 @@ class Rewriting:
             ) from None
 
     def _fake(self, values: Sequence[Any]) -> Any:
-        """What the replacement gives; found once for all places that are alike."""
+        """Return the replacement's fake results, cached by the signature of the arguments."""
         key = signature(values)
         if key not in self._fakes:
             with torch.inference_mode(False), torch.no_grad(), self._mode:
@@ -157,7 +157,7 @@ class Rewriting:
         return self._fakes[key]
 
     def _is_new(self, output: fx.Node, fake: Tensor) -> bool:
-        """Whether the fake tensor of what the pattern gave serves for what the replacement gives."""
+        """Return whether the fake tensor of a pattern's output is valid for the replacement's result."""
         made = [self._memory.made_by(place) for place in self._memory.places(output)] if self._memory else []
         return made == [output] and same_shape(value(output).stride(), fake.stride())
 
@@ -167,17 +167,17 @@ class Rewriting:
 
 
 def _no_guards(mode: FakeTensorMode) -> AbstractContextManager[None]:
-    """Inside, whoever decides by a size that is open in the trace fails: the graph must serve every size."""
+    """Make decisions that depend on a symbolic size raise: the graph must be valid for every size."""
     forbid: Callable[[], AbstractContextManager[None]] = getattr(mode.shape_env, "error_on_new_guards", nullcontext)
     return forbid()
 
 
-def _place_of(match: Match, node: fx.Node, memory: Memory) -> fx.Node:
-    """Before which node the replacement goes: the first that reads what the pattern gives, or what follows it all.
+def _place_of(match: Match, node: fx.Node, memory: AliasAnalysis) -> fx.Node:
+    """Return the node before which the replacement is inserted: the first reader of an output, or the end of the match.
 
     Raises:
-        NearMiss: at ``node``, for there is no such place: of the matched nodes some would have to pass a write to what
-            they read, or a reader of what they write; or the pattern's outputs are views, and their memory is written.
+        NearMiss: no such node exists: a matched node would have to move across a write to what it reads or across a
+            reader of what it writes, or an output is a view of memory that is written.
     """
     inside = set(match.nodes)
     ordered = sorted(inside)
@@ -189,7 +189,7 @@ def _place_of(match: Match, node: fx.Node, memory: Memory) -> fx.Node:
                 place = user
     for argument in match.arguments:
         if isinstance(argument, fx.Node) and not argument < place:
-            raise NearMiss(node, f"{place.name} reads a part of it before {argument.name}, which it reads, is there")
+            raise NearMiss(node, f"{place.name} reads an output before its argument {argument.name} is computed")
     if (reason := memory.between(first, last, inside)) is not None:
         raise NearMiss(node, reason)
     _keep_order(match, node, memory)
@@ -199,30 +199,30 @@ def _place_of(match: Match, node: fx.Node, memory: Memory) -> fx.Node:
     return place
 
 
-def _keep_order(match: Match, node: fx.Node, memory: Memory) -> None:
-    """What the matched nodes write, they read before and behind as the pattern does."""
+def _keep_order(match: Match, node: fx.Node, memory: AliasAnalysis) -> None:
+    """Raise NearMiss unless the writes of matched nodes have the same order as in the pattern."""
     for index, writer in enumerate(match.nodes):
         for target in written(writer):
             for other_index, other in enumerate(match.nodes):
                 if other_index != index and (other_index < index) != (other < writer):
                     for read in other.all_input_nodes:
-                        if _meet(read, target, memory):
-                            raise NearMiss(node, f"{other.name} and {writer.name} come in another order")
+                        if _may_share(read, target, memory):
+                            raise NearMiss(node, f"{other.name} and {writer.name} are in another order")
 
 
-def _keep_apart(match: Match, node: fx.Node, memory: Memory) -> None:
-    """What the pattern writes is in none of its other arguments."""
+def _keep_apart(match: Match, node: fx.Node, memory: AliasAnalysis) -> None:
+    """Raise NearMiss if an argument that the pattern writes shares memory with another argument."""
     targets = [target for each in match.nodes for target in written(each)]
     given = [each for each in match.arguments if isinstance(each, fx.Node)]
     for index, one in enumerate(given):
-        if any(_meet(one, target, memory) for target in targets):
+        if any(_may_share(one, target, memory) for target in targets):
             for other in given[:index] + given[index + 1 :]:
-                if _meet(one, other, memory):
+                if _may_share(one, other, memory):
                     raise NearMiss(node, f"{one.name}, which it writes, shares memory with its argument {other.name}")
 
 
-def _keep_views(output: fx.Node, match: Match, node: fx.Node, memory: Memory, first: fx.Node) -> None:
-    """An output that is a view becomes memory of its own: nobody may see the difference."""
+def _keep_views(output: fx.Node, match: Match, node: fx.Node, memory: AliasAnalysis, first: fx.Node) -> None:
+    """Raise NearMiss if an output is a view and its replacement, in new memory, would be distinguishable."""
     inside = set(match.nodes)
     for place in memory.places(output):
         shared = [each.name for each in match.outputs if each is not output and place in memory.places(each)]
@@ -236,7 +236,7 @@ def _keep_views(output: fx.Node, match: Match, node: fx.Node, memory: Memory, fi
             raise NearMiss(node, f"{output.name} is a view, and the graph returns another of the same memory")
 
 
-def _meet(one: fx.Node, other: fx.Node, memory: Memory) -> bool:
+def _may_share(one: fx.Node, other: fx.Node, memory: AliasAnalysis) -> bool:
     if one is other:
         return True
-    return not set(memory.places(one)).isdisjoint(memory.places(other)) and overlap(one, other)
+    return not set(memory.places(one)).isdisjoint(memory.places(other)) and may_overlap(one, other)

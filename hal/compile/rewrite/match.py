@@ -1,9 +1,9 @@
-"""Finding a pattern in a graph.
+"""Pattern matching in a graph.
 
-In two steps. The first compares structure alone: which nodes read which, whatever the sizes. It runs from the pattern's
-end to its inputs, and binds each to a node. From the numbers that it passed on the way come the pattern's own, such as
-an epsilon or a count of heads. The second step traces the pattern once more with what was bound, and demands equality
-of everything. A trace serves all places that are alike, as the layers of a model are, so the cost is linear in them.
+Matching has two steps. The first compares structure only: it walks from the end of the pattern to its inputs and binds
+each pattern node to a graph node. The numbers on the way give the pattern's own numbers, such as an epsilon or a count
+of heads. The second step traces the pattern again with the bound arguments and compares everything. Sites that are
+alike, such as the layers of a model, share a trace, so the cost is linear in the number of sites.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from hal.compile.rewrite.pattern import names_of, outputs_of, signature, trace_p
 from hal.errors import CompileError
 
 MOST_TRIED = 64
-"""Combinations of numbers that a pattern's own may stand for."""
+"""The most combinations of numbers that are tried for a pattern."""
 
-_SAYS = logging.getLogger("torch._subclasses.fake_tensor")
-"""It logs what goes wrong on fake tensors, and what is tried here may."""
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""The logger of errors on fake tensors, which attempts to trace may cause."""
 
 
 @attrs.frozen(eq=False)
 class Match:
-    """A place where a pattern was found.
+    """A site that matches a pattern.
 
     Attributes:
-        arguments: of the pattern, in order: nodes, and numbers.
-        nodes: those of the graph that the pattern's stand for, in the order in which the pattern calls them.
-        outputs: those of them that the pattern returns.
+        arguments: the pattern's arguments, in order: nodes and numbers.
+        nodes: the matched graph nodes, in the order of the pattern's calls.
+        outputs: the matched nodes that the pattern returns.
     """
 
     arguments: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Match:
 
 
 class NearMiss(Exception):
-    """The structure was there, and something else was not."""
+    """A site matches the structure of a pattern, but does not meet another condition."""
 
     def __init__(self, place: fx.Node, reason: str) -> None:
         super().__init__(f"at {place.name}: {reason}")
@@ -66,16 +66,16 @@ class NearMiss(Exception):
 
 
 class Matcher:
-    """Looks for one pattern in graphs of one trace.
+    """Matches one pattern in graphs of one trace.
 
     Args:
         pattern: a function of tensors and numbers.
-        example: arguments for it, which show its structure.
-        mode: whose fake tensors the graphs' nodes carry.
-        structure: the pattern's trace with the example, if there is one already.
+        example: arguments that determine its structure.
+        mode: the mode of the graphs' fake tensors.
+        structure: the pattern's trace with the example, if available.
 
     Raises:
-        CompileError: there is nothing in the pattern that could be found.
+        CompileError: the pattern cannot be matched.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Matcher:
         self._calls = [node for node in self._structure.nodes if computes(node)]
         self._ends = outputs_of(self._structure)
         effects = [node for node in self._calls if mutates(node)]
-        # From where the search starts: from what reads most of the pattern, a write or an output.
+        # The search starts at the node, a write or an output, that depends on most of the pattern.
         self.anchor = max(effects or self._ends, key=lambda end: len(reach(end)))
         while self.anchor.target is operator.getitem or self.anchor.target in VIEWS:
             self.anchor = self.anchor.all_input_nodes[0]
 
     def at(self, node: fx.Node) -> Match | None:
-        """The pattern with its end at ``node``, or None.
+        """Return the match whose end is ``node``, or None.
 
         Raises:
-            NearMiss: the structure is there, but not its numbers, or something else reads what lies inside.
+            NearMiss: the structure matches, but numbers differ, or another node reads an inner value.
         """
         if not alike(self.anchor, node):
             return None
@@ -116,34 +116,34 @@ class Matcher:
                 except NearMiss as reason:
                     miss = reason
         if miss is None:
-            miss = self._but_for(node)
+            miss = self._explain_miss(node)
         if miss is not None:
             raise miss
         return None
 
     @staticmethod
     def check(pattern: Callable[..., Any], example: Sequence[Any], structure: fx.Graph) -> None:
-        """Raise CompileError unless a pattern, of which this is the trace with the example, can be looked for."""
+        """Raise CompileError unless a pattern, with its trace for the example, can be matched."""
         inputs = [node for node in structure.nodes if node.op == "placeholder"]
         calls = [node for node in structure.nodes if computes(node)]
         if all(node.target is operator.getitem or node.target in VIEWS for node in calls):
-            raise CompileError("its pattern calls nothing that could be found", "let it call an operation")
+            raise CompileError("its pattern calls no operation that could be matched", "let it call an operation")
         for node in structure.nodes:
             if node.op not in ("placeholder", "call_function", "output"):
-                raise CompileError(f"its pattern holds a tensor of its own, {node.name}", "make it an argument")
+                raise CompileError(f"its pattern contains a constant tensor, {node.name}", "make it an argument")
         names = names_of(pattern, len(example))
         tensors = [name for name, each in zip(names, example, strict=True) if isinstance(each, Tensor)]
         for name, node in zip(tensors, inputs, strict=True):
             if not any(computes(user) for user in node.users):
-                raise CompileError(f"its pattern does not read its argument {name}", "leave the argument out")
+                raise CompileError(f"its pattern does not read its argument {name}", "remove the argument")
             if node in outputs_of(structure):
-                raise CompileError(f"its pattern returns its argument {name}", "return only what it computes")
+                raise CompileError(f"its pattern returns its argument {name}", "return only computed tensors")
 
     def _checked(self, bound: Binding, node: fx.Node) -> Match:
         inside = dict.fromkeys(bound[part] for part in self._calls)
         outputs = tuple(bound[end] for end in self._ends)
         if any(bound[each] in inside for each in self._inputs):
-            raise NearMiss(node, "it reads what lies inside of it")
+            raise NearMiss(node, "it reads a value that it computes itself")
         arguments = self._settle(bound, node)
         for found in inside:
             strangers = [user.name for user in found.users if user not in inside]
@@ -151,20 +151,20 @@ class Matcher:
                 raise NearMiss(node, f"{found.name} has another reader, {strangers[0]}")
         return Match(arguments, tuple(inside), outputs)
 
-    def _but_for(self, node: fx.Node) -> NearMiss | None:
-        """What keeps a pattern away that would be there but for a cast, or a write in place."""
+    def _explain_miss(self, node: fx.Node) -> NearMiss | None:
+        """Return the near miss of a pattern that would match without a cast or an in-place write, or None."""
         met: list[fx.Node] = []
         for start in bind(self.anchor, node, {}, met):
             for _ in self._completed(start, met):
                 for each in met:
                     if each.target in IN_PLACE:
-                        return NearMiss(node, f"{each.name} writes in place what others see")
+                        return NearMiss(node, f"{each.name} writes in place to memory that others read")
                     return NearMiss(node, f"{each.name} changes the dtype to {value(each).dtype}")
             met.clear()
         return None
 
     def _completed(self, bound: Binding, met: list[fx.Node] | None = None) -> Iterator[Binding]:
-        """Bind what the anchor does not read, such as other outputs: it is among the readers of what is bound."""
+        """Bind the nodes that the anchor does not depend on, such as other outputs, through readers of bound nodes."""
         missing = [part for part in self._calls if part not in bound]
         if not missing:
             yield bound
@@ -177,7 +177,7 @@ class Matcher:
                     yield from self._completed(more, met)
 
     def _settle(self, bound: Binding, place: fx.Node) -> tuple[Any, ...]:
-        """The pattern's arguments, its numbers among them, for which all of it is equal."""
+        """Return the pattern's arguments, with numbers for which its trace equals the matched nodes."""
         inputs = iter([bound[part] for part in self._inputs])
         fixed = [next(inputs) if isinstance(each, Tensor) else each for each in self._example]
         numbers = [index for index, each in enumerate(self._example) if not isinstance(each, Tensor)]
@@ -197,25 +197,25 @@ class Matcher:
             else:
                 traced = traced or again
         if failures and traced is None:
-            raise NearMiss(place, f"the pattern cannot be made of what is there: {str(failures[0]).splitlines()[0]}")
+            raise NearMiss(place, f"the pattern cannot be traced here: {str(failures[0]).splitlines()[0]}")
         differing = self._difference(traced or [], bound)
         raise NearMiss(place, f"its shapes or numbers are not those of the pattern{differing}")
 
     def _traced(self, values: list[Any]) -> list[fx.Node] | Exception:
         key = signature(values)
         if key not in self._traces:
-            quiet, _SAYS.disabled = _SAYS.disabled, True
+            quiet, _FAKE_TENSOR_LOG.disabled = _FAKE_TENSOR_LOG.disabled, True
             try:
                 graph = trace_pattern(self._pattern, values, self._mode)
                 self._traces[key] = [node for node in graph.nodes if node.op == "placeholder" or computes(node)]
-            except Exception as error:  # numbers for which the pattern has no meaning
+            except Exception as error:  # The pattern may be invalid for these numbers.
                 self._traces[key] = error
             finally:
-                _SAYS.disabled = quiet
+                _FAKE_TENSOR_LOG.disabled = quiet
         return self._traces[key]
 
     def _difference(self, again: list[fx.Node], bound: Binding) -> str:
-        """Both values of the first thing in which a trace and the graph differ, calls before inputs."""
+        """Describe the first difference between a trace and the graph, in calls before inputs."""
         parts = [*self._inputs, *self._calls]
         if [kind(node) for node in again] != [kind(node) for node in parts]:
             return ""
@@ -233,6 +233,6 @@ class Matcher:
 
 
 def _choices(given: Any, seen: list[tuple[Any, Any]]) -> list[Any]:
-    """What a number of the pattern may be in the graph: what is in its places, as a number of its type."""
+    """Return the candidates for a number of the pattern: the graph's numbers in its positions, in its type."""
     found = [number_like(given, other) for example, other in seen if is_same_number(example, given)]
     return list({number_key(each): each for each in found if each is not None}.values()) or [given]

@@ -1,4 +1,4 @@
-"""How the nodes of a pattern stand for nodes of a graph."""
+"""Matching of a pattern's nodes with nodes of a graph."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ COMMUTE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 CASTS = frozenset({aten._to_copy.default})
 
 Binding = dict[fx.Node, fx.Node]
-"""By node of the pattern, the node of the graph that it stands for."""
+"""Maps nodes of the pattern to the matched nodes of the graph."""
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node does more than compute a size."""
+    """Return whether a node is a call that computes more than a size."""
     return node.op == "call_function" and not isinstance(
         value(node), (int, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
 
 
 def reach(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it reads, directly or not."""
+    """Return a node and all nodes that it depends on."""
     found, left = {node}, [node]
     while left:
         new = [read for read in left.pop().all_input_nodes if read not in found]
@@ -46,21 +46,21 @@ def kind(node: fx.Node) -> Any:
 
 
 def alike(part: fx.Node, found: Any) -> bool:
-    """Whether a node of a graph is the call that the pattern's is, or can be read as one."""
+    """Return whether a graph node makes the same call as a pattern node, or has an equivalent reading."""
     if not isinstance(found, fx.Node) or found.op != "call_function":
         return False
     return kind(part) == kind(found) or any(True for _ in _readings_as(part, found))
 
 
 def _readings_as(part: fx.Node, found: fx.Node) -> Iterator[Reading]:
-    """The readings of a node of a graph in which it is the call that the pattern's is."""
+    """Yield the readings of a graph node that make the same call as the pattern node."""
     if found.target not in RESPELLED or part.target not in RESPELLED:
         if kind(part) == kind(found):
             yield next(readings(found))
         return
     mine = next(readings(part))
     for each in readings(found):
-        # By another reading, ``x - y`` would be a sum with a factor of its own, and nearly every ``x + y``.
+        # Other readings must agree in the factor: ``x - y`` is no ``x + y``, although it is a sum with the factor -1.
         if each.target is mine.target and (each.written or _agree(mine.compared()[2:], each.compared()[2:])):
             yield each
 
@@ -70,9 +70,9 @@ def _agree(one: list[Any], other: list[Any]) -> bool:
 
 
 def bind(part: fx.Node, found: Any, bound: Binding, met: list[fx.Node] | None = None) -> Iterator[Binding]:
-    """Every way in which ``part`` and all that it reads can stand for ``found`` and what that reads.
+    """Yield every way to match ``part`` and all that it depends on with ``found`` and what that depends on.
 
-    With ``met``, casts are passed over and writes in place taken for what they compute; it gets a list of them.
+    With ``met``, matching skips casts and treats in-place writes as their results, and appends both to ``met``.
     """
     if met is not None and isinstance(found, fx.Node) and part not in bound:
         while found.target in CASTS and part.op == "call_function" and part.target not in CASTS:
@@ -115,7 +115,7 @@ def _bind_all(pairs: list[tuple[fx.Node, Any]], bound: Binding, met: list[fx.Nod
 
 
 def _orders(part: fx.Node, given: list[Any]) -> list[list[Any]]:
-    """The orders in which a node's operands mean the same: a sum's, unless it scales the second."""
+    """Return the equivalent orders of a node's operands: two for a sum or product, unless it scales an operand."""
     if kind(part) in COMMUTE and given[2:] in ([], [1]):
         return [given, [given[1], given[0], *given[2:]]]
     return [given]
@@ -126,7 +126,7 @@ def _is_tensor(read: Any) -> bool:
 
 
 def numbers_of(bound: Binding) -> Iterator[tuple[Any, Any]]:
-    """The numbers of the pattern's example, each with the one in its place in the graph."""
+    """Yield pairs of a number of the pattern's example and the number in its position in the graph."""
     for part, found in bound.items():
         if isinstance(value(part), Tensor):
             yield from zip(value(part).shape, value(found).shape, strict=False)
@@ -140,7 +140,7 @@ def is_same_number(one: Any, other: Any) -> bool:
 
 
 def same(node: fx.Node, found: fx.Node, places: Binding) -> bool:
-    """Whether a node of the pattern's own trace and the one that it stands for agree in everything."""
+    """Return whether a node of the pattern's second trace equals its matched node in everything."""
     here, there = value(node), value(found)
     if isinstance(here, Tensor) and not (isinstance(there, Tensor) and _is_alike(here, there)):
         return False
@@ -159,7 +159,7 @@ def same(node: fx.Node, found: fx.Node, places: Binding) -> bool:
 
 
 def difference(node: fx.Node, found: fx.Node) -> str | None:
-    """In what a node of the pattern's own trace and the one that it stands for do not agree; None if in neither."""
+    """Describe how a node of the pattern's second trace differs from its matched node, or return None."""
     here, there = value(node), value(found)
     said = []
     if node.op == "call_function" and node.target not in VIEWS:
@@ -168,14 +168,14 @@ def difference(node: fx.Node, found: fx.Node) -> str | None:
         for one, other, agreeing in zip(
             mine.operands, theirs.operands, itertools.starmap(same_number, compared), strict=False
         ):
-            # Where the dtypes differ, numbers of different types are part of the reason.
+            # Where dtypes differ, the types of numbers can be part of the reason.
             if not (_is_tensor(one) or _is_tensor(other)) and (
                 not agreeing or (_dtype(here) != _dtype(there) and type(one) is not type(other))
             ):
                 said.append(f"has {value(other)}, where the pattern has {value(one)}")
                 break
     if isinstance(here, Tensor) and isinstance(there, Tensor) and not _is_alike(here, there):
-        said.append(f"gives {_tensor(there)}, where the pattern gives {_tensor(here)}")
+        said.append(f"returns {_tensor(there)}, where the pattern returns {_tensor(here)}")
     return f"{_name(node)} {', and '.join(said)}" if said else None
 
 

@@ -1,4 +1,4 @@
-"""Patterns as graphs: what a function of tensors and numbers calls."""
+"""Tracing of patterns, which are functions of tensors and numbers, to graphs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hal.compile.fx.normalise import normalise
 
 
 def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
-    """The calls of overloads that ``function`` makes, as a graph whose placeholders are its tensors in order."""
+    """Return the overloads that ``function`` calls as a graph, whose placeholders are its tensors in order."""
     tensors: list[Tensor] = []
     with mode:
         for each in arguments:
-            if isinstance(each, Tensor):  # one that is there twice is two arguments
+            if isinstance(each, Tensor):  # A tensor that is passed twice is two arguments.
                 tensors.append(each.detach() if any(each is other for other in tensors) else each)
 
     def flat(*given: Tensor) -> Any:
@@ -32,12 +32,12 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode:
 def trace_pattern(
     pattern: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode | None = None
 ) -> fx.Graph:
-    """The pattern as a normalised graph, whose placeholders are its tensors in order.
+    """Return the pattern as a normalised graph, whose placeholders are its tensors in order.
 
     Args:
         pattern: the function.
-        arguments: its arguments; real tensors are made fake, if ``mode`` is None.
-        mode: whose fake tensors they are.
+        arguments: its arguments; if ``mode`` is None, real tensors, which are converted to fake ones.
+        mode: the mode of the fake tensors.
     """
     if mode is None:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -48,9 +48,9 @@ def trace_pattern(
 
 
 def other_units(pattern: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Arguments for which a pattern that computes ``number / x`` calls one multiplication less, or one more.
+    """Yield arguments for which a pattern with ``number / x`` calls one multiplication less, or one more.
 
-    A number of 1 is none, as :func:`~hal.compile.fx.arithmetic.is_unit_factor` says.
+    A factor of 1 is dropped; see :func:`~hal.compile.fx.arithmetic.is_unit_factor`.
     """
     numbers = [index for index, each in enumerate(arguments) if type(each) in (int, float)]
     if not numbers:
@@ -66,7 +66,7 @@ def other_units(pattern: Callable[..., Any], arguments: Sequence[Any]) -> Iterat
 
 
 def outputs_of(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph returns, one after another."""
+    """Return the outputs of a graph as a list."""
     (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
     if returned is None:
         return []
@@ -74,7 +74,7 @@ def outputs_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def names_of(pattern: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """What a pattern calls its arguments."""
+    """Return the names of a pattern's arguments."""
     try:
         known = list(inspect.signature(pattern).parameters)
     except (TypeError, ValueError):
@@ -83,7 +83,7 @@ def names_of(pattern: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def signature(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What a trace with these arguments depends on, to look it up by."""
+    """Return a key for everything that a trace with these arguments depends on."""
     return tuple(
         (tuple(map(_key, each.shape)), tuple(map(_key, each.stride())), each.dtype, each.device)
         if isinstance(each, Tensor)

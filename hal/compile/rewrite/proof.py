@@ -1,4 +1,4 @@
-"""The proof of a rewrite: what its samples must show before anybody's model is changed by it."""
+"""The proof of a rewrite on its samples, before it changes any model."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ def check_rewrite(
 ) -> None:
     """Prove a rewrite on its samples.
 
-    Both sides give the same, within the tolerance of the operation that the replacement is, or else of its dtype; they
-    write the same into their arguments. It is applied once to its own pattern, and the graph then gives what that
-    gives; a second time changes nothing. It is applied to none of its inapplicable samples, and to no sample of which
-    one tensor has been given another rank, size or dtype than is declared. Every sample meets the declared axes and
-    dtypes, and axes that are not declared alike differ in some sample.
+    - Both sides return the same, within the tolerance of the replacement's operation or else of the dtype, and write
+      the same into their arguments.
+    - Applied to its own pattern, the rewrite matches once, and the graph returns what the pattern returns. A second
+      application changes nothing.
+    - It is applied neither to its inapplicable samples nor to samples in which one tensor violates the declared rank,
+      size or dtype.
+    - Every sample meets the declared axes and dtypes. Axes with different names differ in some sample.
 
     Args:
-        rewrite: to be proved.
-        dtypes: that samples are drawn in.
-        device: where both sides run.
+        rewrite: the rewrite.
+        dtypes: of the samples.
+        device: runs both sides.
 
     Raises:
-        CompileError: names the rewrite, what it failed, and the sample.
+        CompileError: a check failed. The error names the rewrite, the check and the sample.
     """
     rewrite.check_declared()
     if problems := list(lacking(rewrite.constraints, rewrite.samples(Draw()))):
         raise _failed(
-            rewrite, "its samples", "; ".join(problems), "add samples of other sizes, or declare those that must be so"
+            rewrite, "its samples", "; ".join(problems), "add samples of other sizes, or declare the sizes as equal"
         )
     _check_violations(rewrite)
     for dtype in dtypes:
@@ -64,13 +66,13 @@ def check_rewrite(
             first = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if len(first.matches) != 1:
                 raise _failed(
-                    rewrite, what, f"in its own pattern it was applied {_times(first)}", "correct the pattern"
+                    rewrite, what, f"applied to its own pattern, it matched {_times(first)}", "correct the pattern"
                 )
             _demand_equal(rewrite, dtype, _run_graph(graph, sample), expected, f"{what}: the rewritten graph differs")
             before = str(graph.graph)
             second = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if second.matches or str(graph.graph) != before:
-                raise _failed(rewrite, what, "a second time, it changed the graph again", "take the pattern out of it")
+                raise _failed(rewrite, what, "a second time, it changed the graph again", "keep the pattern out of it")
         _check_inapplicable(rewrite, dtype, device)
 
 
@@ -94,19 +96,19 @@ def _check_violations(rewrite: Rewrite) -> None:
         for broken, arguments in violations(rewrite.constraints, form.example):
             try:
                 _run(rewrite.pattern, arguments)
-            except Exception:  # the pattern does not take them, and so no graph has it with them
+            except Exception:  # The pattern rejects these arguments, so no graph contains it with them.
                 continue
             graph, mode = _traced(rewrite, arguments)
             done = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if done.matches:
                 raise _failed(
-                    rewrite, f"a call with {broken}", "it was applied, and its declaration says otherwise",
+                    rewrite, f"a call with {broken}", "it was applied, which contradicts its declaration",
                     "correct its axes and dtypes",
                 )  # fmt: skip
 
 
 def _run(function: Any, sample: Sample) -> tuple[Any, list[Any]]:
-    """What a function gives, and its arguments behind it."""
+    """Return a function's result and its arguments afterwards."""
     given = copy.deepcopy(list(sample))
     with torch.no_grad(), ops.intercepted(lambda each, _: each.reference):
         result = function(*given)
@@ -122,7 +124,7 @@ def _traced(rewrite: Rewrite, sample: Sample) -> tuple[fx.GraphModule, FakeTenso
     fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in sample]
 
     def copied(*given: Any) -> Any:
-        # A graph that returned a view of its input as it is could not be rewritten.
+        # A rewrite cannot be applied if the graph returns a view of its input directly.
         result = rewrite.pattern(*given)
         return tree_map_only(Tensor, torch.clone, result)
 

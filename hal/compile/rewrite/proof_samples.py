@@ -1,4 +1,4 @@
-"""A rewrite's samples: their forms, what both sides give for them, and arguments that break one constraint each."""
+"""Samples of a rewrite: their forms, the results of both sides, and arguments that violate one constraint each."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hal.ops.declaration.samples import Draw, Sample
 
 DRAWN = (torch.float32, torch.bfloat16)
 OTHERS = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.int8)
-"""Dtypes to put in place of a declared one."""
+"""The dtypes that replace a declared one in violations."""
 
 
 def forms_of(samples: Callable[[Draw], Iterable[Sample]]) -> list[list[Sample]]:
-    """The samples, sorted into those that have tensors, None, and flags of the same values in the same places.
+    """Group the samples by the positions of tensors and None, and by the values of flags.
 
     Raises:
-        CompileError: there are none.
+        CompileError: the rewrite has no samples.
     """
     forms: dict[Any, list[Sample]] = {}
     for dtype in DRAWN:
         for sample in samples(Draw(dtype)):
             forms.setdefault(tuple(map(_form, sample)), []).append(tuple(sample))
     if not forms:
-        raise CompileError("there are no samples", "yield at least one tuple of arguments")
+        raise CompileError("it has no samples", "yield at least one tuple of arguments")
     return list(forms.values())
 
 
@@ -44,10 +44,10 @@ def _form(given: Any) -> Any:
 def check_sides(
     pattern: Callable[..., Any], replacement: Callable[..., Any], samples: Callable[[Draw], Iterable[Sample]]
 ) -> None:
-    """Demand that both sides give tensors of the same shapes and dtypes on every sample, by fake tensors.
+    """Check on fake tensors that both sides return the same shapes and dtypes for every sample.
 
     Raises:
-        CompileError: they do not; says what each gives.
+        CompileError: they differ. The error names the results of each.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for dtype in DRAWN:
@@ -59,20 +59,20 @@ def check_sides(
 
 
 def as_list(given: Any) -> list[Any]:
-    """What a function gave, as a list of tensors."""
+    """Return a function's result as a list of tensors."""
     return [] if given is None else list(given) if isinstance(given, (tuple, list)) else [given]
 
 
 def demand_alike(given: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raise CompileError unless a replacement gives what its pattern gives, in number, shapes and dtypes."""
+    """Raise CompileError unless a replacement returns as many tensors as its pattern, of the same shapes and dtypes."""
     alike = len(given) == len(expected) and all(
         isinstance(one, Tensor) and one.dtype == other.dtype and same_shape(one.shape, other.shape)
         for one, other in zip(given, expected, strict=False)
     )
     if not alike:
         raise CompileError(
-            f"its replacement gives {_tensors(given)}, and its pattern {_tensors(expected)}",
-            "make both give tensors of the same shapes and dtypes, in the same order",
+            f"its replacement returns {_tensors(given)}, and its pattern {_tensors(expected)}",
+            "make both return tensors of the same shapes and dtypes, in the same order",
         )
 
 
@@ -85,14 +85,14 @@ def _tensors(values: Sequence[Any]) -> str:
 
 
 def violations(constraints: Constraints, sample: Sample) -> Iterator[tuple[str, Sample]]:
-    """Change one tensor at a time: its rank, one of its sizes, or its dtype. No rewrite may be applied to such.
+    """Yield samples in which one tensor has another rank, size or dtype. A rewrite must not be applied to any of them.
 
     Args:
-        constraints: of which each is broken, read from the declaration alone.
-        sample: meets them.
+        constraints: the declared constraints, each of which is violated.
+        sample: arguments that meet them.
 
     Yields:
-        What is wrong, and the arguments.
+        A description of the violation, and the arguments.
     """
     places = {name: place for place, name in enumerate(constraints.arguments)}
     given = {name: sample[place] for name, place in places.items() if place < len(sample)}
@@ -125,7 +125,7 @@ def violations(constraints: Constraints, sample: Sample) -> Iterator[tuple[str, 
 
 
 def _uses(constraints: Constraints, given: dict[str, Any]) -> Counter[str | None]:
-    """How often each name stands in the declaration of tensors that are given, or is a number that is."""
+    """Return how often each name occurs in the declarations of the given tensors, or as a given number."""
     found: Counter[str | None] = Counter(name for name, value in given.items() if type(value) is int)
     for name, shape in constraints.shapes:
         if isinstance(given.get(name), Tensor):
@@ -134,7 +134,7 @@ def _uses(constraints: Constraints, given: dict[str, Any]) -> Counter[str | None
 
 
 def _resized(tensor: Tensor, dim: int) -> Iterator[Tensor]:
-    """One element more, and one alone, which broadcasts."""
+    """Yield the tensor with one element more, and with a single one, which broadcasts."""
     if tensor.shape[dim]:
         yield torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
     if tensor.shape[dim] > 1:
@@ -142,12 +142,12 @@ def _resized(tensor: Tensor, dim: int) -> Iterator[Tensor]:
 
 
 def _sizes(axis: Axis, known: dict[str, Any]) -> list[Any]:
-    """What an axis may be, where it is no size that anything else has."""
+    """Return the allowed sizes of an axis that shares no name."""
     return [each.value(known) for each in axis.sizes if known.keys() >= set(each.names)]
 
 
 def _other_dtype(constraints: Constraints, given: dict[str, Any], name: str) -> Iterator[torch.dtype]:
-    """A dtype that is none of those declared."""
+    """Yield a dtype that is not declared."""
     declared = dict(constraints.dtypes)
     allowed: Dtypes = declared[name]
     bound = [other for other in declared if other != name and isinstance(given.get(other), Tensor)]

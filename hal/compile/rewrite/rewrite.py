@@ -1,4 +1,4 @@
-"""A rewrite: a pattern of operations, and what takes its place. It is data, which the pass manager applies."""
+"""The declaration of a rewrite: a pattern of operations and its replacement, as data for the pass manager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
-from hal.compile.fx.alias_analysis import Memory
+from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.rewrite.match import Matcher
 from hal.compile.rewrite.pattern import other_units, outputs_of, trace_pattern
 from hal.compile.rewrite.proof_samples import DRAWN, check_sides, forms_of
@@ -34,13 +34,13 @@ def _arguments(name: str, pattern: Callable[..., Any]) -> list[str]:
     if parameters is None or any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
         raise CompileError(
             f"the pattern of the rewrite {name} does not name its arguments",
-            "make it a function with an argument for each, by whose names axes and dtypes are declared",
+            "make it a function with a named argument for each, to which axes and dtypes refer",
         )
     return [each.name for each in parameters]
 
 
 def _annotations(pattern: Callable[..., Any]) -> Mapping[str, Any]:
-    """What is known of a pattern's arguments before any sample is drawn; it need not be annotated."""
+    """Return the annotations of a pattern's arguments, which are optional."""
     try:
         return get_type_hints(pattern)
     except (NameError, TypeError):
@@ -53,23 +53,23 @@ def _always(*arguments: Any) -> None:
 
 @attrs.frozen
 class Rewrite:
-    """Wherever ``pattern`` is found in a graph, ``replacement`` is called instead, with the same arguments.
+    """A rewrite. Each match of ``pattern`` in a graph is replaced by a call of ``replacement`` on the same arguments.
 
     Attributes:
-        name: what reports and configurations call it.
-        pattern: a function of tensors and numbers, of operations' nodes and torch; returns one or a tuple.
-        replacement: takes and gives the same: a node (``torch.ops.hal.add_rms_norm.default``), or a function of some.
+        name: of the rewrite in reports and configurations.
+        pattern: a function of tensors and numbers that calls operations' nodes and torch; returns a tensor or a tuple.
+        replacement: a node (``torch.ops.hal.add_rms_norm.default``) or a function, of the pattern's signature.
         samples: argument tuples of the pattern, on which both sides must agree.
-        when: called with the arguments that were found, tensors being fake ones; says why it does not apply, or None.
-        inapplicable_samples: argument tuples for which ``when`` gives a reason.
-        axes: by tensor argument of the pattern, its axes, as an operation declares them; see
-            :mod:`hal.ops.declaration.axes`: ``{"x": "... width", "weight": "width"}``. It is applied to no other
-            shapes. Required; those of the results, by ``return``, need not be given.
-        dtypes: likewise, its dtype; see :mod:`hal.ops.declaration.dtypes`. Required.
-        constraints: both.
+        when: called with the matched arguments, whose tensors are fake; returns the reason to skip the site, or None.
+        inapplicable_samples: argument tuples for which ``when`` returns a reason.
+        axes: the axes of each tensor argument, as in an operation's declaration: ``{"x": "... width", "weight":
+            "width"}``; see :mod:`hal.ops.declaration.axes`. The rewrite is not applied to other shapes. Required,
+            except the key ``return``.
+        dtypes: the dtype of each tensor argument; see :mod:`hal.ops.declaration.dtypes`. Required.
+        constraints: the parsed ``axes`` and ``dtypes``.
 
     Raises:
-        CompileError: ``axes`` or ``dtypes`` are left out, or cannot be read.
+        CompileError: ``axes`` or ``dtypes`` is missing or invalid.
     """
 
     name: str
@@ -101,10 +101,10 @@ class Rewrite:
             raise CompileError(error.problem, error.remedy) from None
 
     def check_declared(self) -> None:
-        """Demand that every tensor in the samples is declared, and that every sample is as declared.
+        """Check that the samples' tensors are all declared and meet their declarations.
 
         Raises:
-            CompileError: names the argument.
+            CompileError: an argument is not declared, or a sample does not meet the declaration.
         """
         for dtype in DRAWN:
             for number, sample in enumerate(self.samples(Draw(dtype))):
@@ -120,17 +120,17 @@ class Rewrite:
                 )
         if (reason := self.constraints.unmet(sample)) is not None:
             raise CompileError(
-                f"the rewrite {self.name}: {what} is not as declared: {reason}",
+                f"{what} of the rewrite {self.name} does not meet its declaration: {reason}",
                 "correct the declaration, or the sample",
             )
 
 
 @attrs.frozen
 class Form:
-    """A rewrite for arguments of one form, of which some may be None, as it is known before any graph is seen.
+    """The pattern of a rewrite, traced for arguments of one form, in which some may be None.
 
     Attributes:
-        example: arguments that show the pattern's structure.
+        example: arguments that determine the pattern's structure.
         structure: the pattern's graph, traced with them.
     """
 
@@ -139,16 +139,16 @@ class Form:
 
     @property
     def calls(self) -> int:
-        """Of the pattern: how much it takes in."""
+        """The number of calls in the pattern."""
         return sum(node.op == "call_function" for node in self.structure.nodes)
 
 
 @functools.lru_cache(maxsize=512)
 def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
-    """Check a rewrite, and trace its pattern in every form that its samples show; done once for each rewrite.
+    """Check a rewrite, and trace its pattern in every form of its samples, once for each rewrite.
 
     Raises:
-        CompileError: its sides do not give the same shapes and dtypes, or its pattern is none.
+        CompileError: its sides differ in shapes or dtypes, or its pattern cannot be matched.
     """
     try:
         forms = [form for samples in forms_of(rewrite.samples) for form in _forms_of(rewrite, samples)]
@@ -167,22 +167,22 @@ def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
 
 
 def _derived(rewrite: Rewrite) -> bool:
-    """Whether both sides are one declaration, and so alike."""
+    """Return whether the rewrite is derived from an operation's declaration, and so both sides agree."""
     target = rewrite.replacement
     operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
     return operation is not None and rewrite is of_operation(operation)
 
 
 def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
-    """What a function gives is put in place of what the pattern gave, and may be written there."""
+    """Raise CompileError unless the results of a function can replace those of the pattern, and be written."""
     if isinstance(rewrite.replacement, torch._ops.OpOverload):
-        return  # whose outputs are in memory of their own
+        return  # The outputs of an overload are new tensors.
     for form in forms:
         graph = trace_pattern(rewrite.replacement, form.example)
-        memory = Memory(graph)
+        memory = AliasAnalysis(graph)
         places = [place for output in outputs_of(graph) for place in memory.places(output)]
         if any(node.op == "get_attr" for node in graph.nodes):
-            raise CompileError("its replacement holds a tensor of its own", "make it an argument")
+            raise CompileError("its replacement contains a constant tensor", "make it an argument")
         if len(set(places)) < len(places) or any(memory.is_input(place) for place in places):
             raise CompileError(
                 "its replacement returns an argument, a view of one, or two views of one tensor",
@@ -191,7 +191,7 @@ def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
 
 
 def _forms_of(rewrite: Rewrite, samples: Sequence[Sample]) -> Iterator[Form]:
-    """The form that samples show, and those for numbers with which the pattern calls more, or less."""
+    """Yield the form of the samples, and those for numbers with which the pattern makes more calls, or fewer."""
     shown = _largest(samples)
     for arguments in (shown, *other_units(rewrite.pattern, shown)):
         structure = trace_pattern(rewrite.pattern, arguments)
@@ -201,9 +201,9 @@ def _forms_of(rewrite: Rewrite, samples: Sequence[Sample]) -> Iterator[Form]:
 
 @functools.cache
 def of_operation(operation: Operation) -> Rewrite:
-    """The rewrite that a fused operation's declaration is: its body is the pattern, its node the replacement.
+    """Return the rewrite of a fused operation: its body is the pattern, its node the replacement.
 
-    Fused operations inside the body stand for their own bodies: a driver need not have a kernel for them.
+    Fused operations in the body are replaced by their bodies, because a driver need not have kernels for them.
     """
 
     def smaller(inner: Operation) -> Callable[..., Any]:
@@ -216,15 +216,15 @@ def of_operation(operation: Operation) -> Rewrite:
 
 
 def fusions(backend: Backend) -> Sequence[Rewrite]:
-    """The rewrites of all fused operations that the backend has kernels for, those that take most in first."""
+    """Return the rewrites of the fused operations that the backend has kernels for, the largest first."""
     found = [each for each in ops.catalogue().values() if each.fused and each.name in backend.kernels]
     rewrites = [of_operation(each) for each in found]
-    # What contains another fusion is looked for before it.
+    # An operation that contains another fused one is matched before it.
     return sorted(rewrites, key=lambda each: -prepare(each)[0].calls)
 
 
 def example(rewrite: Rewrite) -> Sample:
-    """Arguments that show the pattern's structure: of the samples the largest, for a size of 1 may hide some of it."""
+    """Return the largest sample, whose sizes show the pattern's structure: a size of 1 may hide some of it."""
     return _largest(rewrite.samples(Draw()))
 
 

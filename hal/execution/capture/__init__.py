@@ -1,1 +1,1 @@
-"""Captured steps: which sizes are captured, what capturing costs, and the full graph of a step."""
+"""Captured steps: the sizes to capture, the capture budget, and graphs of whole steps."""

@@ -1,4 +1,4 @@
-"""The debug mode's check that whatever a graph reads or writes still lies where it lay at the capture."""
+"""The debug mode's check that all tensors of a graph keep their addresses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hal.step import Batch, StateMemory
 
 
 class Addresses:
-    """Where a model's weights and buffers, its states and a batch lie, by name.
+    """The addresses of a model's weights and buffers, its states and a batch, by name.
 
     Args:
-        model: its tensors are looked up anew at each check, so that a replaced one shows.
-        states: likewise.
+        model: looked up again at each check, to find replaced tensors.
+        states: looked up again at each check.
         batch: the fixed batch that graphs read.
     """
 
@@ -26,14 +26,14 @@ class Addresses:
         self._captured = {name: _place(tensor) for name, tensor in self._tensors()}
 
     def check(self) -> None:
-        """Raise GraphError if a tensor was replaced by one that lies elsewhere, or has another shape or dtype."""
+        """Raise GraphError if the address, the shape or the dtype of a tensor has changed."""
         found = {name: _place(tensor) for name, tensor in self._tensors()}
         moved = sorted(name for name in {*found, *self._captured} if found.get(name) != self._captured.get(name))
         if moved:
             shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
             raise GraphError(
-                f"{shown} no longer lies where it lay at the capture, and the graphs would read the old memory",
-                "write into the tensor with copy_() instead of replacing it, or make another Runner",
+                f"{shown} has another address than at the capture, and the graphs would read the old memory",
+                "write into the tensor with copy_() instead of replacing it, or create another Runner",
             )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What capturing will take of a device, worked out before the first capture, so that it fails early and in words."""
+"""The resources that captures need, estimated before the first one, so that they fail early and with a clear error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hal.errors import CaptureError
 from hal.step import StepShape
 
 MARGIN = 1.15
-"""Graphs that share a pool, captured largest first, take little more than the largest step; this much at most."""
+"""Graphs that share a pool, captured largest first, take little more than the largest step: at most this factor."""
 
 
 @attrs.frozen
 class CaptureBudget:
-    """What graphs of some sizes take, beside what there is.
+    """The streams and the memory that graphs need, and those that are available.
 
     Attributes:
         phase: ``decode`` or ``prefill``.
-        shapes: to capture.
-        streams: that their graphs take.
-        streams_left: of the device's, for graphs; None if there is no limit.
-        bytes: that their graphs take together, estimated from one eager step of the largest; None if the device cannot
-            tell what a step takes.
-        bytes_left: of the device's memory.
+        shapes: the shapes to capture.
+        streams: the streams of their graphs.
+        streams_left: the device's streams left for graphs; None if there is no limit.
+        bytes: the memory of all graphs, estimated from an eager step of the largest shape; None if the device cannot
+            measure it.
+        bytes_left: the device's free memory.
     """
 
     phase: str
@@ -41,14 +41,14 @@ class CaptureBudget:
         cls, backend: Backend, shapes: Sequence[StepShape], largest_step: Callable[[], Any], *, phase: str = "decode",
         graphs: int = 1,
     ) -> CaptureBudget:  # fmt: skip
-        """Run ``largest_step`` once, eagerly, which also warms the device up, and take stock.
+        """Run ``largest_step`` once, eagerly, and measure it. This also warms the device up.
 
         Args:
-            backend: that will capture.
-            shapes: for which.
+            backend: captures the graphs.
+            shapes: the shapes to capture.
             largest_step: a step of the largest shape.
             phase: ``decode`` or ``prefill``.
-            graphs: for each shape.
+            graphs: the number of graphs per shape.
         """
         device, limits = backend.device, backend.limits
         device.synchronize()
@@ -56,7 +56,7 @@ class CaptureBudget:
         largest_step()
         device.synchronize()
         peak = device.memory_stats().peak
-        device.empty_cache()  # graphs have a pool of their own, which cannot use what is left over in others
+        device.empty_cache()  # Graphs have a separate pool, which cannot use memory cached for others.
         return cls(
             phase=phase,
             shapes=tuple(shapes),
@@ -73,24 +73,24 @@ class CaptureBudget:
 
     @property
     def _sizes(self) -> str:
-        """The shapes in words."""
+        """The shapes, as text."""
         if self.phase == "decode" and all(shape.queries == 1 for shape in self.shapes):
             return f"{', '.join(str(shape.sequences) for shape in self.shapes)} sequences"
         return f"{', '.join(str(shape.tokens) for shape in self.shapes)} tokens"
 
     def check(self) -> None:
-        """Raise CaptureError if it does not fit."""
+        """Raise CaptureError if the graphs need more than is available."""
         remedy = "capture fewer sizes: lower compilation.max_capture_size, or shorten compilation.capture_sizes"
         if self.streams_left is not None and self.streams > self.streams_left:
             raise CaptureError(
-                f"graphs of {len(self.shapes)} sizes take {self.streams} streams, and {max(self.streams_left, 0)} are "
+                f"graphs of {len(self.shapes)} sizes need {self.streams} streams, and {max(self.streams_left, 0)} are "
                 "left for graphs",
                 remedy,
             )
         if self.bytes is not None and self.bytes > self.bytes_left:
             largest, taken = max(each.tokens for each in self.shapes), _mib(self.bytes)
             raise CaptureError(
-                f"graphs up to {largest} tokens take about {taken} MiB, and {_mib(self.bytes_left)} are free",
+                f"graphs of up to {largest} tokens need about {taken} MiB, and {_mib(self.bytes_left)} MiB are free",
                 f"{remedy}; or lower cache.num_tokens",
             )
 

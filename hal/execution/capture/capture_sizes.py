@@ -1,4 +1,4 @@
-"""The sizes that are captured: numbers of sequences for whole steps, and of tokens for pieces."""
+"""The sizes to capture: numbers of sequences for whole steps, numbers of tokens for pieces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hal.errors import ConfigError
 from hal.execution.context import FormContext
 
 LARGEST = 1 << 16
-"""Sequences, or tokens, that a graph may be captured for: beyond what any device has memory for."""
+"""The most sequences, or tokens, of a graph: beyond the memory of any device."""
 SMALLEST_TOKENS, LARGEST_TOKENS = 16, 1024
-"""Of the token counts that prefill is captured for, where the config says nothing: they double."""
+"""The range of the default token counts for prefill. Each count is twice the one before."""
 
 
 def sequences_to_capture(context: FormContext) -> list[int]:
-    """The numbers of sequences to capture, ascending; none that the cache, or the engine's batches, do not reach.
+    """Return the numbers of sequences to capture, ascending, up to what the cache and the engine's batches can reach.
 
     Raises:
         ConfigError: see :func:`capture_sizes`.
@@ -28,7 +28,7 @@ def sequences_to_capture(context: FormContext) -> list[int]:
 
 
 def tokens_to_capture(context: FormContext) -> list[int]:
-    """The numbers of tokens to capture, ascending: those of sequences for decode, else up to a whole prefill step.
+    """Return the numbers of tokens to capture, ascending: for decode those of sequences, else up to a prefill step.
 
     Raises:
         ConfigError: see :func:`capture_sizes`.
@@ -42,15 +42,15 @@ def tokens_to_capture(context: FormContext) -> list[int]:
 
 
 def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int | None = None) -> list[int]:
-    """The sizes to capture, ascending.
+    """Return the sizes to capture, ascending.
 
     Args:
-        config: what it names is captured.
-        defaults: the backend's, for a config that names none.
-        most: that a batch can have; larger ones of the defaults, but for the next larger, are left out.
+        config: the sizes it names are captured.
+        defaults: the backend's sizes, for a config that names none.
+        most: the largest batch. Default sizes above it are skipped, except the next larger one.
 
     Raises:
-        ConfigError: none is left, so that the graphs that the config asks for would never run.
+        ConfigError: no size is left, or one is above ``LARGEST``.
     """
     asked: Sequence[int] = defaults if config.capture_sizes is None else config.capture_sizes
     if config.capture_sizes is None and most is not None:
@@ -64,27 +64,27 @@ def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int 
         )
     if sizes[-1] > LARGEST:
         raise ConfigError(
-            f"capture_sizes has {sizes[-1]}, and no graph is captured for more than {LARGEST}",
-            "leave it out; larger batches run eagerly",
+            f"capture_sizes has {sizes[-1]}, and the largest graph has {LARGEST}",
+            "leave that size out; larger batches run eagerly",
         )
     return sizes
 
 
 def queries_to_capture(config: CompilationConfig) -> tuple[int, ...]:
-    """The numbers of queries a sequence to capture.
+    """Return the numbers of queries per sequence to capture.
 
     Raises:
-        ConfigError: one is more than any graph is captured for.
+        ConfigError: a number is above ``LARGEST``.
     """
     if max(config.queries) > LARGEST:
         raise ConfigError(
-            f"queries has {max(config.queries)}, and no graph is captured for more than {LARGEST}",
-            "leave it out; such steps are prefills",
+            f"queries has {max(config.queries)}, and the largest graph has {LARGEST}",
+            "leave that number out; such steps count as prefill",
         )
     return config.queries
 
 
 def bucket_for(size: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of ``sizes`` (ascending) that holds ``size``, or None."""
+    """Return the smallest of ``sizes`` (ascending) that holds ``size``, or None."""
     place = bisect_left(sizes, size)
     return sizes[place] if place < len(sizes) else None

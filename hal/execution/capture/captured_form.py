@@ -1,4 +1,4 @@
-"""What all captured forms of a step have in common: buckets, padding, the budget, and what happens on failure."""
+"""The base class of captured forms: buckets, padding, the capture budget, and the fallback after a failed capture."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ log = logging.getLogger("hal.execution")
 
 @attrs.define
 class Bucket:
-    """What was captured for one shape.
+    """The graphs of one shape.
 
     Attributes:
-        shape: the largest that it runs.
-        static: the batch that its graphs read.
-        graphs: in the order in which they run.
-        parts: of the step, as the kind of form needs them.
+        shape: the largest shape that the graphs run.
+        static: the batch that the graphs read.
+        graphs: in the order of execution.
+        parts: further parts of the step, for the subclass.
     """
 
     shape: StepShape
@@ -48,19 +48,19 @@ class Bucket:
 
 
 class CapturedForm(Form):
-    """Steps that are captured for some sizes, largest first, and share one pool. Smaller batches are padded.
+    """Runs steps on graphs of several sizes, captured largest first into one pool. Smaller batches are padded.
 
-    A subclass says which shapes are captured, captures one, and runs one.
+    A subclass chooses the shapes, captures a bucket, and runs a bucket.
 
     Attributes:
-        context: of which it was made.
-        num_graphs: graphs of each bucket.
+        context: the form's arguments.
+        num_graphs: graphs per bucket.
 
     Raises:
-        CaptureError: a graph could not be captured, or the device has no room for all, and ``on_capture_error`` is
+        CaptureError: a graph cannot be captured, or the device has no room for all, and ``on_capture_error`` is
             ``raise``.
         CompileError: the model cannot be traced or a pass failed, and ``on_capture_error`` is ``raise``.
-        ConfigError: the configuration does not suit the model.
+        ConfigError: the configuration does not fit the model.
     """
 
     num_graphs: int = 1
@@ -91,30 +91,30 @@ class CapturedForm(Form):
 
     @abstractmethod
     def prepare(self) -> Sequence[StaticBatch]:
-        """Make ready for captures; return, for each number of queries, the batch of the largest size."""
+        """Prepare the captures, and return the batch of the largest size for each number of queries."""
 
     @abstractmethod
     def shapes_to_capture(self) -> Sequence[StepShape]:
-        """The shapes to capture, the largest first."""
+        """Return the shapes to capture, the largest first."""
 
     @abstractmethod
     def walk(self, largest: StaticBatch) -> Callable[[], Any]:
-        """The largest step without graphs, for the budget, and to warm up."""
+        """Return a function that runs the largest step without graphs, for the budget and to warm up."""
 
     @abstractmethod
     def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
-        """Capture the graphs of a bucket into a pool; return the pool."""
+        """Capture the graphs of a bucket into a pool, and return the pool."""
 
     @abstractmethod
     def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
-        """Run a batch by a bucket that it fits."""
+        """Run a batch on a bucket that it fits."""
 
     @abstractmethod
     def size_of(self, shape: StepShape) -> tuple[int, int]:
-        """The key of the buckets for a shape, and its size among them."""
+        """Return the key of the buckets for a shape, and the shape's size among them."""
 
     def describe(self) -> str:
-        """What is captured, for logs."""
+        """Return a description of the captures, for logs."""
         return "whole steps"
 
     @property
@@ -123,7 +123,7 @@ class CapturedForm(Form):
         return [bucket.shape for found in self._buckets.values() for bucket in found]
 
     def bucket_for(self, shape: StepShape) -> Bucket | None:
-        """The smallest bucket that holds a step of ``shape``, or None."""
+        """Return the smallest bucket that holds a step of ``shape``, or None."""
         key, size = self.size_of(shape)
         found = self._buckets.get(key)
         if not found or not size:
@@ -132,22 +132,22 @@ class CapturedForm(Form):
         return found[place] if place < len(found) else None
 
     def refusal(self, batch: Batch, shape: StepShape) -> str | None:
-        """Why no bucket holds it."""
+        """Return the reason why no bucket holds the batch, or None."""
         bucket = self.bucket_for(shape)
         if bucket is None:
             key, _ = self.size_of(shape)
             found = self._buckets.get(key)
             if not found:
                 return self._missing
-            return f"it is above the largest captured size ({found[-1].shape})"
+            return f"it is larger than the largest captured size ({found[-1].shape})"
         return self.bucket_refusal(bucket, batch)
 
     def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
-        """Why a batch does not fit a bucket of its size; None if it does."""
+        """Return the reason why a batch does not fit a bucket of its size, or None."""
         return None
 
     def run(self, batch: Batch, shape: StepShape) -> Tensor:
-        """Replay the bucket that holds it."""
+        """Replay the bucket that holds the batch."""
         bucket = self.bucket_for(shape)
         assert bucket is not None, "refusal() was not asked"
         if self._addresses is not None:
@@ -155,7 +155,7 @@ class CapturedForm(Form):
         return self.run_bucket(bucket, batch)
 
     def close(self) -> None:
-        """Drop all graphs."""
+        """Free all graphs."""
         for found in self._buckets.values():
             for bucket in found:
                 self.context.backend.captured_graphs.difference_update(bucket.graphs)
@@ -173,7 +173,7 @@ class CapturedForm(Form):
                     backend, shapes, self.walk(biggest), phase=context.phase, graphs=self.num_graphs
                 )
         except DeviceOutOfMemory as error:
-            raise CaptureError(f"a step of {biggest.shape} is too much: {error.problem}", error.remedy) from error
+            raise CaptureError(f"a step of {biggest.shape} does not fit: {error.problem}", error.remedy) from error
         log.info("%s", budget)
         budget.check()
         for shape in shapes:

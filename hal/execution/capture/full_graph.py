@@ -1,4 +1,4 @@
-"""Whole steps as graphs: one for each number of sequences, all of whose sequences have the same number of queries."""
+"""Whole steps as graphs: one per number of sequences, all of which have the same number of queries."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hal.step import Batch, StaticBatch, StepShape
 
 
 class GraphMaker(ABC):
-    """Captures the step of one shape. A driver's compiler brings its own, and takes all else from here."""
+    """Captures the step of one shape. A driver's compiler can replace it and reuse :class:`FullGraphForm`."""
 
     @abstractmethod
     def walk(self, static: StaticBatch) -> Callable[[], Any]:
-        """What captures will run, to be run without one: it warms the device up and shows what memory a step takes."""
+        """Return a function that runs the step to capture eagerly, to warm the device up and measure its memory."""
 
     @abstractmethod
     def capture(self, static: StaticBatch, pool: Any) -> Graph:
-        """Capture a step that reads ``static``, into the pool of the graphs before it (None for the first).
+        """Capture a step that reads ``static`` into the pool of the previous graphs (None for the first).
 
         Raises:
             CaptureError: the step cannot be captured.
-            CompileError: it cannot be compiled.
+            CompileError: the step cannot be compiled.
         """
 
 
 class OptimisedGraphs(GraphMaker):
-    """Captures the optimised step; above ``torch_compile_max_bs`` sequences, the model's own Python.
+    """Captures the optimised step; above ``torch_compile_max_bs`` sequences, the model's Python code.
 
     Attributes:
-        optimised: the steps.
+        optimised: the optimised steps.
     """
 
     def __init__(self, context: FormContext) -> None:
@@ -52,7 +52,7 @@ class OptimisedGraphs(GraphMaker):
         except CompileError:
             if self._context.config.on_capture_error == "raise":
                 raise
-            return partial(self._context.eagerly, static.batch)  # and reported when its turn comes
+            return partial(self._context.eagerly, static.batch)  # capture() reports the error.
 
     def capture(self, static: StaticBatch, pool: Any) -> Graph:
         graph = self._context.backend.graph()
@@ -68,12 +68,12 @@ class OptimisedGraphs(GraphMaker):
 
 
 class FullGraphForm(CapturedForm):
-    """Captures whole steps for each number of sequences, and replays the smallest that holds a batch.
+    """Captures a whole step for each number of sequences, and replays the smallest that holds a batch.
 
-    All buckets of a number of queries read their inputs from the memory of the largest.
+    All buckets of a number of queries read their inputs from the memory of the largest one.
 
     Args:
-        context: of which it is made.
+        context: the form's arguments.
         maker: captures one step.
     """
 
@@ -109,7 +109,7 @@ class FullGraphForm(CapturedForm):
     def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
         rows, columns = bucket.static.batch.logits_indices.shape[0], bucket.static.batch.block_table.shape[1]
         if batch.logits_indices.shape[0] > rows:
-            return f"it asks for more rows of logits than the {rows} captured"
+            return f"it requests more logits rows than the {rows} captured"
         if batch.block_table.shape[1] > columns:
             return f"its block table has more columns than the {columns} captured"
         graph = bucket.graphs[0]
@@ -123,6 +123,6 @@ class FullGraphForm(CapturedForm):
         return outputs[: batch.logits_indices.shape[0]]
 
     def _host_values(self, bucket: Bucket, batch: Batch) -> dict[str, Tensor]:
-        # A model without attention takes none of them.
+        # A model without attention takes no host values.
         known = bucket.graphs[0].host_values
         return {name: each for name, each in bucket.static.host_values(batch).items() if name in known}

@@ -1,8 +1,7 @@
-"""Steps that are captured for numbers of tokens, not for whole batches: what all ways to do so have in common.
+"""The base class of forms whose graphs are captured for numbers of tokens, not for whole batches.
 
-Their graphs read and write fixed memory with a row for each token of their bucket. What cannot be captured runs between
-the graphs, on the rows that a batch fills and on its own lengths and block tables; so one set of graphs serves steps of
-any shape.
+Their graphs read and write fixed memory with a row for each token of the bucket. Between the graphs, the splitting
+operations run on the rows of the batch, with its lengths and block tables. One set of graphs thus serves any shape.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from hal.step import StaticBatch, StepShape
 
 
 class TokenForm(CapturedForm):
-    """Runs steps of any shape by graphs for numbers of tokens."""
+    """Runs steps of any shape on graphs captured for numbers of tokens."""
 
     def prepare(self) -> Sequence[StaticBatch]:
-        """A batch of the largest number of tokens."""
+        """Return a batch of the largest number of tokens."""
         most = tokens_to_capture(self.context)[-1]
         spec = self.context.states.spec
         decodes = self.context.phase == "decode"
         sequences = most if decodes else 1
-        # There are kernels that refuse a sequence that is longer than the cache: what it leaves is nobody's.
+        # Some kernels reject a sequence longer than the cache. The rows beyond it are not used.
         length = min(most // sequences, spec.num_tokens)
         return [self.context.static_batch(
             StepShape(most, sequences, length), max_blocks=1 if decodes else spec.blocks_for(most), rows=sequences,
@@ -31,13 +30,13 @@ class TokenForm(CapturedForm):
         )]  # fmt: skip
 
     def shapes_to_capture(self) -> Sequence[StepShape]:
-        """For each number of tokens, whatever its sequences."""
+        """Return a shape for each number of tokens, with any sequences."""
         return [StepShape(size, 0, 0) for size in reversed(tokens_to_capture(self.context))]
 
     def size_of(self, shape: StepShape) -> tuple[int, int]:
-        """All buckets together, by tokens."""
+        """Return one key for all buckets, and the number of tokens."""
         return 0, shape.tokens
 
     def describe(self) -> str:
-        """How many pieces."""
+        """Return the number of pieces."""
         return f"{self.num_graphs} pieces"

@@ -1,1 +1,1 @@
-"""Piecewise steps: the splitting operations run between captured pieces."""
+"""Piecewise steps: splitting operations run eagerly between captured pieces."""

@@ -1,4 +1,4 @@
-"""Steps in pieces: captured graphs for numbers of tokens, and between them what cannot be captured."""
+"""The ``piecewise`` form: captured pieces for numbers of tokens, and splitting operations between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Values = dict[str, Tensor]
 
 @attrs.frozen
 class _Part:
-    """A segment of a bucket: its graph, if it was captured, and where its outputs lie for pieces to read."""
+    """A segment of a bucket: its graph, if captured, and the memory of its outputs."""
 
     graph: Graph | None
     rows: Values
@@ -35,8 +35,8 @@ class PiecewiseForm(TokenForm):
     """The optimised step, split at the splitting operations; every other piece is a graph. See :class:`TokenForm`.
 
     Attributes:
-        optimised: the step before it was split, and the report of its passes.
-        split: its segments.
+        optimised: the step before the split, with the report of its passes.
+        split: the segments.
     """
 
     optimised: OptimisedStep | None = None
@@ -54,7 +54,7 @@ class PiecewiseForm(TokenForm):
         if missing := sorted(at - present):
             raise ConfigError(
                 f"splitting_ops has {', '.join(missing)}, which the optimised step does not call",
-                f"leave it out, or turn off the pass that took it in; the step calls {', '.join(sorted(present))}",
+                f"remove the name, or disable the pass that fuses it; the step calls {', '.join(sorted(present))}",
             )
         step.hoist(backend, keep=at)
         self.split = split(step.traced, at=at)
@@ -91,7 +91,7 @@ class PiecewiseForm(TokenForm):
             results = segment.run(*[values[name] for name in segment.inputs])
             for output, result in zip(segment.outputs, results, strict=True):
                 if (row := part.rows.get(output.name)) is not None:
-                    result = row[:tokens].copy_(result)  # what a piece writes there is for later readers to see
+                    result = row[:tokens].copy_(result)  # Later pieces read the result, and any writes to it, here.
                 values[output.name] = result
         return values[self.split.logits]
 
@@ -122,7 +122,7 @@ class PiecewiseForm(TokenForm):
         return pool
 
     def _make_rows(self, tokens: int) -> Values:
-        """Memory for what runs between pieces to leave its results in for them. Values that do not meet share it."""
+        """Return the memory for results that pieces read from eager segments. Values with disjoint lifetimes share."""
         assert self.split is not None
         segments, device = self.split.segments, self.context.backend.device.torch
         rows: Values = {}

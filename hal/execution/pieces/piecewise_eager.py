@@ -1,9 +1,9 @@
-"""Steps in pieces without a compiler: the model's own Python runs once for each bucket, and is captured on its way.
+"""The ``piecewise_eager`` form: the model's Python code runs once per bucket and is captured in pieces.
 
-At each call of a splitting operation the capture under way ends, the operation runs, and the next capture begins. The
-model gets the operation's results in fixed memory, where those of replays will lie, too. A replay launches a graph,
-calls the operation with the batch's own lengths and block tables, and so on. The operation's declaration says which of
-its tensors have a row for each token.
+At each call of a splitting operation, the current capture ends, the operation runs, and the next capture begins. The
+model receives the operation's results in fixed memory, where replays put them too. A replay alternates between graphs
+and splitting operations, which take the batch's lengths and block tables. The declaration of an operation says which of
+its tensors have a row per token.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hal.ops.declaration.operation import Operation
 from hal.step import Batch, StaticBatch, StepShape, fields_of
 
 MOST_ROWS = 64
-"""Rows of logits that a prefill gives at once; a step that wants more is run again for the others."""
+"""The most logits rows of a prefill run; a step that requests more runs again for the others."""
 Read = Callable[[Operation, Mapping[str, Any]], SplitCall]
 
 
 class PiecewiseEagerForm(TokenForm):
-    """The model's own Python, captured between the splitting operations that it calls. See :class:`TokenForm`."""
+    """The model's Python code, captured between the splitting operations that it calls. See :class:`TokenForm`."""
 
     def prepare(self) -> Sequence[StaticBatch]:
         (largest,) = super().prepare()
@@ -63,7 +63,7 @@ class PiecewiseEagerForm(TokenForm):
         return partial(self.context.eagerly, self._batch(largest.shape.tokens))
 
     def _batch(self, size: int) -> Batch:
-        """A batch of the first rows of the fixed one, with lengths of its own."""
+        """Return a batch on the first rows of the fixed one, with separate lengths."""
         decodes, spec = self.context.phase == "decode", self.context.states.spec
         sequences = size if decodes else 1
         length = min(size // sequences, spec.num_tokens)
@@ -76,7 +76,7 @@ class PiecewiseEagerForm(TokenForm):
         return attrs.evolve(made.batch, **fixed, logits_indices=wanted)
 
     def _fields(self, batch: Batch) -> dict[int, str]:
-        """Fields that differ from step to step, by their tensors' ids."""
+        """Return the fields that differ between steps, by the ids of their tensors."""
         return {id(getattr(batch, name)): name for name in self._of_steps}
 
     def _reader(self, batch: Batch) -> Read:
@@ -97,11 +97,11 @@ class PiecewiseEagerForm(TokenForm):
         bucket.parts, pool = splitter.capture(partial(context.eagerly, batch), pool)
         if len(bucket.parts) <= len(self._calls):
             raise self._another(batch, None, len(bucket.parts) - 1)
-        check_logits(context.model, bucket.graphs[-1].outputs, batch)  # of which a step takes as many as it wants
+        check_logits(context.model, bucket.graphs[-1].outputs, batch)  # A step takes as many rows as it requests.
         return pool
 
     def _keep(self, batch: Batch, index: int, call: SplitCall, results: list[Tensor]) -> tuple[tuple[Tensor, Cut], ...]:
-        """Where the results of a call lie for graphs to read, in the memory of all buckets."""
+        """Return the fixed memory for the results of a call, which all buckets share."""
         expected = self._calls[index] if index < len(self._calls) else None
         kinds = call.result_kinds(results)
         if expected is None or (call.operation.name, call.kinds, kinds) != (
@@ -118,18 +118,16 @@ class PiecewiseEagerForm(TokenForm):
         found = "nothing" if call is None else call.operation.name
         expected = self._calls[index].operation if index < len(self._calls) else "nothing"
         return CaptureError(
-            f"for {batch.num_tokens} tokens, {type(self.context.model).__name__} calls {found} where it called "
-            f"{expected} for {self._largest.shape.tokens}, or with tensors of another kind",
-            'let it do the same for all sizes, or use the compiler "eager"',
+            f"for {batch.num_tokens} tokens, {type(self.context.model).__name__} calls {found} where it calls "
+            f"{expected} for {self._largest.shape.tokens}, or it passes tensors of another kind",
+            'make it call the same operations for all sizes, or use the compiler "eager"',
         )
 
     def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
-        """Several runs for one step would move states per sequence on several times."""
+        """Reject a batch that takes several runs if the model keeps per-sequence states, which would advance twice."""
         rows = self._wanted[bucket.shape.tokens].shape[0]
         if self.context.states.spec.num_slots and batch.logits_indices.shape[0] > rows:
-            return (
-                f"it asks for more than the {rows} rows of logits captured, and a second run would change states again"
-            )
+            return f"it requests more than the {rows} captured logits rows, and a second run would advance states twice"
         return None
 
     def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
@@ -137,7 +135,7 @@ class PiecewiseEagerForm(TokenForm):
         wanted, memory = batch.logits_indices, self._wanted[bucket.shape.tokens]
         if wanted.shape[0] <= memory.shape[0]:
             return self._run_for(bucket, batch, wanted)
-        # Again for each so many rows: with the same tokens a step does the same, if all states are per token.
+        # Run once per group of rows. If all states are per token, repeating a step with the same tokens is harmless.
         return torch.cat([self._run_for(bucket, batch, rows).clone() for rows in wanted.split(memory.shape[0])])
 
     def _run_for(self, bucket: Bucket, batch: Batch, wanted: Tensor) -> Tensor:
@@ -161,11 +159,11 @@ class PiecewiseEagerForm(TokenForm):
         if missing := sorted(set(self._at) - called):
             others = f"; of those it calls {', '.join(sorted(called))}" if called else ""
             raise ConfigError(
-                f"splitting_ops has {', '.join(missing)}, which the model does not call{others}", "leave it out"
+                f"splitting_ops has {', '.join(missing)}, which the model does not call{others}", "remove the name"
             )
 
     def _make_memory(self) -> dict[tuple[Kind, int], Tensor]:
-        """Where the results of splitting operations lie for graphs to read, in all buckets."""
+        """Return the memory for the results of splitting operations, which all buckets share."""
         most: dict[tuple[Kind, int], int] = {}
         for call in self._calls:
             for (kind, elements), place in zip(call.results, call.places, strict=True):

@@ -1,6 +1,6 @@
-"""The calls of splitting operations in a step: which of their tensors are cut to the step, by the declared axes.
+"""Calls of splitting operations in a step, and the declared axes along which their tensors are cut to the step.
 
-Graphs compute with as many rows as their bucket has. What runs between them has a step's own number of tokens.
+Graphs compute with all rows of their bucket. The operations between them run on the tokens of the step.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 
 Cut = tuple[tuple[int, str], ...]
-"""Dimensions of a tensor that are cut to the step, and the axes that they are."""
+"""Dimensions of a tensor that are cut to the step, with their axes."""
 
 
 @attrs.frozen
 class Kind:
-    """What a tensor is whatever the step: its dtype, and its shape with the names of the axes that differ."""
+    """The properties of a tensor that do not depend on the step: dtype, and shape with varying axes by name."""
 
     dtype: Any
     shape: tuple[int | str, ...]
 
     @classmethod
     def of(cls, declared: Shape, tensor: Tensor) -> Kind:
-        """The kind of a tensor that is declared so."""
+        """Return the kind of a tensor with a declared shape."""
         leading = tensor.dim() - len(declared.axes)
         sizes: list[int | str] = [LEADING] * leading
         for axis, size in zip(declared.axes, tensor.shape[leading:], strict=True):
@@ -44,14 +44,14 @@ class Kind:
 
 @attrs.frozen
 class SplitCall:
-    """A call of a splitting operation, for as many tokens as its bucket has.
+    """A call of a splitting operation, with the tokens of its bucket.
 
     Attributes:
-        operation: that is called.
-        fields: arguments that are fields of the batch and differ from step to step, and the names of those.
-        computed: the tensors that the step computes for it, by argument.
+        operation: the called operation.
+        fields: arguments that are batch fields and differ between steps, with the names of the fields.
+        computed: tensors that the step computes for the call, by argument.
         fixed: all other arguments.
-        cuts: of the tensors in ``computed``, to a step.
+        cuts: how the tensors in ``computed`` are cut to a step.
     """
 
     operation: Operation
@@ -65,17 +65,17 @@ class SplitCall:
         cls, operation: Operation, arguments: Mapping[str, Any], *, fields: Mapping[int, str], kept: Collection[int],
         sizes: Mapping[str, int],
     ) -> SplitCall:  # fmt: skip
-        """Sort a call's arguments.
+        """Classify a call's arguments.
 
         Args:
-            operation: that is called.
+            operation: the called operation.
             arguments: of the call, by name.
-            fields: of the batch that differ from step to step, by the tensors' ids.
-            kept: ids of the tensors that are where they are for good: weights and states.
-            sizes: of the bucket, by axis.
+            fields: batch fields that differ between steps, by the ids of their tensors.
+            kept: ids of tensors with permanent addresses: weights and states.
+            sizes: the bucket's sizes, by axis.
 
         Raises:
-            CompileError: the declaration does not say how a tensor is cut to a step, or the tensor is not like it.
+            CompileError: the declaration does not say how a tensor is cut to a step, or the tensor does not match it.
         """
         given = {name: fields[id(each)] for name, each in arguments.items() if id(each) in fields}
         computed = {
@@ -91,21 +91,21 @@ class SplitCall:
 
     @property
     def cut_to_step(self) -> bool:
-        """Whether it runs on the step's own rows. Others run on all of the bucket's, as no row depends on another."""
+        """Whether it runs on the step's rows. Others run on all rows of the bucket, since rows are independent."""
         return bool(self.fields) or self.operation.rowwise not in (TOKENS, ROWS, LEADING)
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """What the tensors are that the step computes for it."""
+        """The kinds of the tensors in ``computed``."""
         shapes = dict(self.operation.constraints.shapes)
         return {name: Kind.of(shapes[name], each) for name, each in self.computed.items()}
 
     def result_kinds(self, results: list[Tensor]) -> list[Kind]:
-        """What its results are."""
+        """Return the kinds of the results."""
         return [Kind.of(shape, each) for shape, each in zip(self.operation.constraints.results, results, strict=True)]
 
     def result_cuts(self, results: list[Tensor], sizes: Mapping[str, int]) -> list[Cut]:
-        """How its results are cut to a step.
+        """Return how the results are cut to a step.
 
         Raises:
             CompileError: as :meth:`read`.
@@ -123,7 +123,7 @@ class SplitCall:
         remedy = f'let {operation} declare its axis "{TOKENS}"; or use the compiler "piecewise" or "eager"'
         first, found = len(shape) - len(declared.axes), []
         if first:
-            raise CompileError(f"{what}`{declared.text}`, which does not say if it goes by them", remedy)
+            raise CompileError(f"{what}`{declared.text}`, which does not say if they have a row per token", remedy)
         for dim, axis in enumerate(declared.axes):
             names = {axis.name, *(each for size in axis.sizes for each in size.names)}
             if axis.name in (TOKENS, ROWS) and not axis.sizes:
@@ -131,16 +131,16 @@ class SplitCall:
                     raise CompileError(
                         f"{operation} is called with {name} {sizes_shown(shape)}, declared `{declared.text}`, in a "
                         f"step of {sizes[axis.name]} {axis.name}",
-                        'give it a row for each of them, or use the compiler "piecewise" or "eager"',
+                        f'give it one row per element of {axis.name}, or use the compiler "piecewise" or "eager"',
                     )
                 found.append((dim, axis.name))
             elif names & {TOKENS, ROWS, SEQUENCES, BLOCKS}:
-                raise CompileError(f"{what}`{declared.text}`, of which no graph can know {axis.text}", remedy)
+                raise CompileError(f"{what}`{declared.text}`, but no graph can know {axis.text}", remedy)
         return tuple(found)
 
 
 def cut_to(tensor: Tensor, cut: Cut, sizes: Mapping[str, int]) -> Tensor:
-    """The part of a bucket's tensor that a step of these sizes has."""
+    """Return the part of a bucket's tensor that belongs to a step of these sizes."""
     for dim, axis in cut:
         tensor = tensor.narrow(dim, 0, sizes[axis])
     return tensor
@@ -148,13 +148,13 @@ def cut_to(tensor: Tensor, cut: Cut, sizes: Mapping[str, int]) -> Tensor:
 
 @attrs.frozen
 class Noted:
-    """A call as an eager step makes it.
+    """A call, as recorded in an eager step.
 
     Attributes:
         operation: its name.
-        kinds: of the tensors that the step computes for it.
-        results: their kinds, with how many elements each has.
-        places: where the results lie: those that are not needed at once may have the same number.
+        kinds: the kinds of the tensors that the step computes for it.
+        results: the kinds of the results, with their numbers of elements.
+        places: the memory of each result; results with disjoint lifetimes can have the same number.
     """
 
     operation: str
@@ -166,7 +166,7 @@ class Noted:
 def note_calls(
     run: Callable[[], Any], at: Collection[str], read: Callable[[Operation, Mapping[str, Any]], SplitCall]
 ) -> list[Noted]:
-    """The calls of the operations ``at`` in a step, which is run once, eagerly, for how long their results live.
+    """Run a step once, eagerly, and return the calls of the operations ``at``, with the lifetimes of their results.
 
     Raises:
         CompileError: see :meth:`SplitCall.read`.
@@ -181,7 +181,7 @@ def note_calls(
             results = tensors_of(found)
             places: list[int] = []
             for result in results:
-                # What is gone by now was read by pieces before this one.
+                # Pieces before this one were the last readers of an expired result.
                 free = (place for place, each in enumerate(alive) if each.expired() and place not in places)
                 place = next(free, len(alive))
                 alive[place : place + 1] = [StorageWeakRef(result.untyped_storage())]

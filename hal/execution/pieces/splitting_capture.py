@@ -1,4 +1,4 @@
-"""The capture of a step in pieces: at a splitting operation one capture ends, the operation runs, the next begins."""
+"""The capture of a step in pieces. At each splitting operation a capture ends, the operation runs, the next begins."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hal.ops.kernels.kernel_table import Kernel
 
 @attrs.frozen
 class Part:
-    """A graph, and the call behind it.
+    """A graph and the splitting operation after it.
 
     Attributes:
-        graph: up to the call.
-        call: of the operation, on what the graph computes; None if the step ends here.
-        results: where the results go, and how each is cut to a step.
+        graph: the graph up to the call.
+        call: the call, on tensors that the graph computes; None after the last graph.
+        results: the memory of the results, and how each is cut to a step.
     """
 
     graph: Graph
@@ -38,15 +38,15 @@ class Part:
 
 @attrs.frozen
 class Splitter:
-    """Captures what a function does between its calls of splitting operations. For one run.
+    """Captures the code of a function between its calls of splitting operations, in one run.
 
     Args:
-        backend: that captures.
+        backend: captures the graphs.
         at: names of the splitting operations.
-        read: sorts the arguments of a call.
-        fields: of the batch, by the tensors' ids, that only splitting operations may read.
-        keep: takes the place of a call, the call and its results, and gives memory for these, with how each is cut.
-        new_graph: makes the next graph.
+        read: classifies the arguments of a call.
+        fields: batch fields, by the ids of their tensors, that only splitting operations may read.
+        keep: given a call's index, the call and its results, returns the memory for these and their cuts.
+        new_graph: creates the next graph.
     """
 
     backend: Backend
@@ -57,10 +57,10 @@ class Splitter:
     new_graph: Callable[[], Graph]
 
     def capture(self, function: Callable[[], Tensor], pool: Any) -> tuple[list[Part], Any]:
-        """Run ``function`` once; return the pieces, the last of which gives what it returned, and their pool."""
+        """Run ``function`` once, and return the parts, the last of which outputs its result, and the pool."""
         run = _Run(self, pool)
         device = self.backend.device
-        device.synchronize()  # what runs between captures does so on their stream
+        device.synchronize()  # Code between captures runs on their stream.
         with _Guard(run.refuse), self.backend.capturing() as captures, ops.intercepted(run.wrap):
             run.begin(captures)
             outputs = function()
@@ -75,7 +75,7 @@ class _Run:
     def __init__(self, splitter: Splitter, pool: Any) -> None:
         self._of, self._pool = splitter, pool
         self.parts: list[Part] = []
-        self.between = True  # captures, when nothing is watched
+        self.between = True  # Between captures, calls are not checked.
         self._captures: Captures
         self._outside = len(_get_current_function_mode_stack())
         self.graph: Graph
@@ -87,7 +87,7 @@ class _Run:
         self.between = False
 
     def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """The interception of the function's calls."""
+        """Intercept the function's calls of operations."""
         splits = operation.name in self._of.at
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -101,18 +101,18 @@ class _Run:
         return watched
 
     def refuse(self, name: str, arguments: Iterable[Any]) -> None:
-        """Raise CaptureError if a capture would read what differs from step to step."""
+        """Raise CaptureError if a capture would read a field that differs between steps."""
         fields = self._of.fields
         for each in () if self.between else arguments:
             if id(each) in fields:
                 raise CaptureError(
-                    f"{name} reads batch.{fields[id(each)]}, whose shape changes from step to step, in a capture",
-                    f'name {name} in splitting_ops if it is an operation, or use the compiler "piecewise"',
+                    f"{name} reads batch.{fields[id(each)]} in a capture, and its shape changes between steps",
+                    f'add {name} to splitting_ops if it is an operation, or use the compiler "piecewise"',
                 )
 
     @contextmanager
     def _apart_from_modes(self) -> Iterator[None]:
-        """Without the captures' own function modes, the innermost ones: a kernel's many small calls all see them."""
+        """Leave the captures' function modes, the innermost ones, which slow a kernel's many small calls."""
         with ExitStack() as stack:
             for _ in range(len(_get_current_function_mode_stack()) - self._outside):
                 stack.enter_context(_pop_mode_temporarily())
@@ -122,8 +122,8 @@ class _Run:
         captures = self._captures
         captures.check_modes(f"{operation.name} splits the step")
         call = self._of.read(operation, operation.arguments(args, kwargs))
-        self.between = True  # what ends a capture looks at many tensors, and reads no field
-        # Tensors of their own, as the function's belong to the function.
+        self.between = True  # Ending a capture inspects many tensors, but reads no field.
+        # Detach: the function owns its tensors.
         rows = captures.end({name: each.detach() for name, each in call.computed.items()})
         with self._apart_from_modes():
             found = kernel(*args, **kwargs)
@@ -141,7 +141,7 @@ class _Run:
 
 
 class _Guard(TorchFunctionMode):
-    """Shows every function's arguments to ``refuse``."""
+    """Passes the arguments of every torch function to ``refuse``."""
 
     def __init__(self, refuse: Callable[[str, Iterable[Any]], None]) -> None:
         super().__init__()

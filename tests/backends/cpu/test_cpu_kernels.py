@@ -236,7 +236,7 @@ def test_without_a_home_folder_torchs_kernels_run(variable: str, tmp_path: Path)
     default, native = run({}), run({"native": True})
     assert default.returncode == 0, default.stderr
     assert "runs without its C++ kernels" in default.stderr
-    assert "there is no such home folder" in default.stderr
+    assert "a home folder that does not exist" in default.stderr
     assert "DriverUnavailable" in native.stderr
     assert "set HAL_CACHE_DIR to a folder that can be written" in native.stderr
     assert not list(tmp_path.iterdir())
@@ -284,7 +284,7 @@ class TestTrust:
         library.chmod(mode)
         keeping = library.open("rb")  # so that its inode is not given to the next
         build.load.__wrapped__()
-        assert f"another user could have written {library}, and is made anew" in caplog.text
+        assert f"another user could have written {library}; hal recreates it" in caplog.text
         assert library.stat().st_ino != made
         assert stat.S_IMODE(library.stat().st_mode) == 0o700
         keeping.close()
@@ -309,11 +309,11 @@ class TestTrust:
         os.chown(folder if given == "folder" else library, 12345, 12345)
         assert build.load.__wrapped__()
         if given == "folder":
-            assert f"others may write in {folder}" in caplog.text
-            assert "are compiled at each start; set HAL_CACHE_DIR to a folder of your own" in caplog.text
+            assert f"the cache folder {folder} belongs to user" in caplog.text
+            assert "are compiled at each start; set HAL_CACHE_DIR to a folder that belongs to you" in caplog.text
             assert library.read_bytes() == b"no library"
         else:
-            assert "and is made anew" in caplog.text
+            assert "hal recreates it" in caplog.text
             assert self.library(folder).stat().st_uid == 0
 
 

@@ -114,7 +114,7 @@ class TestBudget:
         assert said[1] == "captured decode for whole steps: 1 sequence, 2 sequences, 4 sequences"
 
     def test_streams(self, opened: Opened) -> None:
-        message = r"3 sizes take 3 streams, and 2 are left for graphs\n.*compilation.max_capture_size.*capture_sizes"
+        message = r"3 sizes need 3 streams, and 2 are left for graphs\n.*compilation.max_capture_size.*capture_sizes"
         with pytest.raises(CaptureError, match=message):
             hal.Runner(Toy(), opened({"max_streams": 2}))
         backend = opened({"max_streams": 5})
@@ -132,7 +132,7 @@ class TestBudget:
         stats = backend.device.memory_stats()
         # Enough for a step, but not with the margin.
         taken = [torch.empty(stats.free - (105 << 20), dtype=torch.uint8, device="npu")]
-        message = r"graphs up to 4 tokens take about 115\.\d MiB, and 1\d\d\.\d are free\n.*cache.num_tokens"
+        message = r"graphs of up to 4 tokens need about 115\.\d MiB, and 1\d\d\.\d MiB are free\n.*cache.num_tokens"
         try:
             with pytest.raises(CaptureError, match=message):
                 hal.Runner(model, backend)
@@ -145,8 +145,8 @@ class TestBudget:
         check(runner)
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(warnings) == 2, warnings
-        assert "decode batches run eagerly: graphs of 3 sizes take 3 streams" in warnings[0]
-        assert "a step of 4 sequences runs eagerly: graphs of 3 sizes take 3 streams" in warnings[1]
+        assert "decode batches run eagerly: graphs of 3 sizes need 3 streams" in warnings[0]
+        assert "a step of 4 sequences runs eagerly: graphs of 3 sizes need 3 streams" in warnings[1]
 
 
 class Wasteful(torch.nn.Module):
@@ -212,7 +212,7 @@ class TestDebug:
         else:
             layer: Any = runner.states.layers[0]
             layer["value"] = layer["value"].clone()
-        named = {"weight": r"out\.weight no longer lies", "cache": "state 0.value no longer lies"}[what]
+        named = {"weight": r"out\.weight has another address", "cache": "state 0.value no longer lies"}[what]
         with emulator.trace() as trace, pytest.raises(GraphError, match=named):
             runner.step(step(runner, blocks))
         assert "graph" not in {record.kind for record in trace.records}

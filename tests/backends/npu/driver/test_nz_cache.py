@@ -156,7 +156,7 @@ def test_a_cache_of_the_backend_is_such(fractal: hal.Backend) -> None:
 
 def test_a_model_with_another_head_dimension_is_refused(npu: Opened, tmp_path: Path) -> None:
     backend = npu(dtype="float16", options={"nz_cache": True})
-    with pytest.raises(ConfigError, match="no attention for head_dim 64") as caught:
+    with pytest.raises(ConfigError, match="no attention kernel for head_dim 64") as caught:
         hal.Runner(hal.load_model(random_checkpoint(tmp_path / "qwen3", head_dim=64), backend), backend)
     assert "it takes 128" in caught.value.remedy
 

@@ -158,7 +158,7 @@ def test_libraries_that_others_may_write_are_made_anew(
     library.write_bytes(b"planted")
     (home / opened).chmod(0o777)
     assert build.build(sources, tmp_path / "cache") == home
-    assert f"another user could have written {home / opened}, and is made anew" in caplog.text
+    assert f"another user could have written {home / opened}; hal recreates it" in caplog.text
     assert ctypes.CDLL(str(library)).tiny() == 1
     assert not [each for each in (home, *home.rglob("*")) if each.stat().st_mode & 0o077]
 
@@ -187,9 +187,9 @@ def test_objects_that_others_may_write_are_not_linked(sources: Path, tmp_path: P
 def test_a_cache_of_another_user_is_refused(sources: Path, tmp_path: Path) -> None:
     build.build(sources, tmp_path / "cache")
     os.chown(tmp_path / "cache", 12345, 12345)
-    with pytest.raises(DriverUnavailable, match=f"others may write in {tmp_path / 'cache'}") as caught:
+    with pytest.raises(DriverUnavailable, match=f"the cache folder {tmp_path / 'cache'}") as caught:
         build.build(sources, tmp_path / "cache")
-    assert "set HAL_CACHE_DIR to a folder of your own" in caught.value.remedy
+    assert "set HAL_CACHE_DIR to a folder that belongs to you" in caught.value.remedy
 
 
 def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copy a model for a trace, onto other tensors: the model itself stays as it is, since other threads may run it."""
+"""Copying of a model for a trace, with replaced tensors. The model is not changed, since other threads may run it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-def stand_in(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+def copy_model(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     """Return a copy of a model's modules with other parameters and buffers.
 
-    One module or tensor in the model is one in the copy. Containers and bound methods of these modules are copied and
-    lead to the copies; every other value of an attribute, or in a container there, is shared with the model.
+    The copy preserves the sharing of modules and tensors. Containers of modules and bound methods of modules are copied
+    and refer to the copies. All other attribute values are shared with the model.
 
     Args:
-        model: the model whose modules are copied.
+        model: the model to copy.
         tensors: the replacement of each parameter and buffer, by the id of the original.
     """
     modules = {id(module) for module in model.modules()}

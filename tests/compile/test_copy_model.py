@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hal.compile.stand_in import stand_in
+from hal.compile.copy_model import copy_model
 
 
 class Layer(nn.Module):
@@ -40,7 +40,7 @@ class Model(nn.Module):
 def copied() -> tuple[Model, Model, dict[int, torch.Tensor]]:
     model = Model()
     tensors = {id(each): torch.full_like(each, 7) for each in (*model.parameters(), *model.buffers())}
-    copy = stand_in(model, tensors)
+    copy = copy_model(model, tensors)
     assert isinstance(copy, Model)
     return model, copy, tensors
 
