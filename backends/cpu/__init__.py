@@ -1,7 +1,7 @@
-"""The CPU driver: the default that works everywhere.
+"""The CPU driver, which is always available.
 
-driver.py opens it, kernels.py holds what beats the references, tape.py is its graph, which recorder.py records,
-replay_plan.py the memory of a graph.
+kernels.py has kernels that are faster than the references, and native/ kernels in C++. tape.py is the graph,
+recorder.py records it, and replay_plan.py plans its memory.
 """
 
 from .driver import CpuDriver

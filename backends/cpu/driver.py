@@ -33,10 +33,10 @@ KERNELS: dict[str, Kernel] = {
 }
 
 INT8_KERNELS = torch_kernels.int8_projections(kernels.int8_product)
-"""Where torch multiplies int8 matrices exactly."""
+"""Kernels for machines on which torch's int8 matrix product is exact."""
 
 INDUCTOR = ("linear", "paged_attention", "quant_linear_dynamic", "quant_linear_static", "store_kv_cache")
-"""What Inductor leaves to the kernels above. The rest it fuses."""
+"""Operations that Inductor calls as opaque kernels; it decomposes the others."""
 
 log = logging.getLogger("hal.cpu")
 
@@ -46,8 +46,8 @@ class CpuOptions:
     """Options of the CPU driver.
 
     Attributes:
-        native: whether to use the kernels in C++, compiled on first use; None uses them where they can be compiled.
-        pack_weights: whether weights of projections are packed for oneDNN where that makes them faster.
+        native: use the C++ kernels, which are compiled on first use; None uses them if they can be compiled.
+        pack_weights: pack the weights of projections for oneDNN where a measurement finds this faster.
     """
 
     native: bool | None = None
@@ -55,7 +55,7 @@ class CpuOptions:
 
 
 class CpuBackend(Backend):
-    """The CPU. Its graphs are tapes, and the weights of its projections may be packed."""
+    """The CPU backend. Its graphs are tapes, and it may pack the weights of projections."""
 
     def __init__(self, options: CpuOptions) -> None:
         native = _native_kernels(options.native)
@@ -65,20 +65,20 @@ class CpuBackend(Backend):
         self._packing = Packing() if options.pack_weights else None
 
     def graph(self) -> Graph:
-        """A new tape."""
+        """Return a new, empty tape."""
         from .tape import Tape
 
         return Tape(whole=self._native)
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        """A projection's packed for oneDNN, if that pays at the batch sizes that the config names."""
+        """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""
         if self._packing is None or use.operation != "linear":
             return weight
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
         return self._packing.prepare(weight, shared=use.shared, sizes=sizes)
 
     def plain_weight(self, weight: Tensor) -> Tensor:
-        """A packed one, unpacked."""
+        """Return a weight in its plain layout."""
         return weight.to_dense() if weight.is_mkldnn else weight
 
 
@@ -92,25 +92,26 @@ def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:
     except DriverUnavailable as error:
         if wanted:
             raise
-        log.warning("the cpu driver runs without its C++ kernels, and slower: %s", error)
+        log.warning("the cpu driver runs without its C++ kernels, which is slower: %s", error)
         return {}
 
 
 class CpuDriver(Driver):
-    """Always available, and last in ``auto``'s order."""
+    """The CPU driver. It is always available, and ``auto`` tries it last."""
 
     name = "cpu"
     api_version = (2, 0)
     priority = 0
 
     def probe(self) -> Probe:
-        """Available."""
-        return Probe(available=True, reason="every machine has one")
+        """Return that the driver is available."""
+        return Probe(available=True, reason="every machine has a CPU")
 
     def open(self, options: Mapping[str, Any]) -> CpuBackend:
-        """Open it, as :class:`CpuOptions` say.
+        """Open the CPU with :class:`CpuOptions`.
 
         Raises:
-            DriverUnavailable: the option ``native`` is true, and the kernels cannot be compiled.
+            ConfigError: an option is invalid.
+            DriverUnavailable: the option ``native`` is true, and the C++ kernels cannot be compiled.
         """
         return CpuBackend(read(CpuOptions, options, "options of the cpu driver"))

@@ -1,6 +1,6 @@
-"""CPU kernels that are faster than the references, beside those in hal.ops.kernels.torch_kernels.
+"""CPU kernels that are faster than the references, in addition to those in hal.ops.kernels.torch_kernels.
 
-Each rounds as its operation declares, silu_and_mul apart.
+All except silu_and_mul round as their operations declare.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from hal import ops
 from hal.errors import OperationError
 
 MASKED_QUERIES = 256
-"""How many queries attend through one mask."""
+"""Maximum number of queries under one attention mask."""
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves in place of a rotated copy; cos and sin are widened once for both."""
+    """See :func:`hal.ops.rotary_embedding`. It rotates the two halves without a copy, and widens cos and sin once."""
     half = cos.shape[-1] // 2
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
@@ -29,7 +29,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """The gate is rounded once more than in the reference, which the tolerance of 16-bit types covers."""
+    """See :func:`hal.ops.silu_and_mul`. It rounds the gate once more than the reference, within the tolerance."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
@@ -47,9 +47,10 @@ def paged_attention(
     causal: bool,
     sliding_window: int | None,
 ) -> Tensor:
-    """torch's flash attention, one sequence at a time, on the cache in place where its blocks lie one after another.
+    """See :func:`hal.ops.paged_attention`. It runs torch's flash attention, one sequence at a time.
 
-    It turns NaN, and scores of -inf alone, into 0, which would hide a broken model: then the reference runs.
+    It reads the cache in place if a sequence's blocks are contiguous. Flash attention turns NaN, and rows of only -inf,
+    into 0, which would hide a broken model; the reference runs in this case.
     """
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
     num_blocks, block_size = key_cache.shape[:2]
@@ -65,7 +66,7 @@ def paged_attention(
         blocks = block_table[row, : -(-length // block_size)]
         keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
         attend = _decode if end - start == 1 and causal else _prefill
-        first = end - start > 1 or length == 1  # later steps would only find what this one did
+        first = end - start > 1 or length == 1  # the first step checks the keys for all later steps
         if broken or (first and not keys[start - end :].isfinite().all()):
             return ops.operation("paged_attention").reference(  # type: ignore[no-any-return]
                 query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
@@ -76,7 +77,7 @@ def paged_attention(
 
 
 def _refuse_outside(block_table: Tensor, lengths: list[int], num_blocks: int, block_size: int) -> None:
-    """Raise OperationError for a sequence that is not all in the cache, of which a slice would only be shorter."""
+    """Raise OperationError for a sequence outside the cache, which slicing would silently truncate."""
     for row, (blocks, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
         used = blocks[: -(-length // block_size)]
         if not 0 <= length <= len(used) * block_size or not all(0 <= block < num_blocks for block in used):
@@ -88,7 +89,7 @@ def _refuse_outside(block_table: Tensor, lengths: list[int], num_blocks: int, bl
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """A sequence's rows ``[length, num_kv_heads, head_dim]``: a view if its blocks ascend by one, else a copy."""
+    """Return a sequence's rows ``[length, num_kv_heads, head_dim]``: a view if its blocks are contiguous, or a copy."""
     first, count = int(blocks[0]), blocks.shape[0]
     if int(blocks[-1]) - first == count - 1 and (count <= 2 or bool((blocks.diff() == 1).all())):
         return cache[first : first + count].flatten(0, 1)[:length]
@@ -96,7 +97,7 @@ def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
-    """One query sees all that the window leaves; the heads that share a key head become its rows."""
+    """Attend with one query. The query heads that share a key head become rows of one product."""
     if window is not None:
         first = max(0, keys.shape[0] - window)
         keys, values = keys[first:], values[first:]
@@ -112,7 +113,7 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: 
     tokens, length = query.shape[0], keys.shape[0]
     if window is None and (not causal or tokens == length):
         return _attend(query, keys, values, scale, causal=causal)
-    # In pieces, because torch widens a mask to float32: of a long prompt's last tokens it would be the largest tensor.
+    # In pieces, because torch widens the mask to float32: for a long prompt it would be the largest tensor.
     pieces = []
     for start in range(0, tokens, MASKED_QUERIES):
         piece = query[start : start + MASKED_QUERIES]
@@ -140,26 +141,26 @@ def _attend(
 
 
 def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window: int | None) -> Tensor:
-    """What each of ``tokens``, the first at ``position``, sees of the slots from ``first`` to ``end``."""
+    """Return the mask of ``tokens`` queries, the first at ``position``, over the slots from ``first`` to ``end``."""
     at, slot = torch.arange(position, position + tokens)[:, None], torch.arange(first, end)
     mask = slot <= at if causal else torch.ones(tokens, end - first, dtype=torch.bool)
     return mask if window is None else mask & (slot > at - window)
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in int32, by oneDNN, which is many times faster than a product of int32.
+    """Return ``x @ weight.T`` in int32, from oneDNN, which is many times faster than an int32 product.
 
-    Of two strides that are both 1, torch's product takes the wrong one.
+    torch's product picks the wrong stride if both strides of a matrix are 1, as for a width of 1.
     """
     out_features, width = weight.shape
     if width == 1:
         return x.int() * weight.int().t()
-    rows = x.flatten().view(-1, width)  # which has the strides of its shape, as .contiguous() need not
+    rows = x.flatten().view(-1, width)  # has the strides of its shape, which .contiguous() does not guarantee
     return torch._int_mm(rows, weight.t()).view(*x.shape[:-1], out_features)
 
 
 def multiplies_int8() -> bool:
-    """Whether torch's product of int8 matrices is exact here: on processors without VNNI it may saturate in between."""
+    """Return whether torch's int8 matrix product is exact on this processor: without VNNI, it may saturate."""
     extremes = torch.tensor([-128, 127, 127, -128] * 64, dtype=torch.int8)
     x, weight = extremes.view(4, 64), extremes.view(64, 4).t().contiguous()
     exact = x.int() @ weight.t().int()

@@ -1,4 +1,4 @@
-"""One recorded call of a tape, and the tensors that it makes."""
+"""The recorded call of a tape."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hal.errors import GraphError
 
 @attrs.define
 class Launch:
-    """One recorded call, and the fresh tensors it made.
+    """One recorded call and the new tensors that it returned.
 
     Attributes:
-        fills: whether the call writes the results itself; else ``copied`` says which of the tensors that it returns
-            go where the results are.
+        results: the returned tensors that share no memory with an argument.
+        fills: whether the call writes ``results`` itself. Otherwise a replay copies the returned tensors there.
+        copied: the index of each result among the returned tensors.
     """
 
     name: str
@@ -31,13 +32,13 @@ class Launch:
     copied: tuple[int, ...] = ()
 
     def replayable(self) -> Callable[[], Any]:
-        """What a replay calls."""
+        """Return the function that a replay calls."""
         call = partial(self.function, *self.args, **self.kwargs)
         return call if self.fills or not self.results else partial(_refill, call, self.copied, self.results)
 
     @property
     def line(self) -> str:
-        """Its name, and the shapes and dtypes of its tensors."""
+        """The name, with the shapes and dtypes of the tensors."""
         arguments = ", ".join(_described(value) for value in tree_iter((self.args, self.kwargs)))
         return f"{self.name}({arguments}) -> {', '.join(map(_described, self.results)) or 'in place'}"
 
@@ -54,17 +55,17 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Names the memory under a tensor. A packed weight has none that torch would show, and stands for itself."""
+    """Return a key for a tensor's storage; for a packed weight, whose storage torch hides, for the tensor itself."""
     return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
 
 
 def _refill(call: Callable[[], Any], copied: tuple[int, ...], results: list[Tensor]) -> None:
-    """Run what cannot write into given memory, and copy its results there."""
+    """Run a call that cannot write into given memory, and copy its results there."""
     made = tensors_of(call())
     for index, result in zip(copied, results, strict=True):
         if made[index].shape != result.shape:
             raise GraphError(
-                f"{call} gave {list(made[index].shape)} in a replay and {list(result.shape)} in the capture",
-                "shapes may not depend on values",
+                f"{call} returned shape {list(made[index].shape)} in a replay and {list(result.shape)} in the capture",
+                "make the shape independent of tensor values",
             )
         result.copy_(made[index])

@@ -1,4 +1,4 @@
-"""Weights in the layout that oneDNN computes on, where measuring says that it pays."""
+"""Weights in oneDNN's packed layout, where a measurement finds it faster."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 ROWS = (1, 8, 32)
-"""Batch sizes to measure at, where nothing says which will come."""
-MARGIN = 1.05
-"""What packing must gain: less is noise."""
+"""Batch sizes to measure at if the config names none."""
+MIN_SPEEDUP = 1.05
+"""Minimum speedup for packing; less is noise."""
 
 SAMPLE_BYTES = 32 << 20
-"""So much is measured: of a large weight a part, of a small one copies."""
-MOST_COPIES = 16
-SMALLEST = 64 << 10
-"""Bytes. A smaller weight lies in a cache in any form, and measuring it would take longer than it could ever gain."""
+"""Amount of weights to measure: part of a large weight, or copies of a small one."""
+MAX_COPIES = 16
+MIN_BYTES = 64 << 10
+"""Minimum size of a weight to pack. A smaller one fits in a CPU cache, and measuring it costs more than it gains."""
 
 log = logging.getLogger("hal.cpu")
 
@@ -30,7 +30,7 @@ _measured: dict[tuple[torch.Size, torch.dtype, tuple[int, ...], int], list[float
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A projection by a weight as it is or as :class:`Packing` prepared it."""
+    """See :func:`hal.ops.linear`. The weight may be one that :class:`Packing` prepared."""
     if not weight.is_mkldnn:
         return functional.linear(x, weight, bias)
     table = getattr(weight, "table", None)
@@ -40,52 +40,54 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Packing:
-    """Packs weights, where that pays: measured once in a process for each shape and list of batch sizes."""
+    """Packs weights where this is faster, measured once per process for each shape and list of batch sizes."""
 
     def prepare(self, weight: Tensor, *, shared: bool, sizes: Sequence[int] = ROWS) -> Tensor:
-        """The weight as it is, or packed, which takes the same memory again.
+        """Return the weight, or a packed copy of the same size.
 
         Args:
             weight: ``[out_features, in_features]``.
-            shared: whether the weight stays for other uses too. Then both forms are at hand, and each number of rows
-                gets the faster one; otherwise there can be only one, and it is packed if that is faster on the whole.
-            sizes: batch sizes to measure at, ascending; of many, the first, the middle and the last.
+            shared: whether the plain weight has other uses too. Both forms are then kept, and each call uses the
+                faster one for its number of rows. Otherwise only one is kept: the faster one on average.
+            sizes: batch sizes in ascending order. Of more than three, the first, middle and last are measured.
         """
-        if weight.dim() != 2 or weight.nbytes < SMALLEST or not _can_pack(weight.dtype):
+        if weight.dim() != 2 or weight.nbytes < MIN_BYTES or not _can_pack(weight.dtype):
             return weight
         rows = tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
         key = weight.shape, weight.dtype, rows, torch.get_num_threads()
         if key not in _measured:
-            _measured[key] = _gains(weight[: SAMPLE_BYTES // weight[0].nbytes], rows)
-        gains = _measured[key]
-        pays = gains[0] > MARGIN if shared else geometric_mean(gains) > MARGIN
-        log.debug("%s %s: at %s rows and %d threads packing gains %s", *key, [round(gain, 2) for gain in gains])
+            _measured[key] = _speedups(weight[: SAMPLE_BYTES // weight[0].nbytes], rows)
+        speedups = _measured[key]
+        pays = speedups[0] > MIN_SPEEDUP if shared else geometric_mean(speedups) > MIN_SPEEDUP
+        log.debug(
+            "speedup of packing %s %s at %s rows with %d threads: %s", *key, [round(each, 2) for each in speedups]
+        )
         if not pays:
             return weight
         packed = _pack(weight)
-        if shared and min(gains) <= MARGIN:
-            most = max(size for size, _ in takewhile(lambda each: each[1] > MARGIN, zip(rows, gains, strict=True)))
-            packed.table, packed.rows = weight, most  # type: ignore[attr-defined]
+        if shared and min(speedups) <= MIN_SPEEDUP:
+            faster = takewhile(lambda each: each[1] > MIN_SPEEDUP, zip(rows, speedups, strict=True))
+            packed.table, packed.rows = weight, max(size for size, _ in faster)  # type: ignore[attr-defined]
         return packed
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    """float16 is packed on few processors only, which this does not look for."""
+    """Return whether oneDNN packs the dtype. Few processors support float16, which is left out."""
     return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
 
 
-def _gains(weight: Tensor, sizes: Sequence[int]) -> list[float]:
-    """How many times faster the packed form is, for each number of rows; on weights that no cache holds, as in use."""
-    copies = min(SAMPLE_BYTES // weight.nbytes, MOST_COPIES)
+def _speedups(weight: Tensor, sizes: Sequence[int]) -> list[float]:
+    """Return the speedup of the packed layout for each number of rows, on weights larger than the caches."""
+    copies = min(SAMPLE_BYTES // weight.nbytes, MAX_COPIES)
     plain = [weight, *(weight.clone() for _ in range(copies - 1))]
     packed = [_pack(each) for each in plain]
-    gains = []
+    speedups = []
     for rows in sizes:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        took = [(_seconds(x, plain), _seconds(x, packed)) for _ in range(4)]  # in turns, so that noise hits both
+        took = [(_seconds(x, plain), _seconds(x, packed)) for _ in range(4)]  # interleaved, so that noise affects both
         by_torch, by_packing = (min(each) for each in zip(*took, strict=True))
-        gains.append(by_torch / by_packing)
-    return gains
+        speedups.append(by_torch / by_packing)
+    return speedups
 
 
 def _seconds(x: Tensor, weights: Sequence[Tensor]) -> float:
@@ -101,6 +103,6 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    bias = None if bias is None else bias.contiguous()  # oneDNN would not look at its stride
+    bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
     result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return result

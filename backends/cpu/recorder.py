@@ -1,4 +1,4 @@
-"""The recorder of a tape: it sees every ATen call of a function, and every kernel that is recorded whole."""
+"""The recorder of a tape, which records each ATen call of a function and the opaque kernels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hal.ops.kernels.kernel_table import Kernel
 
 from .launch import Launch, storage_of, tensors_of
 
-# Functional operations, beside the pointwise ones, whose out= variants give the same numbers and never resize. Others
-# are run as they are and their results copied: several out= variants round otherwise, or write past a given tensor.
+# Functional operations, in addition to pointwise ones, whose out= variants give the same numbers and never resize.
+# Results of others are copied: several out= variants round differently, or write past a given tensor.
 _WRITE_WELL = frozenset(
     f"aten::{name}"
     for name in ("mm", "addmm", "bmm", "cat", "index_select", "gather", "sum", "mean", "amax", "argmax", "topk", "sort")
 )
-# What reads values, yet carries no tag that says so.
+# Operations whose results depend on values, but that torch does not tag accordingly.
 _READ_VALUES = frozenset(
     f"aten::{name}"
     for name in (
@@ -40,11 +40,12 @@ _READ_VALUES = frozenset(
 
 
 class Recorder(TorchDispatchMode):
-    """Runs and, between ``record_on`` and ``stop``, records. Only the capturing thread's calls are its business.
+    """A dispatch mode that runs the calls of the capturing thread, and records them between ``start`` and ``stop``.
 
     Attributes:
-        launches: of the capture that is under way; None between captures.
-        opaque: whether an operation that is recorded whole runs.
+        launches: the launches of the current capture; None between captures.
+        whole: names of the operations that are recorded as one opaque launch.
+        opaque: whether an opaque launch is running, whose own calls are not recorded.
     """
 
     def __init__(self, whole: frozenset[str]) -> None:
@@ -54,18 +55,18 @@ class Recorder(TorchDispatchMode):
         self.opaque = False
         self._host_values: HostValues | None = None
 
-    def record_on(self, launches: list[Launch], host_values: HostValues) -> None:
-        """Record what follows."""
+    def start(self, launches: list[Launch], host_values: HostValues) -> None:
+        """Append each call to ``launches`` from now on."""
         self.launches, self._host_values = launches, host_values
 
     def stop(self) -> None:
-        """Let everything pass from now on."""
+        """Stop recording."""
         self.launches = self._host_values = None
         self.opaque = False
 
     @property
     def records(self) -> bool:
-        """Whether a call is recorded."""
+        """Whether calls are recorded at present."""
         return self.launches is not None and not self.opaque
 
     def __torch_dispatch__(
@@ -75,22 +76,25 @@ class Recorder(TorchDispatchMode):
         if not self.records:
             return func(*args, **kwargs)
         if (declared := ops.operation_of_node(func)) is not None:
-            # Traced code calls the node itself; its kernel is recorded as an eager call's would be.
+            # Traced code calls the node; recording it through the operation has the same result as an eager call.
             with self:
                 return without_aliases(declared.function(*args, **kwargs), tensors_of((args, kwargs)))
         if _depends_on_values(func, args):
             raise CaptureError(
-                f"{func} reads values that a replay could not follow, {_where()}",
+                f"{func} depends on tensor values, which differ between replays, {_where()}",
                 "keep values on the device, or declare them as host values of an operation",
             )
         result = func(*args, **kwargs)
         if any(tensor.is_complex() for tensor in tensors_of(result)):
-            raise CaptureError(f"{func} gives complex numbers, {_where()}", "compute with their real parts")
+            raise CaptureError(
+                f"{func} returns complex numbers, which tapes do not support, {_where()}",
+                "compute with real and imaginary parts",
+            )
         self._record(func, args, kwargs, result)
         return result
 
     def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """The interception: what is recorded whole is recorded here, the others through what they call."""
+        """Return a kernel that records its call as one launch; other kernels are recorded through their ATen calls."""
         outside = operation.name in self.whole
         if not (operation.host or outside):
             return kernel
@@ -121,13 +125,13 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         assert self.launches is not None
         if func is torch.ops.aten.lift_fresh.default:
-            # A constant such as torch.tensor([1.0]): the function may write to it, and each replay begins anew.
+            # A constant such as torch.tensor([1.0]). Each replay restores it, because the function may write to it.
             self.launches.append(Launch(str(func), _cast, (result.clone(), result), {}, []))
             return
         copied = _fresh(result, args, kwargs)
         fresh = [tensors_of(result)[index] for index in copied]
         if not fresh and not func._schema.is_mutable:
-            return  # a view, or nothing at all: the memory under it is filled by others
+            return  # a view or nothing: other launches fill the memory
         launch = Launch(str(func), func, args, kwargs, fresh, copied=copied)
         if fresh and func.overloadpacket is torch.ops.aten.to:
             launch.function, launch.args, launch.kwargs, launch.fills = _cast, (args[0], fresh[0]), {}, True
@@ -139,10 +143,10 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recording(whole: frozenset[str]) -> Iterator[Recorder]:
-    """Enter what a capture records with.
+    """Enter the modes that record a capture.
 
     Args:
-        whole: names of the operations that are recorded whole.
+        whole: names of the operations that are recorded as one opaque launch.
     """
     recorder = Recorder(whole)
     with ops.intercepted(recorder.wrap), _RefuseHostReads(recorder), recorder:
@@ -150,7 +154,7 @@ def recording(whole: frozenset[str]) -> Iterator[Recorder]:
 
 
 class _RefuseHostReads(TorchFunctionMode):
-    """Refuses what would copy a tensor's value into Python, where a replay could not renew it."""
+    """Refuses calls that copy a tensor's value into Python, where a replay cannot update it."""
 
     NAMES = frozenset(
         {"tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__dlpack__"}
@@ -169,7 +173,7 @@ class _RefuseHostReads(TorchFunctionMode):
             reads = bool(tensors_of(args[0]))
         if reads and self.recorder.records:
             raise CaptureError(
-                f"{name} read a tensor's value during a capture, {_where()}; every replay would see the same value",
+                f"{name} reads a tensor's value during a capture, {_where()}; every replay would see the same value",
                 "compute with the tensor instead, or declare it as a host value of an operation",
             )
         return func(*args, **(kwargs or {}))
@@ -180,23 +184,23 @@ def _full_name(func: OpOverload) -> str:
 
 
 def _writes_well(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the out= variant can be trusted."""
+    """Return whether the out= variant gives the same numbers and never resizes."""
     if func is torch.ops.aten.linear.default:
         return int(args[0].dim()) == 2  # with more dimensions it adds the bias to a rounded product
     return torch.Tag.pointwise in func.tags or _full_name(func).partition(".")[0] in _WRITE_WELL
 
 
 def _depends_on_values(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the result's value in Python, or its shape, depends on values in tensors."""
+    """Return whether the result's shape, or its value in Python, depends on tensor values."""
     if _full_name(func) in _READ_VALUES:
         return True
-    if func is torch.ops.aten.index.Tensor:  # tagged so for the sake of boolean masks alone
+    if func is torch.ops.aten.index.Tensor:  # its tag is correct only for boolean masks
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _fresh(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Which of the tensors in ``result`` do not live in the memory of an argument."""
+    """Return the indices of the tensors in ``result`` that share no storage with an argument."""
     old = {storage_of(tensor) for tensor in tensors_of((args, kwargs))}
     return tuple(index for index, tensor in enumerate(tensors_of(result)) if storage_of(tensor) not in old)
 
@@ -206,7 +210,7 @@ def _cast(source: Tensor, result: Tensor) -> None:
 
 
 def _out_variant(func: OpOverload, fresh: int) -> tuple[OpOverload, list[str]] | None:
-    """The overload that writes ``func``'s results, all of them fresh, into given tensors, and their names there."""
+    """Return the out= overload of ``func`` and the names of its output arguments; None if it has none."""
     schema = func._schema
     inputs = [(argument.name, str(argument.type)) for argument in schema.arguments]
     if schema.is_mutable or fresh != len(schema.returns) or any(str(each.type) != "Tensor" for each in schema.returns):
@@ -221,7 +225,7 @@ def _out_variant(func: OpOverload, fresh: int) -> tuple[OpOverload, list[str]] |
 
 
 def _where() -> str:
-    """The place in the captured function, for an error message."""
+    """Return the source location in the captured function, for an error message."""
     own = (__file__, torch.__path__[0], ops.__path__[0])
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(own) and not frame.filename.startswith("<"):

@@ -1,9 +1,9 @@
-"""Where the results of a tape live: a pool, in which results that are never alive together share memory.
+"""The memory plan of a tape: results with disjoint lifetimes share memory of a pool.
 
-A result is alive from the launch that makes it to the last launch that reads it, or to the end if it is an output. Each
-is placed at the lowest offset where it meets no other that is alive with it, the largest first (greedy by size, as in
-Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net Inference*, 2020). A pool grows by another chunk of
-memory, so that the tapes before stay where they are; no result lies across two.
+A result is alive from the launch that computes it to the last launch that reads it, or to the end if it is an output.
+Results are placed largest first, each at the lowest offset that overlaps no live result (greedy by size, as in
+Pisarchyk and Lee, *Efficient Memory Management for Deep Neural Net Inference*, 2020). A pool grows by adding a chunk,
+so earlier tapes keep their addresses; no result spans two chunks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map_only
 from .launch import Launch, storage_of, tensors_of
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and what vector loads like."""
+"""Bytes of a cache line, which also suits vector loads."""
 
 
 class Pool:
-    """Memory that tapes share. Captured largest first, all tapes fit into what the first one took."""
+    """Memory that tapes share. If the largest tape is captured first, all others fit into its memory."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[int, torch.UntypedStorage]] = []
@@ -32,34 +32,34 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """The size in bytes."""
         return sum(chunk.nbytes() for _, chunk in self._chunks)
 
     @property
     def held(self) -> list[tuple[int, int]]:
-        """Where the outputs lie that tapes hold: offsets and bytes."""
+        """The outputs that tapes hold, as offsets and sizes in bytes."""
         return [span for spans in self._held.values() for span in spans]
 
     @property
     def ends(self) -> list[int]:
-        """The offset behind each chunk, ascending."""
+        """The end offset of each chunk, ascending."""
         return [start + chunk.nbytes() for start, chunk in self._chunks]
 
     def hold(self, owner: int, spans: list[tuple[int, int]]) -> None:
-        """Keep parts of the memory for an owner."""
+        """Reserve parts of the memory for an owner."""
         self._held[owner] = spans
 
     def let_go(self, owner: int) -> None:
-        """Stop keeping what :meth:`hold` kept for the owner."""
+        """Release the memory that :meth:`hold` reserved for an owner."""
         self._held.pop(owner, None)
 
     def reserve(self, nbytes: int) -> None:
-        """Have at least ``nbytes``. What was there before stays where it is."""
+        """Grow the pool to at least ``nbytes``. Existing chunks keep their addresses."""
         if nbytes > self.nbytes or not self._chunks:
             self._chunks.append((self.nbytes, torch.UntypedStorage(nbytes - self.nbytes)))
 
     def at(self, offset: int) -> tuple[torch.UntypedStorage, int]:
-        """The memory that an offset lies in, and the offset there."""
+        """Return the chunk that contains an offset, and the offset in the chunk."""
         start, chunk = next(each for each in reversed(self._chunks) if each[0] <= offset)
         return chunk, offset - start
 
@@ -76,13 +76,13 @@ class _Life:
 
 
 def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Plan the memory of everything that ``launches`` make; return a function from each tensor to its place in it.
+    """Plan the memory of all results of ``launches``; return a function that maps a tensor to its new place.
 
-    What the pool holds for others stays theirs; if there is a ``holder``, the outputs are held for that from now on.
-    Tensors whose memory the launches did not make (weights, caches, inputs) are returned as they are; and so are those
-    whose memory somebody else has, who may read it later: a function that is not at its end yet.
+    Memory that the pool holds for other owners is not used. If ``holder`` is given, the outputs are held for it.
+    Tensors that the launches did not allocate (weights, caches, inputs) are mapped to themselves. So are tensors that
+    are referenced elsewhere, for example by a function that is captured in pieces and may read them later.
     """
-    kept = _had_elsewhere(launches, outputs)
+    kept = _referenced_elsewhere(launches, outputs)
     lives: dict[int, _Life] = {}
     for index, launch in enumerate(launches):
         for result in launch.results:
@@ -111,8 +111,8 @@ def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None =
     return moved
 
 
-def _had_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
-    """The memory that launches made and that others have a tensor on, beside the launches and the outputs."""
+def _referenced_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
+    """Return the storages allocated by launches that tensors other than theirs and the outputs refer to."""
     made = {storage_of(result) for launch in launches for result in launch.results}
     own: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -123,7 +123,7 @@ def _had_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
             own[id(tensor)] = tensor, tensor.detach()
         return own[id(tensor)][1]
 
-    # Whoever still has a tensor of a launch has one more than those that the launch gets here.
+    # The launches get aliases of their tensors, so a storage with further uses is referenced elsewhere.
     for launch in launches:
         launch.args, launch.kwargs = tree_map_only(Tensor, owned, (launch.args, launch.kwargs))
         launch.results = [owned(result) for result in launch.results]
@@ -140,7 +140,7 @@ def _had_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
 
 
 def _assign_offsets(lives: Iterable[_Life], held: Iterable[tuple[int, int]], ends: Iterable[int], last: int) -> int:
-    """Set every offset, clear of what is held and across no end; return the bytes that all take together."""
+    """Set every offset, outside held memory and across no chunk's end; return the size of the plan in bytes."""
     placed = [_Life(nbytes, 0, last, offset) for offset, nbytes in held]
     walls = [_Life(0, 0, last, end) for end in ends]
     for life in sorted(lives, key=lambda each: -each.nbytes):

@@ -1,12 +1,12 @@
-"""The CPU's graph: a tape of every operation that a function performed, on fixed memory.
+"""The CPU's graph: a tape of all operations of a function, on static memory.
 
-Capture watches the function from two sides. A dispatch mode sees every ATen call, the model's glue included; an
-interception of ``hal.ops`` sees the kernels that read host values or work outside torch, which go on the tape whole.
-Both belong to one recorder, which is entered once and told on which tape to record, if any. A functional ATen call is
-recorded as its ``out=`` variant, so that a replay writes where the capture wrote; a view is not recorded, for the
-memory under it does not move. Then the memory plan lets results that are never alive together share it.
+A capture records in two ways. A dispatch mode records each ATen call. An interception of ``hal.ops`` records kernels
+that read host values or do not call torch, each as one opaque launch. Both belong to one recorder, which several tapes
+of a capture use in turn. A functional ATen call is recorded as its ``out=`` variant, so that a replay writes to the
+memory that the capture wrote. A view is not recorded, because its memory does not move. Finally, the memory plan lets
+results with disjoint lifetimes share memory.
 
-launch.py is one recorded call, recorder.py watches the function, replay_plan.py plans the memory.
+launch.py is one recorded call, recorder.py records the function, replay_plan.py plans the memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .replay_plan import Pool, place
 
 
 class Tape(Graph):
-    """See the module. Streams mean nothing here; the pool is the memory that results live in.
+    """A graph that records operations on a tape. It ignores streams; its pool is the memory of its results.
 
     Args:
-        whole: names of the operations whose kernels the dispatcher does not see; these take their results' places as
-            the argument ``out``, unless they write into their arguments.
+        whole: names of the operations whose kernels do not call torch. These kernels take their results as the
+            argument ``out``, unless they write into their arguments.
     """
 
     def __init__(self, whole: frozenset[str] = frozenset()) -> None:
@@ -44,7 +44,7 @@ class Tape(Graph):
         self._recorder: Recorder | None = None
 
     def dump(self, path: Path) -> None:
-        """One line a launch: its name, and the shapes and dtypes of its tensors."""
+        """Write one line for each launch: its name, with the shapes and dtypes of its tensors."""
         self._require_capture("dump")
         path.write_text("".join(f"{launch.line}\n" for launch in self._launches), encoding="utf-8")
 
@@ -56,7 +56,7 @@ class Tape(Graph):
             raise GraphError(f"{pool!r} is not the pool of a tape", "pass the pool of another graph of this backend")
         self._pool = Pool() if pool is None else pool
         self._recorder = context
-        context.record_on(self._launches, self.host_values)
+        context.start(self._launches, self.host_values)
 
     def _end(self, made: Any) -> tuple[Any, Pool]:
         self._stop()
@@ -82,12 +82,12 @@ class Tape(Graph):
             recorder.stop()
 
     def _refuse_made_host_values(self) -> None:
-        """A host value that a launch made would be overwritten by it at every replay, new lengths and all."""
+        """Raise CaptureError for a host value that a launch computes, which would overwrite it in every replay."""
         storages = {storage_of(result) for launch in self._launches for result in launch.results}
         for name, tensor in self.host_values.items():
             if storage_of(tensor) in storages:
                 raise CaptureError(
-                    f"the host value {name} was computed inside the captured function", "pass the batch's own tensor"
+                    f"the host value {name} is computed inside the captured function", "pass the batch's tensor"
                 )
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:

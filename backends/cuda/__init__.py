@@ -1,4 +1,5 @@
-"""The CUDA driver, the reference that others are compared with: NVIDIA's GPUs, Ampere and Hopper above all.
+"""The driver of NVIDIA's GPUs, mainly of the Ampere and Hopper generations, and the reference for other drivers.
 
-``probe`` and ``driver`` load without torch, the rest when the driver is opened. ``triton`` has our kernels in Triton.
+``probe`` and ``driver`` can be imported without torch; opening the driver imports the rest. ``triton`` and
+``flashinfer`` have kernels.
 """

@@ -1,7 +1,7 @@
-"""Attention over the paged cache by torch's own functions, and the choice between kernels for a step.
+"""Attention over the paged cache with torch's functions, and the choice between attention kernels for a step.
 
-What varies from call to call is chosen by what the host knows, so that nothing waits for the GPU. In a capture only
-what reads its lengths on the device is used: then one graph serves all lengths.
+The choice depends only on values on the host, so nothing waits for the GPU. A capture uses only kernels that read
+lengths on the device, so one graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.step.batch import one_query_each
 
 PAGE = 256
-"""Flash attention (its second version, torch's) reads a cache in place in blocks of a multiple of so many tokens."""
-WIDEST_HEAD, HEAD_MULTIPLE = 256, 8
+"""torch's flash attention 2 reads a cache in place if the block size is a multiple of this number of tokens."""
+MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8
 LONG_PREFILL = 32
-"""New tokens of a sequence from which on a prefill is given to the kernel for long ones."""
+"""Minimum number of new tokens in a sequence for the kernel of long prefills."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether what is launched now is captured into a graph."""
+    """Return whether the current stream is capturing a graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class ByLength:
-    """``paged_attention`` by one kernel, long prefills by another.
+    """``paged_attention`` with one kernel for long prefills and another for everything else.
 
     Args:
-        short: decodes, and prefills few tokens a sequence; reads lengths on the device.
-        long: prefills.
+        short: the kernel for decodes and short prefills; it reads lengths on the device.
+        long: the kernel for long prefills.
 
     Attributes:
-        captured: what graphs capture.
+        captured: the kernel that graphs capture.
     """
 
     def __init__(self, short: Kernel, long: Kernel) -> None:
@@ -59,7 +59,7 @@ class ByLength:
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, sequences = query.shape[0], kv_lens.shape[0]
-        # The longest has at least the mean. A decode is told by its shape, which costs nothing.
+        # Comparing shapes recognises a decode without reading lengths.
         long = tokens > sequences and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
         attend = self._long if long else self.captured
         attended: Tensor = attend(
@@ -70,18 +70,21 @@ class ByLength:
 
 
 class TorchAttention:
-    """``paged_attention`` by torch's flash attention for sequences of different lengths, else by its dot product.
+    """``paged_attention`` with torch's variable-length flash attention, or with its scaled dot product attention.
 
-    Flash attention reads the cache in place where its blocks are multiples of :data:`PAGE` tokens and this release of
-    torch passes block tables on. Otherwise keys and values are gathered first.
+    Flash attention reads the cache in place if the block size is a multiple of :data:`PAGE` and this release of torch
+    supports block tables. Otherwise keys and values are gathered first.
 
     Args:
         flash: whether torch has flash attention for this device.
+
+    Attributes:
+        pages: whether flash attention supports block tables.
     """
 
     def __init__(self, *, flash: bool) -> None:
         self._flash = flash
-        # torch.nn.attention.varlen calls the same, and has changed its arguments with each release since 2.10.
+        # torch.nn.attention.varlen wraps the same operator, but its arguments have changed in each release since 2.10.
         names = {each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments}
         self.pages = flash and {"block_table", "seqused_k"} <= names
 
@@ -107,7 +110,7 @@ class TorchAttention:
         if not queried:
             return torch.zeros_like(query, memory_format=torch.contiguous_format)
         flash = (
-            self._flash and query.dtype in HALVES and head_dim <= WIDEST_HEAD and head_dim % HEAD_MULTIPLE == 0
+            self._flash and query.dtype in HALVES and head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
         )  # fmt: skip
         block_size = key_cache.shape[1]
         if flash and self.pages and block_size % PAGE == 0:
@@ -117,15 +120,15 @@ class TorchAttention:
                 block_table.shape[1] * block_size, scale, causal, sliding_window,
                 seqused_k=kv_lens.contiguous(), block_table=block_table.contiguous(),
             )  # fmt: skip
-            if captured and not decodes:  # rows past the last sequence are not written
+            if captured and not decodes:  # flash attention does not write padding rows
                 past = torch.arange(tokens, device=query.device) >= query_start_loc[-1]
                 return attended.masked_fill(past[:, None, None], 0.0)
         elif decodes and (captured or not flash):
             return decode(query, key_cache, value_cache, block_table, kv_lens, scale, sliding_window)
         elif captured:
             raise CaptureError(
-                "a prefill's attention by torch gathers as many keys as the sequences have, which no replay can change",
-                'capture decode steps only; or leave the option kernels.paged_attention out, or set it to "triton"',
+                "torch's attention for a prefill gathers the sequences' keys, whose number no replay can change",
+                'capture decode steps only; or remove the option kernels.paged_attention, or set it to "triton"',
             )
         elif flash:
             ends = functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -149,7 +152,7 @@ def _flash(
         query, keys, values, starts.contiguous(), ends, longest_query, longest, 0.0, causal and window is None, False,
         scale=scale,
         window_size_left=-1 if window is None else window - 1,
-        # With a causal mask it is 0 by itself, and must be left out for a decode's heads to be taken together.
+        # A causal mask implies 0. Passing it would keep flash attention from grouping a decode's heads.
         window_size_right=0 if causal and window is not None else -1,
         **paged,
     )[0]  # fmt: skip
@@ -159,7 +162,7 @@ def _flash(
 def gathered(
     key_cache: Tensor, value_cache: Tensor, block_table: Tensor, kv_lens: Tensor, kv_lens_host: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[all tokens, num_kv_heads, head_dim]`` of the sequences, one after the other."""
+    """Return the keys and values of all sequences, each ``[all tokens, num_kv_heads, head_dim]``."""
     total, block_size = int(kv_lens_host.sum()), key_cache.shape[1]
     row = torch.repeat_interleave(
         torch.arange(kv_lens.shape[0], device=kv_lens.device), kv_lens.long(), output_size=total
@@ -173,9 +176,10 @@ def decode(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, kv_lens: Tensor, scale: float,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """One query a sequence, over all slots that its blocks have; what it does not see is hidden.
+    """Attend with one query per sequence over all slots of its blocks, with a mask.
 
-    Lengths are read on the device only. The heads that share a key head become its rows, so that no head is repeated.
+    Lengths are read on the device only. The query heads that share a key head become rows of one product, so that keys
+    are not repeated.
     """
     sequences, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
@@ -184,7 +188,7 @@ def decode(
     seen = slot < kv_lens[:, None]
     if window is not None:
         seen &= slot >= kv_lens[:, None] - window
-    # What nobody filled may hold NaN, which no mask of scores would hide.
+    # Unwritten slots may hold NaN, which a mask of the scores does not remove.
     keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
     attended = functional.scaled_dot_product_attention(
         query.reshape(sequences, kv_heads, heads // kv_heads, head_dim), keys, values,
@@ -197,7 +201,7 @@ def one_by_one(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, starts: list[int], lengths: list[int],
     scale: float, causal: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Any number of queries a sequence, a call for each."""
+    """Attend with any number of queries per sequence, in one call for each sequence."""
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]

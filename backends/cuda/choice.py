@@ -1,4 +1,4 @@
-"""Which library's kernel runs for which operation: settled when the driver is opened, and shown by `hal ops`."""
+"""The choice of a kernel library for each operation, made when the driver is opened and listed by `hal ops`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hal.errors import ConfigError, nearest
 from hal.ops.kernels.kernel_table import Kernel
 
 REFERENCE = "reference"
-"""What the option ``kernels`` names to have an operation run without a kernel."""
+"""The value in the option ``kernels`` that runs an operation without a kernel."""
 TORCH_FIRST = frozenset({"embedding", "greedy_sample", "linear", "rms_norm", "sample"})
-"""Operations that torch computes in one launch, or that only it has: its kernel goes before ours in Triton."""
+"""Operations whose torch kernel is preferred to Triton's: torch needs one launch, or is the only library with it."""
 TRITON_FIRST = frozenset({"add_rms_norm"})
-"""Operations of one launch in Triton and three in FlashInfer, which writes over arguments that must be copied first."""
+"""Operations with one launch in Triton and three in FlashInfer, which overwrites arguments and so requires copies."""
 
 
 @attrs.frozen
@@ -23,10 +23,10 @@ class Library:
     """A source of kernels.
 
     Attributes:
-        name: what the option ``kernels`` calls it.
-        kernels: by operation.
-        problem: why it cannot be used here, in which case it has no kernels; else empty.
-        remedy: what would make it usable.
+        name: the library's name in the option ``kernels``.
+        kernels: the library's kernels, by operation.
+        problem: why the library cannot be used on this machine, without kernels; empty if it can.
+        remedy: how to make it usable.
     """
 
     name: str
@@ -37,26 +37,26 @@ class Library:
 
 @attrs.frozen
 class Chosen:
-    """The kernel of an operation, and the name of the library that it is from."""
+    """The chosen kernel of an operation, and the name of its library."""
 
     library: str
     kernel: Kernel
 
 
 def choose(libraries: Sequence[Library], forced: Mapping[str, str]) -> dict[str, Chosen]:
-    """The kernel of each operation that some library has one for.
+    """Return the kernel of each operation for which a library has one.
 
     Args:
-        libraries: the preferred first, where :data:`TORCH_FIRST` and :data:`TRITON_FIRST` do not say otherwise.
-        forced: by operation, the name of the library that must be used, or :data:`REFERENCE`.
+        libraries: the libraries in order of preference; :data:`TORCH_FIRST` and :data:`TRITON_FIRST` are exceptions.
+        forced: the required library of an operation, or :data:`REFERENCE`.
 
     Raises:
-        ConfigError: an operation or library that is not known; or the library cannot be used here, or does not have it.
+        ConfigError: an operation or library is unknown, or the library cannot be used, or it lacks the operation.
     """
     for name in forced:
         if name not in ops.catalogue():
             raise ConfigError(
-                f"the option kernels names {name!r}, which is no operation", nearest(name, ops.catalogue())
+                f"the option kernels names {name!r}, which is not an operation", nearest(name, ops.catalogue())
             )
     chosen = {}
     for name in ops.catalogue():
@@ -83,12 +83,12 @@ def _forced(operation: str, wanted: str, libraries: Sequence[Library]) -> Chosen
     library = next((each for each in libraries if each.name == wanted), None)
     if library is None:
         known = [*(each.name for each in libraries), REFERENCE]
-        raise ConfigError(f"kernels.{operation} is {wanted!r}, which is no library", nearest(wanted, known))
+        raise ConfigError(f"kernels.{operation} is {wanted!r}, which is not a library", nearest(wanted, known))
     if operation in library.kernels:
         return Chosen(library.name, library.kernels[operation])
     usable = [each.name for each in libraries if operation in each.kernels]
     others = [f"{each.name} cannot ({each.problem})" for each in libraries if each.problem and each is not library]
-    found = library.problem or f"{wanted} has no kernel for it"
+    found = library.problem or f"{wanted} has no kernel for {operation}"
     instead = "; ".join([f"use {', '.join([*usable, REFERENCE])}", *others])
     raise ConfigError(
         f"kernels.{operation} is {wanted!r}: {found}", f"{library.remedy}; or {instead}" if library.remedy else instead

@@ -1,4 +1,4 @@
-"""The CUDA driver: what it needs is probed without torch, and CUDA is initialised when it is opened."""
+"""The CUDA driver. It probes without torch, and initialises CUDA when it is opened."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .choice import Chosen
 
 LIBRARIES = ("flashinfer", "triton", "torch", "reference")
-"""What the option ``kernels`` may name."""
+"""Valid values in the option ``kernels``."""
 INDUCTOR = ("paged_attention", "quant_linear_dynamic", "quant_linear_static", "store_kv_cache")
-"""What Inductor leaves to the kernels. The rest it fuses, and projections it gives to cuBLAS itself."""
+"""Operations that Inductor calls as opaque kernels; it decomposes the others, and calls cuBLAS for projections."""
 
 log = logging.getLogger("hal.cuda")
 
@@ -49,10 +49,10 @@ class CudaOptions:
     """Options of the CUDA driver.
 
     Attributes:
-        device_index: the GPU's index, among those that the process sees.
-        kernels: by operation, the library that its kernel must be from: flashinfer, triton or torch, such as
-            ``{"paged_attention": "torch"}``; ``reference`` runs it without a kernel. The others are chosen when the
-            driver is opened.
+        device_index: the GPU's index among the devices visible to the process.
+        kernels: the library of an operation's kernel: flashinfer, triton or torch, such as
+            ``{"paged_attention": "torch"}``; ``reference`` runs the operation without a kernel. For other operations,
+            the driver chooses a library when it is opened.
     """
 
     device_index: int = attrs.field(default=0, validator=_at_least_0)
@@ -60,9 +60,9 @@ class CudaOptions:
 
 
 class CudaBackend(Backend):
-    """An opened GPU. Made by :class:`CudaDriver`.
+    """An opened GPU, created by :class:`CudaDriver`.
 
-    Device, streams, events and memory are those of :class:`hal.Device`, by torch's device-generic runtime.
+    Device, streams, events and memory are those of :class:`hal.Device`, on torch's device-generic runtime.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class CudaBackend(Backend):
             inductor=[each for each in INDUCTOR if each in chosen],
             sources={each: found.library for each, found in chosen.items()},
         )
-        # One for all captures: graphs that share a pool share memory if they were captured on the same stream.
+        # One stream for all captures: graphs of a pool share memory only if they are captured on the same stream.
         self.capture_stream = torch.cuda.Stream(device)
 
     def activate(self) -> None:
-        """As any backend; and make its device the current one of this thread, where kernels are launched."""
+        """Activate the backend, and make its device the thread's current one, on which kernels launch."""
         import torch
 
         super().activate()
         torch.cuda.set_device(self.device.torch)
 
     def enter(self) -> Any:
-        """As any backend; and make its device the current one of this thread, where kernels are launched."""
+        """Enter the backend, and make its device the thread's current one, on which kernels launch."""
         import torch
 
         before = torch.cuda.current_device()
@@ -104,7 +104,7 @@ class CudaBackend(Backend):
         return super().enter(), before
 
     def leave(self, token: Any) -> None:
-        """Make the device current that was."""
+        """Leave the backend, and restore the thread's current device."""
         import torch
 
         table, before = token
@@ -113,32 +113,32 @@ class CudaBackend(Backend):
             torch.cuda.set_device(before)
 
     def graph(self) -> Graph:
-        """A new, empty CUDA graph."""
+        """Return a new, empty graph."""
         from .graph import CudaGraph
 
         return CudaGraph(self.device.torch.index, self.capture_stream)
 
     def explain(self, error: BaseException) -> HalError | None:
-        """What CUDA's error, or torch's exception, means."""
+        """Return the HalError for an exception of torch's or CUDA's; None if the device did not cause it."""
         from .failures import explain
 
         return explain(error)
 
     def _release(self) -> None:
-        """The workspaces and plans of kernels."""
+        """Release the workspaces and plans of kernels."""
         for kernel in self.kernels.values():
             if (release := getattr(kernel, "release", None)) is not None:
                 release()
 
     @contextmanager
     def counting_launches(self) -> Iterator[Counter[str]]:
-        """By torch's profiler: kernels, copies and fills, those in graphs too."""
+        """Count kernels, copies and fills with torch's profiler, including those in graphs."""
         from collections import Counter
 
         from torch.profiler import ProfilerActivity, profile
 
         found: Counter[str] = Counter()
-        self.device.synchronize()  # what was launched before is not to be counted
+        self.device.synchronize()  # excludes earlier launches from the count
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             yield found
             self.device.synchronize()
@@ -148,7 +148,7 @@ class CudaBackend(Backend):
 
 
 class CudaDriver(Driver):
-    """NVIDIA's GPUs; in ``auto``'s order before the CPU."""
+    """The driver of NVIDIA's GPUs. ``auto`` prefers it to the CPU."""
 
     name = "cuda"
     api_version = (2, 0)
@@ -157,14 +157,14 @@ class CudaDriver(Driver):
     variables = ("CUDA_", "NVIDIA_", "FLASHINFER_", "TRITON_")
 
     def probe(self) -> Probe:
-        """Look for a torch for CUDA, NVIDIA's driver, a GPU and the permission to use it, importing nothing."""
+        """Check for a CUDA build of torch, NVIDIA's driver, a GPU and access to it, without importing torch."""
         return probe()
 
     def open(self, options: Mapping[str, Any]) -> CudaBackend:
-        """Initialise CUDA, take the device, and settle which library's kernel each operation has.
+        """Initialise CUDA, open the device, and choose a kernel for each operation.
 
         Raises:
-            ConfigError: an option is wrong, or asks for a device or library that is not there.
+            ConfigError: an option is invalid, or requests a device or library that the machine lacks.
             DriverUnavailable: torch cannot use CUDA, or the GPU is too old.
         """
         chosen = read(CudaOptions, options, "options of the cuda driver")
@@ -176,23 +176,23 @@ class CudaDriver(Driver):
         try:
             torch.cuda.init()
             count = torch.cuda.device_count()
-        except (RuntimeError, AssertionError) as error:  # of a torch that was built without CUDA
+        except (RuntimeError, AssertionError) as error:  # AssertionError if torch was built without CUDA
             raise DriverUnavailable(
                 f"torch {torch.__version__} cannot use CUDA: {str(error).partition('. ')[0]}",
-                self._remedy("look that nvidia-smi shows the GPU, and that its driver is as new as torch's CUDA"),
+                self._remedy("check that nvidia-smi lists the GPU, and that its driver supports torch's CUDA"),
             ) from error
         index = chosen.device_index
         if index >= count:
             raise ConfigError(
-                f"the device_index {index} was asked for, and there are {count} GPUs",
-                f"give one of 0 to {count - 1}" if count else "look whether CUDA_VISIBLE_DEVICES hides them",
+                f"the option device_index is {index}, and the process sees {count} GPUs",
+                f"set device_index to 0 to {count - 1}" if count else "check whether CUDA_VISIBLE_DEVICES hides them",
             )
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         if capability < OLDEST:
             raise DriverUnavailable(
-                f"{properties.name} has compute capability {properties.major}.{properties.minor}, and the driver needs "
-                f"{OLDEST[0]}.{OLDEST[1]}",
+                f"{properties.name} has compute capability {properties.major}.{properties.minor}; the driver requires "
+                f"at least {OLDEST[0]}.{OLDEST[1]}",
                 "use a GPU of the Turing generation or later, or another backend",
             )
         device = torch.device("cuda", index)
@@ -202,7 +202,7 @@ class CudaDriver(Driver):
         return CudaBackend(device, properties.name, capability, kernels)
 
     def devices(self, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """The options with which each GPU is opened; those given alone, if they name one."""
+        """Return the options for each visible GPU, or only for the one that ``device_index`` names."""
         import torch
 
         if "device_index" in options:

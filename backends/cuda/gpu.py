@@ -1,4 +1,4 @@
-"""What a GPU can take, by its compute capability."""
+"""Limits of a GPU by its compute capability."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from hal.device.limits import Limits
 
 OLDEST = (7, 5)
-"""The compute capability of the Turing generation: what torch's builds for CUDA 13 begin with."""
+"""The compute capability of the Turing generation, the oldest that torch's builds for CUDA 13 support."""
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 BLOCK_SIZES_OF_PAGES = (256, 512, 128, 64, 32, 16)
-"""Where torch's attention is used: it reads a cache in place in blocks of 256 tokens, and copies others together."""
+"""Block sizes for torch's attention, which reads blocks of 256 tokens in place and gathers others."""
 
 
 def limits(capability: tuple[int, int], *, pages: bool) -> Limits:
-    """What a GPU of a compute capability can take.
+    """Return the limits of a GPU.
 
     Args:
-        capability: major and minor.
+        capability: the compute capability, major and minor.
         pages: whether attention prefers blocks that flash attention reads in place.
     """
     halves = (torch.bfloat16, torch.float16) if capability >= (8, 0) else (torch.float16,)

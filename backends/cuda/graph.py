@@ -1,9 +1,9 @@
-"""CUDA graphs behind hal's Graph.
+"""hal's Graph on CUDA graphs.
 
-Kernels read lengths on the device, so a replay has nothing to update in the graph. Its host values are copied to the
-tensors on the device that the captured calls were given beside them, through pinned memory of their own, so that the
-caller may change them at once and no replay meets lengths that are not its own. A kernel that plans on the host
-(FlashInfer's attention) plans anew before each replay.
+Kernels read lengths on the device, so a replay does not update the graph. It copies host values through pinned memory
+to their twins: the device tensors that the captured calls took with them. Each replay has its own pinned memory, so the
+caller may change the host values at once. A kernel that plans on the host, such as FlashInfer's attention, plans
+before each replay.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 QUERIES = "query_start_loc_host"
 _UNENDED: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose captures CUDA could not end: torch's allocator of pinned memory points to them for good."""
+"""Graphs whose capture CUDA could not end. torch's allocator of pinned memory keeps pointers to them."""
 
 
 class Watch:
-    """The interception of calls with host values, for all captures of a block.
+    """The interception of calls with host values, for all captures in a context.
 
     Attributes:
-        graph: whose capture is under way, if one is.
+        graph: the graph being captured, if any.
     """
 
     def __init__(self) -> None:
         self.graph: CudaGraph | None = None
 
     def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """For :func:`hal.ops.intercepted`."""
+        """Return a kernel that runs its call through the graph being captured."""
         if not operation.host:
             return kernel
 
@@ -58,11 +58,11 @@ class Watch:
 
 
 class CudaGraph(Graph):
-    """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too.
+    """A CUDA graph. It holds its outputs weakly: their memory belongs to the pool.
 
     Args:
-        index: the device's.
-        capture_stream: where it captures, unless the caller gives a stream. One for all graphs that share a pool.
+        index: the device's index.
+        capture_stream: the stream for captures that name none, shared by all graphs of a pool.
     """
 
     def __init__(self, index: int, capture_stream: torch.cuda.Stream) -> None:
@@ -74,10 +74,10 @@ class CudaGraph(Graph):
         self._decodes: Tensor | None = None
         self._kept: Any = None
         self._watch: Watch | None = None
-        self._begun: Any = None  # the pool of the capture that is under way
+        self._begun: Any = None  # the pool of the current capture
 
     def dump(self, path: Path) -> None:
-        """Write CUDA's listing of the graph's nodes, in Graphviz's language."""
+        """Write the graph's nodes to a file in Graphviz's DOT language."""
         self._require_capture("dump")
         assert self._graph is not None
         self._graph.debug_dump(str(path))
@@ -99,19 +99,19 @@ class CudaGraph(Graph):
             raise GraphError(
                 f"{pool!r} is not the pool of a CUDA graph", "pass the pool of another graph of this backend"
             )
-        # Always one that is known here: if a capture breaks, torch's graph does not tell the one that it made.
+        # The pool is created here, because torch's graph does not expose the one it creates if the capture fails.
         self._begun = torch.cuda.graph_pool_handle() if pool is None else pool
         self._watch = context
         _clear_cublas()
-        # Not torch.cuda.graph, which enters a stream for each graph and leaves it and its pool behind if the end of a
-        # capture fails.
+        # torch.cuda.graph is not used: it enters a stream for each graph, and leaves stream and pool active if the end
+        # of a capture fails.
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for dump()
-        # In any other mode CUDA may refuse to load code in a capture, as Triton does at a kernel's first launch: which
-        # kernels a size takes is known only then. What conflicts with the capture itself, such as a wait, it refuses in
-        # this mode too. Other threads may copy and allocate meanwhile.
+        # In other modes CUDA may refuse to load code during a capture, as Triton does at a kernel's first launch, and
+        # the kernels of a size are not known in advance. CUDA still refuses calls that conflict with the capture, such
+        # as a wait. Other threads may copy and allocate.
         try:
             self._graph.capture_begin(pool=self._begun, capture_error_mode="relaxed")
-        except Exception:  # an interrupt may come right behind the call
+        except Exception:  # excludes an interrupt, which may arrive after the capture has begun
             self._begun = None
             raise
         context.graph = self
@@ -128,7 +128,7 @@ class CudaGraph(Graph):
         self._stop()
 
     def _stop(self) -> None:
-        """End the capture that was begun."""
+        """End the capture, if one was begun."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.graph = None
@@ -143,23 +143,23 @@ class CudaGraph(Graph):
         self._begun = None
 
     def _prepare(self, on: torch.cuda.Stream) -> None:
-        """Have cuBLAS load itself, which it may not do in a capture."""
-        # The function is not tried out: a capture calls it once, and it may go on from where the call before it ended.
+        """Load cuBLAS, which it cannot do during a capture."""
+        # The captured function itself is not run in advance: a capture calls it exactly once.
         with torch.cuda.stream(on):
             one = torch.ones(8, 8, dtype=torch.float16, device="cuda")
             one @ one
         torch.cuda.synchronize()
         del one
         _clear_cublas()
-        torch.cuda.empty_cache()  # the graph's pool cannot use what is left over in others
+        torch.cuda.empty_cache()  # the graph's pool cannot use memory cached in other pools
 
     def _end_capture(self, pool: Any) -> None:
         assert self._graph is not None
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # torch leaves both allocators in the capture then. That of the device is told, as every later release of
-            # memory would fail; that of pinned memory cannot be, and goes on asking the graph whether it captures.
+            # torch leaves both allocators in capture mode. The device allocator is reset here; otherwise every later
+            # release of memory would fail. The allocator of pinned memory cannot be reset, and keeps using the graph.
             _UNENDED.append(self._graph)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._index, pool)
@@ -175,16 +175,16 @@ class CudaGraph(Graph):
         )
 
     def call(self, operation: Operation, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the names of an operation's host values, and run its kernel for graphs."""
+        """Record an operation's host values, and run its kernel for graphs."""
         arguments = operation.arguments(args, kwargs)
-        self._note(operation, arguments)
+        self._record(operation, arguments)
         plan = self._plan(kernel, arguments) if getattr(kernel, "in_graphs", False) else None
         if plan is not None:
             return plan.run(arguments)
         return getattr(kernel, "captured", kernel)(*args, **kwargs)
 
     def _plan(self, kernel: Any, arguments: Mapping[str, Any]) -> GraphPlan | None:
-        """The kernel's plan for a call: one that serves it already, or a new one, or None if it makes none."""
+        """Return an existing or new plan for a call; None if the kernel makes none."""
         known = next((each for each in self._plans if each.serves(arguments)), None)
         if known is not None:
             return known
@@ -195,13 +195,13 @@ class CudaGraph(Graph):
                 torch.cuda.current_stream().synchronize()
                 return made
 
-        # It copies and allocates, which the thread that captures may not do, and others may.
+        # Planning copies and allocates, which is not allowed on the capturing thread.
         with ThreadPoolExecutor(1) as thread:
             made = thread.submit(make).result()
         self._plans += [] if made is None else [made]
         return made
 
-    def _note(self, operation: Operation, arguments: Mapping[str, Any]) -> None:
+    def _record(self, operation: Operation, arguments: Mapping[str, Any]) -> None:
         for name in operation.host:
             self.host_values.record(name, arguments[name], operation.name)
             twin, twins = arguments.get(name.removesuffix("_host")), self._twins.setdefault(name, [])
@@ -214,12 +214,13 @@ class CudaGraph(Graph):
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         if self._decodes is not None and not torch.equal(host_values[QUERIES], self._decodes):
             raise HostValueError(
-                f"the graph was captured with {QUERIES} {self._decodes.tolist()}, which no replay can change",
-                "replay it for one query a sequence, or capture another graph",
+                f"{QUERIES} is {host_values[QUERIES].tolist()}, but the graph was captured with "
+                f"{self._decodes.tolist()}, which no replay can change",
+                "replay it with one query per sequence, or capture another graph",
             )
         if torch.cuda.current_device() == self._index:
             self._start(host_values)
-        else:  # of another thread, say, which begins with device 0
+        else:  # for example in another thread, whose current device is 0 at first
             with torch.cuda.device(self._index):
                 self._start(host_values)
 
@@ -228,9 +229,9 @@ class CudaGraph(Graph):
         for plan in self._plans:
             plan.update(host_values)
         for name, twins in self._twins.items():
-            if not twins or (name == QUERIES and self._decodes is not None):  # it is as it was
+            if not twins or (name == QUERIES and self._decodes is not None):  # unchanged
                 continue
-            # torch gives pinned memory out again only when the copies from it are done.
+            # torch reuses pinned memory only after the copies from it have finished.
             value = host_values[name]
             staged = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
             for twin in twins:
@@ -252,17 +253,17 @@ class CudaGraph(Graph):
 
 
 def _clear_cublas() -> None:
-    """Have torch take memory for cuBLAS's partial sums anew, at the next product of matrices.
+    """Release cuBLAS's workspaces, so that torch allocates new ones at the next matrix product.
 
-    Before a capture, so that the graph's is in its pool; and after it, so that nothing else's is. What torch has
-    outside of the pool it gives back whenever Inductor captures a graph, and then ours would write to memory of others.
+    Called before a capture, so that the graph's workspace is in its pool, and after it, so that no other is. torch
+    frees workspaces outside the pool when Inductor captures a graph; a replay would then write to memory of others.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def weakly(tensor: Tensor) -> Tensor:
-    """The same memory as another tensor, without holding it."""
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, reach(tensor))
+    """Return a tensor on the same memory that does not keep it alive."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes_spanned(tensor))
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage,
         0,
@@ -271,8 +272,8 @@ def weakly(tensor: Tensor) -> Tensor:
     )
 
 
-def reach(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+def nbytes_spanned(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""The libraries that kernels come from, and what of each can be used on this machine's GPU."""
+"""The libraries of kernels, and detection of those that can be used with this machine's GPU."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ FindSpec = Callable[[str], Any]
 
 COMPILERS = ("gcc", "clang", "cc")
 MIXED = "triton, long prefills torch"
-"""What is said of attention that both compute."""
+"""The library name of attention that both compute."""
 UNPLANNED = "flashinfer, graphs triton"
-"""What is said of attention by FlashInfer that graphs do not capture."""
+"""The library name of FlashInfer's attention if graphs do not capture it."""
 
 
 def has_flash(capability: Capability) -> bool:
-    """Whether torch has flash attention for a GPU."""
+    """Return whether torch has flash attention for a GPU."""
     return capability >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
 
 
 def torch_library(capability: Capability) -> Library:
-    """torch's own functions, which are always there."""
+    """Return the kernels on torch's functions, which are always available."""
     return Library("torch", {**KERNELS, "paged_attention": TorchAttention(flash=has_flash(capability))})
 
 
@@ -45,20 +45,20 @@ def triton_library(
     which: Which = shutil.which,
     environ: Mapping[str, str] = os.environ,
 ) -> Library:
-    """Our kernels in Triton."""
+    """Return hal's Triton kernels, or why they cannot be used."""
     if find_spec("triton") is None:
         return Library("triton", problem="triton is not installed", remedy="pip install triton")
     if capability < (8, 0):
         return Library(
             "triton",
-            problem=f"Triton needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}",
+            problem=f"Triton requires compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}",
             remedy="use a GPU of the Ampere generation or later",
         )
     if not environ.get("CC") and not any(map(which, COMPILERS)):
         return Library(
             "triton",
-            problem="there is no C compiler, which Triton compiles its launchers with",
-            remedy="install gcc, or name another compiler in the variable CC",
+            problem="Triton requires a C compiler, and none is on the PATH",
+            remedy="install gcc, or set the variable CC to another compiler",
         )
     try:
         from .triton import KERNELS as TRITON
@@ -76,12 +76,12 @@ def flashinfer_library(
     *,
     in_graphs: bool = True,
 ) -> Library:
-    """FlashInfer.
+    """Return FlashInfer's kernels, or why they cannot be used.
 
     Args:
         device: the GPU.
-        otherwise: by operation, kernels for what FlashInfer does not take.
-        in_graphs: whether graphs capture its attention too; if not, they capture that of ``otherwise``.
+        otherwise: kernels for arguments that FlashInfer does not support, by operation.
+        in_graphs: whether graphs capture its attention; otherwise they capture that of ``otherwise``.
         find_spec: finds an importable package.
         which: finds a command.
         environ: the process's environment variables.
@@ -93,7 +93,7 @@ def flashinfer_library(
     if not compiles and find_spec("flashinfer_jit_cache") is None:
         return Library(
             "flashinfer",
-            problem="flashinfer is installed, but neither its compiled kernels nor nvcc, which would compile them",
+            problem="flashinfer is installed, but neither its compiled kernels nor nvcc to compile them",
             remedy="install the package flashinfer-jit-cache for your CUDA, or the CUDA toolkit",
         )
     from .flashinfer.kernels import kernels
@@ -102,29 +102,29 @@ def flashinfer_library(
         return Library("flashinfer", kernels(device, otherwise, in_graphs=in_graphs))
     except (ImportError, OSError, AttributeError) as error:
         return Library(
-            "flashinfer", problem=f"flashinfer cannot be used: {error}", remedy="install a release that fits torch"
+            "flashinfer", problem=f"flashinfer cannot be used: {error}", remedy="install a release that matches torch"
         )
 
 
 def kernels_for(device: torch.device, capability: Capability, forced: Mapping[str, str]) -> dict[str, Chosen]:
-    """The kernel of each operation on a GPU, and where it is from.
+    """Return the kernel of each operation on a GPU, with its library.
 
     Args:
         device: the GPU.
         capability: its compute capability.
-        forced: what the option ``kernels`` says.
+        forced: the option ``kernels``.
 
     Raises:
-        ConfigError: ``forced`` asks for what is not there.
+        ConfigError: ``forced`` names an unknown operation, or a library that cannot be used.
     """
     own, triton = torch_library(capability), triton_library(capability)
     both = {**own.kernels, **triton.kernels}
     if "paged_attention" in triton.kernels and has_flash(capability):
-        # Flash attention multiplies faster than ours in Triton, which decodes and reads the cache in place.
+        # Flash attention is faster for long prefills. hal's Triton kernel runs decodes, reading the cache in place.
         both["paged_attention"] = ByLength(triton.kernels["paged_attention"], own.kernels["paged_attention"])
     otherwise = {name: both.get(name, operation.reference) for name, operation in ops.catalogue().items()}
-    # FlashInfer plans on the host before each replay, which takes longer than a whole step of a graph may. So graphs
-    # have its attention only where it is asked for, or where Triton's cannot be had.
+    # FlashInfer plans on the host before each replay, which may take longer than the rest of the step. So graphs use
+    # its attention only if the option requests it, or if Triton's cannot be used.
     planned = "paged_attention" in forced or "paged_attention" not in triton.kernels
     chosen = choose([flashinfer_library(device, otherwise, in_graphs=planned), triton, own], forced)
     attention = chosen.get("paged_attention")

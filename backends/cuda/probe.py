@@ -1,4 +1,4 @@
-"""Whether the driver can run here, found out without importing torch or touching a GPU."""
+"""Detection of torch, NVIDIA's driver and GPUs, without importing torch or opening a device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from typing import Any
 from hal.drivers.driver import Probe
 
 LIBRARY = "libcuda.so.1"
-"""What the NVIDIA driver brings, and what torch loads."""
+"""The NVIDIA driver's library, which torch loads."""
 FOLDERS = (
     "/usr/lib/wsl/lib", "/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu",
     "/usr/lib64", "/usr/lib",
 )  # fmt: skip
-"""Where it lies besides what the loader's variable and cache say."""
+"""Folders to search in addition to LD_LIBRARY_PATH and the loader's cache."""
 CACHE = Path("/etc/ld.so.cache")
 DEVICES = Path("/dev")
 WSL = "dxg"
-"""The device file through which the Windows Subsystem for Linux reaches the GPU."""
-INSTALL = (
-    "pip install torch --index-url https://download.pytorch.org/whl/cu130 (or the cu12x that the GPU's driver takes)"
-)
+"""The device file of the GPU in the Windows Subsystem for Linux."""
+INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cu130 (or the cu12x that the driver supports)"
 
 FindSpec = Callable[[str], Any]
 
@@ -37,14 +35,14 @@ def probe(
     library: Callable[[Mapping[str, str]], bool] | None = None,
     access: Callable[[Path, int], bool] = os.access,
 ) -> Probe:
-    """What is there of a torch for CUDA, NVIDIA's driver, a GPU, and the permission to use it: names the first missing.
+    """Check for a CUDA build of torch, NVIDIA's driver, a GPU and access to it; report the first that is missing.
 
     Args:
         environ: the process's environment variables.
         devices: the folder of device files.
         find_spec: finds an importable package.
-        library: whether the loader would find NVIDIA's library; None asks :func:`loadable`.
-        access: whether a file may be used so.
+        library: returns whether the loader finds NVIDIA's library; None is :func:`loadable`.
+        access: returns whether a file is accessible, like :func:`os.access`.
     """
     spec = find_spec("torch")
     if spec is None or not spec.origin:
@@ -57,12 +55,12 @@ def probe(
         return Probe(
             False,
             f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU",
-            "unset it, or name the GPUs to use in it",
+            "unset it, or list the GPUs to use",
         )
     if not (library or loadable)(environ):
         return Probe(
             False,
-            f"torch is built for CUDA {cuda}, but NVIDIA's driver is not installed: the loader finds no {LIBRARY}",
+            f"torch is built for CUDA {cuda}, but NVIDIA's driver is not installed: {LIBRARY} was not found",
             "install the NVIDIA driver; in a container, start it with the GPUs (docker run --gpus all)",
         )
     if (devices / WSL).exists():
@@ -71,8 +69,8 @@ def probe(
     if not gpus:
         return Probe(
             False,
-            f"NVIDIA's driver is installed, but there is no GPU: no {devices}/nvidia0",
-            "look at what nvidia-smi says; in a container, start it with the GPUs (docker run --gpus all)",
+            f"NVIDIA's driver is installed, but no GPU was found: {devices}/nvidia0 does not exist",
+            "run nvidia-smi to find the cause; in a container, start it with the GPUs (docker run --gpus all)",
         )
     usable = [each for each in gpus if access(each, os.R_OK | os.W_OK)]
     control = devices / "nvidiactl"
@@ -80,16 +78,18 @@ def probe(
     if control.exists() and not access(control, os.R_OK | os.W_OK):
         closed.append(control)
     if closed:
-        return Probe(False, f"no permission to use {closed[0]}", "join the group that owns it (often video or render)")
+        return Probe(
+            False, f"no permission to use {closed[0]}", "add the user to the group that owns it (video or render)"
+        )
     return Probe(True, f"torch for CUDA {cuda}, and {len(usable)} {'GPU' if len(usable) == 1 else 'GPUs'}")
 
 
 def built_for(file: Path) -> tuple[str | None, str]:
-    """The CUDA that a torch is built for, by its ``version.py``; or None and what it is instead."""
+    """Return the CUDA version of a torch by its ``version.py``; or None and the problem."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        return None, f"torch does not say what it is built for: {error}"
+        return None, f"the CUDA version of torch cannot be read: {error}"
     said = dict(re.findall(r"""^(\w+)\s*(?::[^=]*)?=\s*['"]([^'"]*)['"]""", text, re.MULTILINE))
     version = said.get("__version__", "of an unknown version")
     if "cuda" in said:
@@ -101,11 +101,11 @@ def built_for(file: Path) -> tuple[str | None, str]:
 
 
 def loadable(environ: Mapping[str, str] = os.environ, cache: Path = CACHE) -> bool:
-    """Whether the loader finds NVIDIA's library. Only where no usual place has it, the loader itself is asked."""
+    """Return whether the loader finds NVIDIA's library. It is loaded only if no known folder has it."""
     if any((folder / LIBRARY).exists() for folder in _folders(environ, cache)):
         return True
     try:
-        ctypes.CDLL(LIBRARY)  # which initialises nothing
+        ctypes.CDLL(LIBRARY)  # does not initialise CUDA
     except OSError:
         return False
     return True

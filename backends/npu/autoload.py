@@ -1,7 +1,7 @@
-"""What ``import torch`` calls, as the entry point ``hal_npu_emulator`` of the group ``torch.backends``.
+"""The entry point ``hal_npu_emulator`` of the group ``torch.backends``, which ``import torch`` calls.
 
-It lets ``HAL_NPU_EMULATOR=1`` alone put the emulated CANN under an unmodified script. It must stay cheap when the
-variable is not set, because every import of torch in an environment that has hal runs it.
+It lets ``HAL_NPU_EMULATOR=1`` run an unmodified script on the emulated CANN. Every import of torch where hal is
+installed runs it, so it must be cheap when the variable is not set.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 
 
 def autoload() -> None:
-    """Activate the emulated CANN if the environment asks for it. torch_npu's own entry point must come after."""
-    if os.environ.get("HAL_NPU_EMULATOR", "0") not in ("", "0"):  # what else means no, the option's reader knows
+    """Activate the emulated CANN if HAL_NPU_EMULATOR is set. It must run before torch_npu's own entry point."""
+    if os.environ.get("HAL_NPU_EMULATOR", "0") not in ("", "0"):  # the activation parses other values
         from .emulator import activate_from_environment
 
         activate_from_environment()

@@ -1,4 +1,4 @@
-"""An opened NPU. torch_npu is imported with this module, so that only the driver's ``open`` imports it."""
+"""The backend of an opened NPU. Importing this module imports torch_npu, so only the driver's ``open`` does."""
 
 from __future__ import annotations
 
@@ -37,26 +37,32 @@ NATIVE_NAMES = {
     "npu.npu_scatter_pa_kv_cache": "store_kv_cache",
     "npu.npu_swiglu": "silu_and_mul",
 }
-"""torch_npu's operations, and those of hal that stand for them, for ``compilation.splitting_ops``."""
+"""torch_npu's operations and the equivalent operations of hal, for ``compilation.splitting_ops``."""
 
 
 class NpuBackend(Backend):
-    """An opened NPU. Made by :class:`~hal.backends.npu.driver.NpuDriver`.
+    """An opened NPU, created by :class:`~hal.backends.npu.driver.NpuDriver`.
 
     Args:
-        options: of the driver.
-        soc: the name of the device.
-        generation: that it is of.
-        compilers: of the driver's own.
+        options: the driver's options.
+        soc: the SoC name that torch_npu reports.
+        generation: the SoC's generation.
+        compilers: the driver's compilers.
+
+    Raises:
+        ConfigError: the options request a kernel that the SoC lacks, or contradict each other.
     """
 
     def __init__(self, options: NpuOptions, soc: str, generation: Generation, compilers: Sequence[Compiler]) -> None:
         if options.attention == "atb" and not generation.atb:
-            raise ConfigError(f"{soc} has no ATB, which the option attention asks for", 'leave it at "fused"')
+            raise ConfigError(f'the option attention is "atb", and {soc} has no ATB', 'set attention to "fused"')
         if options.attention == "atb" and options.nz_cache:
-            raise ConfigError("the options attention=atb and nz_cache do not go together", "leave one of them out")
+            raise ConfigError("the options attention=atb and nz_cache exclude each other", "remove one of them")
         if options.nz_cache and not generation.nz_cache:
-            raise ConfigError(f"{soc} has no kernel that writes a cache in FRACTAL_NZ", "leave the option nz_cache out")
+            raise ConfigError(
+                f"the option nz_cache is set, and {soc} has no kernel that writes a cache in FRACTAL_NZ",
+                "remove nz_cache",
+            )
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
@@ -79,30 +85,34 @@ class NpuBackend(Backend):
         self.npu = device
 
     def activate(self) -> None:
-        """As any backend; and make its device the current one of this thread, where the kernels' results are made."""
+        """Activate the backend, and make its device the thread's current one, on which kernels allocate results."""
         super().activate()
         torch_npu.npu.set_device(self.device.torch)
 
     def enter(self) -> Any:
-        """As any backend; and make its device the current one of this thread, where kernels are launched."""
+        """Enter the backend, and make its device the thread's current one, on which kernels launch."""
         before = torch_npu.npu.current_device()
         if before != self.device.torch.index:
             torch_npu.npu.set_device(self.device.torch)
         return super().enter(), before
 
     def leave(self, token: Any) -> None:
-        """Make the device current that was."""
+        """Leave the backend, and restore the thread's current device."""
         table, before = token
         super().leave(table)
         if before != self.device.torch.index:
             torch_npu.npu.set_device(before)
 
     def graph(self) -> Graph:
-        """A new, empty NPUGraph."""
+        """Return a new, empty graph."""
         return NpuGraph(self.npu)
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        """Projections' in FRACTAL_NZ, if the option ``nz_weights`` says so; scales as npu_quant_matmul wants them."""
+        """Return a weight in the format of its kernel.
+
+        Weights of projections are in FRACTAL_NZ if the option ``nz_weights`` is set. Scales of static int8 projections
+        are in the format of npu_quant_matmul.
+        """
         match use.operation, use.argument:
             case "linear", "weight":
                 return in_fractal_nz(weight) if self.options.nz_weights else weight
@@ -113,16 +123,20 @@ class NpuBackend(Backend):
         return weight
 
     def explain(self, error: BaseException) -> HalError | None:
-        """What CANN's error code, or torch's exception, means."""
+        """Return the HalError for an exception of torch_npu's; None if the device did not cause it."""
         return self.npu.explain(error)
 
     @contextmanager
     def counting_launches(self) -> Iterator[Counter[str]]:
-        """By the emulated CANN's trace; on hardware nothing counts them."""
+        """Count launches with the emulated CANN's trace.
+
+        Raises:
+            ConfigError: the device is a real NPU, which does not count launches.
+        """
         if not is_active():
-            raise ConfigError("launches are counted by the emulated CANN only", "run with the option emulator")
+            raise ConfigError("only the emulated CANN counts launches", "set the driver option emulator")
         found: Counter[str] = Counter()
-        self.device.synchronize()  # what was launched before is not to be counted
+        self.device.synchronize()  # excludes earlier launches from the count
         with trace() as tracing:
             yield found
         for record in tracing.records:

@@ -1,4 +1,4 @@
-"""What a capture on the NPU is watched for: calls with host values, and what torch_npu records of them."""
+"""Recording of the calls with host values during a capture, and of torch_npu's updatable launches for them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hal.ops.kernels.kernel_table import Kernel
 
 @attrs.frozen
 class HostCall:
-    """An operation that reads host values, as the capture met it.
+    """A captured call of an operation that reads host values.
 
     Attributes:
-        operation: its name.
-        recorded: how many updatable launches torch_npu recorded for it: one, if it was seen.
+        operation: the operation's name.
+        recorded: the number of updatable launches that torch_npu recorded for the call; normally 1.
     """
 
     operation: str
@@ -26,9 +26,9 @@ class HostCall:
 
 
 class Watch(TorchDispatchMode):
-    """Hands the calls of a capture to torch_npu's dispatch mode of its graph, and notes those that read host values.
+    """A dispatch mode that forwards calls to torch_npu's mode of the current graph, and records host values.
 
-    torch_npu has one mode for each graph, which is entered with it. This one stays on for several graphs.
+    torch_npu enters one mode for each graph. This mode stays active across several graphs.
     """
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """As torch_npu's."""
+        """Return True, as torch_npu's mode does."""
         return True
 
-    def hand_to(self, mode: Any, host_values: HostValues) -> None:
-        """Watch a graph's capture from now on."""
+    def start(self, mode: Any, host_values: HostValues) -> None:
+        """Forward calls to the mode of a graph, and record its host values."""
         self._mode, self._host_values, self._calls = mode, host_values, []
 
     def stop(self) -> list[HostCall]:
-        """Let everything pass from now on; return the calls with host values that the capture met."""
+        """Stop forwarding and recording; return the recorded calls with host values."""
         self._mode = self._host_values = None
         calls, self._calls = self._calls, []
         return calls
@@ -57,11 +57,11 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs) if self._mode is None else self._mode.__torch_dispatch__(func, types, args, kwargs)
 
     def wrap(self, operation: Operation, kernel: Kernel) -> Kernel:
-        """The interception that notes every call with host values, and whether torch_npu recorded a launch of it."""
+        """Return a kernel that records each call with host values and the launches torch_npu recorded for it."""
         if not operation.host:
             return kernel
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             if self._mode is None or self._host_values is None:
                 return kernel(*args, **kwargs)
             records = self._mode.graph_dispatch_records
@@ -72,4 +72,4 @@ class Watch(TorchDispatchMode):
             self._calls.append(HostCall(operation.name, len(records) - before))
             return result
 
-        return noted
+        return recording

@@ -1,4 +1,4 @@
-"""The NPU as a device: PyTorch's device-generic runtime serves it, and what that raises is explained."""
+"""The NPU device: PyTorch's device-generic runtime, with torch_npu's exceptions mapped to hal's errors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class NpuDevice(Device):
     """One NPU. Streams, events and memory are those of :class:`hal.Device`.
 
     Attributes:
-        failures: how many were explained or counted. Graphs that were under way at one must look after themselves.
-        capture_stream: that graphs are captured on.
-        side_streams: that they are updated on, and freed from after a failure.
+        failures: the number of device failures so far. A graph that sees it change since its last replay recovers.
+        capture_stream: the stream for captures.
+        side_streams: the streams for updates of graphs, and for recovery after a failure.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -33,20 +33,20 @@ class NpuDevice(Device):
         self.failures = 0
         self._counting = threading.Lock()
         self.capture_stream, *self.side_streams = _streams(device.index)
-        # torch_npu passes neither on. Either may be missing in an old CANN.
-        library = ctypes.CDLL("libascendcl.so")  # by its SONAME, which gives the one that torch_npu loaded
+        # torch_npu exposes neither function. An old CANN may lack either.
+        library = ctypes.CDLL("libascendcl.so")  # the SONAME resolves to the library that torch_npu loaded
         self._peek = getattr(library, "aclrtPeekAtLastError", None)
         self._take = getattr(library, "aclrtGetLastError", None)
 
     def explain(self, error: BaseException) -> HalError | None:
-        """The typed error for what torch_npu raised, or None if it is none of the device's."""
+        """Return the HalError for an exception of torch_npu's; None if the device did not cause it."""
         found = explain(error)
         if found is not None:
             self._count()
         return found
 
     def count_failures(self) -> int:
-        """``failures``, with one more if this thread met a failure of the device since, which nobody had explained."""
+        """Return ``failures``, after adding a pending error of this thread that :meth:`explain` has not seen."""
         if self._peek is not None and self._take is not None and self._peek(_THREAD_LEVEL) in EXECUTION:
             self._take(_THREAD_LEVEL)
             self._count()
@@ -57,24 +57,24 @@ class NpuDevice(Device):
             self.failures += 1
 
     def stream_beside(self, *streams: Any) -> Any:
-        """One of the side streams that is none of these, of which there may be two."""
+        """Return a side stream that differs from the given streams, of which there are at most two."""
         taken = {each.stream_id for each in streams}
         return next(each for each in self.side_streams if each.stream_id not in taken)
 
     def synchronize(self) -> None:
-        """Block the host until everything enqueued on the NPU has finished.
+        """Block the host until all work enqueued on the NPU has finished.
 
         Raises:
-            DeviceError: something enqueued since the last wait failed.
+            DeviceError: work enqueued since the last wait failed.
         """
         with self._explaining():
             super().synchronize()
 
     def wait_for(self, stream: Any) -> None:
-        """Block the host until everything enqueued on one of torch_npu's streams has finished.
+        """Block the host until all work enqueued on a torch_npu stream has finished.
 
         Raises:
-            DeviceError: something enqueued since the last wait failed.
+            DeviceError: work enqueued since the last wait failed.
         """
         with self._explaining():
             stream.synchronize()
@@ -91,10 +91,10 @@ class NpuDevice(Device):
 
 @cache
 def _streams(device: int) -> tuple[Any, ...]:
-    """One to capture on, and three others. All backends of a device have the same.
+    """Return one capture stream and three side streams, shared by all backends of the device.
 
-    torch_npu has 32 streams of each priority, and hands them out in turn. Those of the ordinary one are what threads
-    compute on: a launch on the stream of another thread's capture or update would become part of that.
+    torch_npu allots 32 streams of each priority in turn, and threads compute on those of the default priority. A launch
+    on the stream of another thread's capture or update would become part of it; hence the other priority.
     """
     import torch_npu
 

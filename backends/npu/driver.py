@@ -1,4 +1,4 @@
-"""The NPU driver: what it needs is probed without torch_npu, and torch_npu is imported when it is opened."""
+"""The NPU driver. It probes without torch_npu, and imports torch_npu when it is opened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("hal.npu")
 
 
 class NpuDriver(Driver):
-    """The Ascend NPU; first in ``auto``'s order where it is available."""
+    """The driver of the Ascend NPU. ``auto`` prefers it where it is available."""
 
     name = "npu"
     api_version = (2, 0)
@@ -35,76 +35,76 @@ class NpuDriver(Driver):
     variables = ("ASCEND", "TORCH_NPU", "TASK_QUEUE_ENABLE")
 
     def probe(self) -> Probe:
-        """Look for torch_npu, CANN, an NPU and the permission to use it, importing none of them."""
+        """Check for torch_npu, CANN, an NPU and access to it, without importing torch_npu."""
         return probe()
 
     def probe_for(self, options: Mapping[str, Any]) -> Probe:
-        """As :meth:`probe`; where the option ``emulator`` is set, whether that can be."""
+        """Probe for the given options: for the emulated NPU's prerequisites if ``emulator`` is set."""
         return self.probe() if self._read(options).emulator == "off" else probe_emulated()
 
     def open(self, options: Mapping[str, Any]) -> NpuBackend:
-        """Import torch_npu, on an emulated CANN if the options say so, and take the device.
+        """Import torch_npu, on an emulated CANN if ``emulator`` is set, and open the device.
 
         Raises:
-            ConfigError: an option is wrong, or asks for a device or ability that is not there.
-            DriverUnavailable: torch_npu cannot be imported, or does not find its CANN or an NPU.
+            ConfigError: an option is invalid, or requests a device or feature that the machine lacks.
+            DriverUnavailable: torch_npu cannot be imported, or finds no CANN or NPU.
         """
         chosen = self._read(options)
         if chosen.emulator != "off":
             from . import emulator
 
-            if chosen.emulator_options or not emulator.is_active():  # else one that was activated before will do
+            if chosen.emulator_options or not emulator.is_active():
                 emulator.activate(force=chosen.emulator == "force", **chosen.emulator_options)
         elif chosen.emulator_options:
             raise ConfigError(
                 f"emulator_options are {chosen.emulator_options}, but the option emulator is not set",
-                "set it, or leave them out",
+                'set "emulator": "on", or remove emulator_options',
             )
         torch = _import_torch_npu()
         count = torch.npu.device_count()
         if chosen.device >= count:
             raise ConfigError(
-                f"the device {chosen.device} was asked for, and there are {count} NPUs",
-                f"give one of 0 to {count - 1}" if count else "look whether ASCEND_RT_VISIBLE_DEVICES hides them",
+                f"the option device is {chosen.device}, and the process sees {count} NPUs",
+                f"set device to 0 to {count - 1}" if count else "check whether ASCEND_RT_VISIBLE_DEVICES hides them",
             )
         torch.npu.set_device(chosen.device)
         soc = torch.npu.get_device_name(chosen.device)
         generation = generation_of(soc)
         if chosen.nz_weights:
-            torch.npu.config.allow_internal_format = True  # torch_npu would silently leave weights as they are
+            torch.npu.config.allow_internal_format = True  # otherwise torch_npu silently keeps the format of weights
         log.info("opened %s, generation %s, on torch_npu %s", soc, generation.name, version("torch_npu"))
         from .backend import NpuBackend
 
         return NpuBackend(chosen, soc, generation, _compilers(generation))
 
     def devices(self, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Each NPU that the process sees, unless the option ``device`` names one."""
+        """Return the options for each NPU visible to the process, or only for the one that ``device`` names."""
         if "device" in options:
             return (options,)
         return tuple({**options, "device": index} for index in range(_import_torch_npu().npu.device_count()))
 
     def _read(self, options: Mapping[str, Any]) -> NpuOptions:
         given = {**options}
-        if "emulator" in given:  # HAL_NPU_EMULATOR=1, and {"emulator": true} in a config
+        if "emulator" in given:  # may be 1 or true: HAL_NPU_EMULATOR=1, or {"emulator": true} in a config
             given["emulator"] = switch_of(given["emulator"])
         return read(NpuOptions, given, "options of the npu driver")
 
 
 class NpugraphEx(Compiler):
-    """torch_npu's compiler ``npugraph_ex``: whole steps, one compiled and captured graph for each size."""
+    """torch_npu's compiler ``npugraph_ex``: one compiled and captured graph of the whole step for each size."""
 
     name = "npugraph_ex"
     reads = frozenset({"passes", "cache_dir", "queries"})
 
     def make(self, context: FormContext) -> Form:
-        """Compile and capture the steps."""
+        """Return the form that compiles and captures the steps."""
         from .npugraph_ex.compiler import make_form
 
         return make_form(context)
 
 
 def _compilers(generation: Generation) -> tuple[Compiler, ...]:
-    """npugraph_ex, where the SoC captures graphs and torch_npu has it."""
+    """Return npugraph_ex if the generation supports graphs and torch_npu has the compiler."""
     import torch_npu
 
     has = hasattr(getattr(torch_npu.npu, "npugraph_ex", None), "compile_fx")
@@ -119,7 +119,7 @@ def _import_torch_npu() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         raise DriverUnavailable(
             f"torch_npu cannot be imported: {error}",
-            "source CANN's set_env.sh before Python starts, and look that torch, torch_npu and CANN fit each other; or "
+            "source CANN's set_env.sh before Python starts, install matching releases of torch, torch_npu and CANN, or "
             "set the option emulator",
         ) from error
     return torch

@@ -1,9 +1,11 @@
-"""NPUGraph, with the host values of attention.
+"""Graphs on torch_npu's NPUGraph, with updates of attention's host values.
 
-torch_npu puts an event and a task group around each attention that it sees in a capture. A replay stops at each until
-its task has been updated, so replay and update overlap: the replay is started first, and the update goes on beside it.
-What torch_npu leaves to the caller is done here: names and counts are checked before anything is launched, an update
-waits, on the device, until the replay before it has read its own, and a failure frees the device again.
+torch_npu puts an event and a task group around each attention that it sees in a capture. A replay waits at each event
+until its task has been updated. The replay starts first, and the update runs on another stream at the same time.
+
+This module adds what torch_npu leaves to its caller. Names and counts are checked before any launch. An update waits
+on the device until the previous replay has read its values. After a failure, :meth:`NpuGraph._recover` releases the
+tasks that still wait.
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ from .device import NpuDevice
 from .failures import explain_in_capture, first_line
 from .lengths import PackedLengths, Update, updates_of
 
-PATIENCE = 60
-"""Seconds that a broken replay gets to run to its end, before waiting for the device says what holds it."""
+RECOVERY_TIMEOUT = 60
+"""Seconds to let a failed replay finish. After that, waiting for the device raises the device's own error."""
 UPDATING = threading.RLock()
-"""Held from the start of a replay until its update is complete, and while a failure is dealt with.
+"""Held from the start of a replay until its update is complete, and during recovery from a failure.
 
-An update is several calls on a stream, and torch_npu hands out the same few streams to every backend and thread: two
-updates at once would write into each other's task groups. In one step, too, every update stands behind all replays
-before its own, so that none of them waits for another in a circle.
+An update is several calls on a stream, and all backends and threads share torch_npu's few streams. Two concurrent
+updates would write into each other's task groups. The lock also orders each update after all earlier replays of the
+step, which rules out a deadlock between them.
 """
 
 
 class NpuGraph(Graph):
-    """See the module. Its outputs are held weakly: their memory is the pool's, which later captures use too."""
+    """A graph on torch_npu's NPUGraph. It holds its outputs weakly: their memory belongs to the pool."""
 
     def __init__(self, device: NpuDevice) -> None:
         super().__init__()
@@ -57,10 +59,10 @@ class NpuGraph(Graph):
         self._kept: Any = None
         self._watch: Watch | None = None
         self._begun = False
-        self._failures: int | None = 0  # that the device had at the last replay; None while one is being launched
+        self._failures: int | None = 0  # the device's count at the last replay; None while a replay is launched
 
     def dump(self, path: Path) -> None:
-        """Write CANN's listing of the captured tasks, in JSON."""
+        """Write CANN's list of the captured tasks to a JSON file."""
         self._require_capture("dump")
         self._graph.debug_dump(str(path))
 
@@ -84,16 +86,16 @@ class NpuGraph(Graph):
         graph = self._graph = torch_npu.npu.NPUGraph()
         graph.auto_dispatch_capture = True
         mode = graph.graph_dispatch_mode
-        mode.update_stream = self._device.side_streams[0]  # torch_npu's own is of the first device that captured
-        # Not torch_npu.npu.graph, which enters a mode and a stream for each graph, and leaves both behind if the end of
-        # a capture fails. Other threads may copy and allocate meanwhile.
-        self._watch, self._begun = context, True  # before, as an interrupt may come right behind the call
+        mode.update_stream = self._device.side_streams[0]  # torch_npu's default is on the first device that captured
+        # torch_npu.npu.graph is not used: it enters a mode and a stream for each graph, and leaves both active if the
+        # end of a capture fails. The error mode thread_local lets other threads copy and allocate during a capture.
+        self._watch, self._begun = context, True  # set first: an interrupt may arrive right after the call
         try:
             graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
         except Exception:
             self._begun = False
             raise
-        context.hand_to(mode, self.host_values)
+        context.start(mode, self.host_values)
 
     def _end(self, made: Any) -> tuple[Any, Any]:
         calls = self._stop()
@@ -107,7 +109,7 @@ class NpuGraph(Graph):
         self._checks = [each for keys in self._distinct for each in keys.values() if isinstance(each, PackedLengths)]
         self.may_refuse = bool(self._checks)
         if any("actual_seq_lengths" not in each for each in self._distinct):
-            # One query a sequence: that is part of what was captured, and no replay can change it.
+            # The captured launch fixes one query per sequence, and no replay can change it.
             self._fixed = {
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
             }
@@ -119,7 +121,7 @@ class NpuGraph(Graph):
         self._stop()
 
     def _stop(self) -> list[HostCall]:
-        """End the capture that was begun; return the calls that it met."""
+        """End the capture; return the recorded calls with host values."""
         watch, self._watch = self._watch, None
         calls = [] if watch is None else watch.stop()
         if self._begun:
@@ -143,47 +145,50 @@ class NpuGraph(Graph):
         unseen = [call.operation for call in calls if call.recorded == 0]
         if unseen:
             raise CaptureError(
-                f"{len(unseen)} of {len(calls)} calls with host values ({', '.join(sorted(set(unseen)))}) were not "
-                "recorded for updates: their lengths would stay those of the capture",
-                "call hal.ops in the captured function, not torch.ops.hal: torch_npu does not see inside a dispatched "
-                "operation",
+                f"torch_npu did not record {len(unseen)} of {len(calls)} calls with host values "
+                f"({', '.join(sorted(set(unseen)))}) for updates: replays would reuse the lengths of the capture",
+                "call hal.ops in the captured function instead of torch.ops.hal, which hides its launches from "
+                "torch_npu",
             )
         seen = sum(call.recorded for call in calls)
         if len(records) != seen:
             raise CaptureError(
-                f"torch_npu recorded {len(records)} launches to update, and hal's operations made {seen} of them",
-                "reach attention through hal.ops.paged_attention, so that replays know its lengths by name",
+                f"torch_npu recorded {len(records)} launches to update, but hal's operations made only {seen} of them",
+                "call attention through hal.ops.paged_attention, which names the lengths that a replay updates",
             )
 
     def _update_of(self, record: Any) -> dict[str, Update]:
-        """What an update gives one record: those keys of its operation that it was captured with."""
+        """Return the updates of one recorded launch, by key."""
         found = updates_of(record)
         if found is None:
             raise CaptureError(
-                f"the launch {record.op_cache_entry.__name__} takes host values, and the driver knows none of their "
-                "names",
+                f"the driver has no host values for the updatable launch {record.op_cache_entry.__name__}",
                 "report it to the driver's maintainers",
             )
         return found
 
     def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
-        """Lengths that attention was not captured for: more blocks, counted for each sequence, than the cache has."""
+        """Return why attention does not support these lengths in a replay; None if it does.
+
+        It requires that the sequences have at most the cache's blocks, summed over the sequences.
+        """
         return next(filter(None, (check.refusal(host_values) for check in self._checks)), None)
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         for name, fixed in self._fixed.items():
             if not torch.equal(host_values[name], fixed):
                 raise HostValueError(
-                    f"the graph was captured with {name} {fixed.tolist()}, which no replay can change",
-                    "replay it for one query a sequence, or capture another graph",
+                    f"{name} is {host_values[name].tolist()}, but the graph was captured with {fixed.tolist()}, which "
+                    "no replay can change",
+                    "replay it with one query per sequence, or capture another graph",
                 )
-        # Made once each: records of the same operation have the same keys, and may share what torch_npu only reads.
+        # Records with the same keys share one update, which torch_npu only reads.
         made = [{key: update(host_values) for key, update in keys.items()} for keys in self._distinct]
         updates = [made[index] for index in self._updates]
         index = self._device.torch.index
         if torch_npu.npu.current_device() == index:
             self._start(updates)
-        else:  # of another thread, say, which begins with device 0
+        else:  # for example in another thread, whose current device is 0 at first
             with torch_npu.npu.device(index):
                 self._start(updates)
 
@@ -199,10 +204,10 @@ class NpuGraph(Graph):
             return
         mode = self._graph.graph_dispatch_mode
         mode.update_stream = self._device.stream_beside(torch_npu.npu.current_stream())
-        self._failures = None  # whatever breaks this off, an interrupt between two lines too, the next replay sees it
+        self._failures = None  # tells the next replay to recover if anything, such as an interrupt, stops this one
         try:
             self._graph.replay()
-            # The replay before this one may still be on its way to an attention, and must not meet these values.
+            # The previous replay may not have reached its attention yet, and must not read these values.
             mode.update_stream.wait_event(self._replayed)
             self._graph.update(cpu_update_input=updates)
             self._replayed.record()
@@ -211,26 +216,29 @@ class NpuGraph(Graph):
             if not isinstance(error, Exception):
                 raise
             raise GraphError(
-                f"the host values of a replay could not be set, and its results are void: {first_line(error)}",
+                f"the host values of a replay could not be set, and its results are invalid: {first_line(error)}",
                 "replay again; if it repeats, run the phase with the compiler eager, and report it",
             ) from error
         self._failures = failures
 
     def _recover(self) -> int:
-        """After a failure: let go on what still waits, and leave no flag up for the next replay to take for its own.
+        """Recover from a failure: release the tasks that still wait, and clear their events for the next replay.
 
-        Another thread's failure counts as well, and the replay before it may be under way, and right. Its flags stay
-        as they are until its update is done.
+        If another thread failed, the previous replay may still be running correctly. Its events stay unchanged until
+        its update is complete.
+
+        Returns:
+            The device's number of failures.
         """
         mode, current = self._graph.graph_dispatch_mode, torch_npu.npu.current_stream()
         records, broke_off = mode.graph_dispatch_records, self._failures is None
         stream = self._device.stream_beside(current, mode.update_stream)
         if broke_off:
-            with suppress(RuntimeError):  # an update that broke off left its task group open
+            with suppress(RuntimeError):  # closes the task group that a failed update left open
                 torch_npu.npu.graph_task_update_end(mode.update_stream)
-        # Again and again: a replay before the one that broke off may lower a flag that was raised for the latter.
-        behind, updated, until = torch_npu.npu.Event(), torch_npu.npu.Event(), time.monotonic() + PATIENCE
-        with suppress(RuntimeError):  # the failure that brought us here, once more
+        # The events are recorded repeatedly: a replay before the failed one may clear an event recorded for the latter.
+        behind, updated, until = torch_npu.npu.Event(), torch_npu.npu.Event(), time.monotonic() + RECOVERY_TIMEOUT
+        with suppress(RuntimeError):  # raises the failure being recovered from again
             behind.record(current)
             updated.record(mode.update_stream)
             while not behind.query() and time.monotonic() < until:
@@ -238,17 +246,17 @@ class NpuGraph(Graph):
                     for record in records:
                         record.event.record(stream)
                 time.sleep(0.001)
-        # Not the whole device: another thread may be capturing on it.
+        # Streams instead of the whole device, on which another thread may be capturing.
         used = (current, mode.update_stream, stream)
         for each in used:
             with suppress(HalError):
                 self._device.wait_for(each)
         for record in records:
             record.event.record(stream)
-            record.event.wait(stream)  # which lowers the flag; torch_npu's reset() does so in a capture only
+            record.event.wait(stream)  # clears the event; torch_npu's reset() does so only in a capture
         for each in used:
             self._device.wait_for(each)
-        self._replayed = torch_npu.npu.Event()  # the other may hand the failure on to whoever waits for it
+        self._replayed = torch_npu.npu.Event()  # waiting for the old event may raise the failure again
         self._failures = failures = self._device.count_failures()
         return failures
 

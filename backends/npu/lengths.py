@@ -1,4 +1,4 @@
-"""The lengths that attention reads on the host: what a launch refuses of them, and what a replay gives it anew."""
+"""The lengths that attention reads on the host: limits of one launch, and updates for replays."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ HostValues = Mapping[str, Tensor]
 Update = Callable[[HostValues], Any]
 
 FUSED, DEFAULT_LAYOUT = "npu_fused_infer_attention_score", "BSH"
-"""The operation, and its layout where a record names none: arguments that have their defaults are not recorded."""
+"""The fused operation, and its default layout: torch_npu does not record arguments that have their defaults."""
 UPDATES: dict[str, dict[str, Update]] = {
     f"{FUSED}.out": {
         "actual_seq_lengths": lambda values: values["query_start_loc_host"][1:].tolist(),
         "actual_seq_lengths_kv": lambda values: values["kv_lens_host"].tolist(),
     },
-    # A copy: torch_npu's queue may read it after the call returned.
+    # Cloned, because torch_npu's queue may read it after the call has returned.
     "_npu_paged_attention.default": {"context_lens": lambda values: values["kv_lens_host"].clone()},
 }
-"""By the operation that torch_npu records in a capture: the keys of its update, each with how it is made."""
+"""By the operation that torch_npu records in a capture: how the value of each update key is computed."""
 
 
-def fitting(rows: slice, lens: list[int], block_size: int, blocks: int) -> Iterator[slice]:
-    """Runs of these sequences, each for one launch of a prefill: their blocks, counted for each, are at most all.
+def launch_runs(rows: slice, lens: list[int], block_size: int, blocks: int) -> Iterator[slice]:
+    """Split sequences of a prefill into runs that one launch of attention accepts.
 
-    Attention refuses more, though sequences may share blocks.
+    Attention rejects a launch whose sequences have more blocks than the cache, summed over the sequences, even where
+    they share blocks.
     """
     own = lens[rows]
-    # Symbols, while a graph is made, are not looked at: replays look at the lengths (see PackedLengths).
+    # Lengths are symbolic while a graph is traced. Replays check the actual lengths (see PackedLengths).
     if type(own[0]) is int and sum(own) // block_size + len(own) > blocks:
         first, taken = rows.start, 0
         for row, length in enumerate(own, rows.start):
@@ -48,42 +49,42 @@ def fitting(rows: slice, lens: list[int], block_size: int, blocks: int) -> Itera
 
 @attrs.frozen
 class PackedLengths:
-    """The lengths of keys for a captured launch that counts blocks, if they fit into its cache.
+    """The update of ``actual_seq_lengths_kv`` for a captured launch that sums blocks over its sequences.
 
     Attributes:
-        blocks: of the cache.
-        block_size: tokens in each.
+        blocks: the number of blocks in the cache.
+        block_size: tokens per block.
     """
 
     blocks: int
     block_size: int
 
     def __call__(self, values: HostValues) -> list[int]:
-        """What its update takes.
+        """Return the lengths of the keys.
 
         Raises:
-            HostValueError: the blocks of the sequences, counted for each, are more than the cache has.
+            HostValueError: the sequences have more blocks than the cache, summed over the sequences.
         """
         if (reason := self.refusal(values)) is not None:
             raise HostValueError(
-                f"a replay was asked for although {reason}", "ask Graph.refusal() before, and run the batch eagerly"
+                f"the graph cannot be replayed: {reason}", "call Graph.refusal() first, and run such a batch eagerly"
             )
         lens: list[int] = values["kv_lens_host"].tolist()
         return lens
 
     def refusal(self, values: Mapping[str, Any]) -> str | None:
-        """Return why a replay cannot take these lengths; None if it can."""
+        """Return why a replay does not support these lengths; None if it does."""
         lens: list[int] = torch.as_tensor(values["kv_lens_host"]).tolist()
-        if len(list(fitting(slice(0, len(lens)), lens, self.block_size, self.blocks))) > 1:
+        if len(list(launch_runs(slice(0, len(lens)), lens, self.block_size, self.blocks))) > 1:
             return (
-                f"its attention was captured over {self.blocks} blocks, and the {len(lens)} sequences, which share "
-                "some, have more if those are counted for each"
+                f"its attention was captured over {self.blocks} blocks, and the {len(lens)} sequences have more "
+                "blocks, counting shared blocks once for each sequence"
             )
         return None
 
 
 def updates_of(record: Any) -> dict[str, Update] | None:
-    """What an update gives a launch that torch_npu recorded: by the keys that it was captured with. None if unknown."""
+    """Return the updates of a launch that torch_npu recorded, by key; None if the operation is unknown."""
     name = record.op_cache_entry.__name__
     known = UPDATES.get(name)
     if known is None or not name.endswith(".out"):
@@ -95,9 +96,9 @@ def updates_of(record: Any) -> dict[str, Update] | None:
 
 
 def counts_blocks(operation: Any, record: Any) -> bool:
-    """Whether a captured launch is one of fused attention that counts the blocks of each sequence, shared or not.
+    """Return whether a captured launch is fused attention that sums blocks over its sequences, shared or not.
 
-    It does where a sequence has more than one query: in the layout TND, and in BSH with several rows.
+    It sums them where a sequence has more than one query: in the layout TND, and in BSH with several rows.
     """
     if operation.__name__.partition(".")[0] != FUSED:
         return False
@@ -106,5 +107,5 @@ def counts_blocks(operation: Any, record: Any) -> bool:
 
 
 def packed_lengths(record: Any) -> PackedLengths:
-    """Of a captured launch that counts blocks, as its record names its arguments."""
+    """Return the update of the key lengths for a captured launch that sums blocks over its sequences."""
     return PackedLengths(record.args[1].shape[0], record.kwargs["block_size"])

@@ -19,19 +19,19 @@ class NpuOptions:
     """Options of the NPU driver.
 
     Attributes:
-        device: the NPU's index, among those that the process sees.
+        device: the NPU's index among the devices visible to the process.
         emulator: ``on`` (or true, or 1) runs on an emulated NPU; ``force`` does so even where a real CANN is installed.
-        emulator_options: of the emulated machine: the fields of :class:`hal.backends.npu.emulator.Options`.
-        attention: what decodes: ``fused`` is npu_fused_infer_attention_score, ``atb`` is ATB's paged attention. Prefill
-            and sliding windows take the former always.
-        nz_weights: hold the weights of projections in FRACTAL_NZ, which matrix products read without reordering.
-        nz_cache: hold the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache``, which writes only
-            such, for models with a head dimension of 128, on A2 and A3. Off, because nobody has run it on hardware yet,
-            and CANN 8.5 does not have it.
-        max_streams: streams that graphs may take together; None takes what the generation has.
-        static_kernels: the compiler ``npugraph_ex`` has CANN compile the kernels anew for the shapes of each graph, and
-            keeps them in ``compilation.cache_dir``. That takes minutes, and CANN's op_compiler.
-        npugraph_ex: further options of torch_npu's for that compiler, such as ``{"pattern_fusion_pass": false}``.
+        emulator_options: the fields of :class:`hal.backends.npu.emulator.Options`.
+        attention: the decode kernel. ``fused`` is npu_fused_infer_attention_score, ``atb`` is ATB's paged attention.
+            Prefill and sliding windows always use ``fused``.
+        nz_weights: store the weights of projections in FRACTAL_NZ, which matrix products read without reordering.
+        nz_cache: store the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache`` that requires
+            this format. Supports a head dimension of 128 on A2 and A3. Off by default: the kernel is untested on
+            hardware, and CANN 8.5 lacks it.
+        max_streams: the limit on streams held by all graphs together; None is the generation's limit.
+        static_kernels: the compiler ``npugraph_ex`` has CANN compile kernels for the shapes of each graph, and keeps
+            them in ``compilation.cache_dir``. This takes minutes and requires CANN's op_compiler.
+        npugraph_ex: further torch_npu options for that compiler, such as ``{"pattern_fusion_pass": false}``.
     """
 
     device: int = attrs.field(default=0, validator=_at_least_0)

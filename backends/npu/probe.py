@@ -1,4 +1,4 @@
-"""Whether the driver can run here, found out without importing torch_npu or touching an NPU."""
+"""Detection of torch_npu, CANN and NPUs, without importing torch_npu or opening a device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DEVICES = Path("/dev")
 MANAGER = "davinci_manager"
 """The device file that CANN opens first; the NPUs themselves are davinci0, davinci1 and so on."""
 CONTAINER = "davinci0 and its like, davinci_manager, devmm_svm and hisi_hdc"
-INSTALL = "pip install torch-npu, in the release that fits the installed torch (torch-npu 2.13.0 for torch 2.13)"
-EMULATE = "or run on an emulated NPU: the option emulator, --emulate on the command line, or HAL_NPU_EMULATOR=1"
+INSTALL = "pip install torch-npu, in the release that matches the installed torch (torch-npu 2.13.0 for torch 2.13)"
+EMULATE = "or run on an emulated NPU: set the driver option emulator, pass --emulate, or set HAL_NPU_EMULATOR=1"
 
 FindSpec = Callable[[str], Any]
 
@@ -27,7 +27,7 @@ def probe(
     find_spec: FindSpec = importlib.util.find_spec,
     access: Callable[[Path, int], bool] = os.access,
 ) -> Probe:
-    """What is there of torch_npu, CANN, an NPU, and the permission to use it; the first that is missing is named."""
+    """Check for torch_npu, CANN, an NPU and access to it, in this order; report the first that is missing."""
     from .emulator.activation import is_active, real_cann
 
     if find_spec("torch_npu") is None:
@@ -37,15 +37,15 @@ def probe(
     if next(real_cann(environ), None) is None:
         return Probe(
             False,
-            "torch_npu is installed, but no CANN: nothing leads to a libascendcl.so",
+            "torch_npu is installed, but no CANN: libascendcl.so was not found",
             f"install CANN and source its set_env.sh; {EMULATE}",
         )
     npus = sorted(each for each in devices.glob("davinci[0-9]*") if each.name[7:].isdigit())
     if not npus:
         return Probe(
             False,
-            f"CANN is installed, but there is no NPU: no {devices}/davinci0",
-            f"install the Ascend driver, and in a container pass the devices in ({CONTAINER}); {EMULATE}",
+            f"CANN is installed, but no NPU was found: {devices}/davinci0 does not exist",
+            f"install the Ascend driver; in a container, pass the devices {CONTAINER}; {EMULATE}",
         )
     usable = [each for each in npus if access(each, os.R_OK | os.W_OK)]
     manager = devices / MANAGER
@@ -56,7 +56,7 @@ def probe(
         return Probe(
             False,
             f"no permission to use {closed[0]}",
-            f"add the user to the group that owns it (HwHiAiUser), or run as one who may; {EMULATE}",
+            f"add the user to the group that owns it (HwHiAiUser); {EMULATE}",
         )
     return Probe(True, f"CANN and {len(usable)} {'NPU' if len(usable) == 1 else 'NPUs'}")
 
@@ -64,11 +64,11 @@ def probe(
 def probe_emulated(
     find_spec: FindSpec = importlib.util.find_spec, which: Callable[[str], str | None] = shutil.which
 ) -> Probe:
-    """Whether an emulated NPU can be expected to open."""
+    """Check for the prerequisites of an emulated NPU."""
     from .emulator.activation import is_active
 
     if find_spec("torch_npu") is None:
-        return Probe(False, "torch_npu is not installed, which the emulated NPU runs under", INSTALL)
+        return Probe(False, "torch_npu is not installed, and the emulated NPU requires it", INSTALL)
     if not is_active() and which("g++") is None:
-        return Probe(False, "there is no g++, which compiles the emulated CANN", "install g++, 11 or later")
+        return Probe(False, "the emulated CANN requires g++, which is not on the PATH", "install g++ 11 or later")
     return Probe(True, "an emulated NPU")

@@ -1,4 +1,4 @@
-"""The generations of Ascend NPUs that the driver knows, and what each takes."""
+"""The supported generations of Ascend NPUs, and their limits."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from hal.device.limits import Limits
 from hal.errors import DriverUnavailable
 
 BLOCK_SIZES = (128, 256, 384, 512)
-"""Tokens per block of a cache that attention takes for prefill and decode alike."""
+"""Cache block sizes, in tokens, that attention accepts for both prefill and decode."""
 HEAD_DIMS = tuple(range(16, 513, 16))
 CAPTURE_SIZES = (1, 2, 4, 8, 12, *range(16, 65, 8))
 RESERVED_STREAMS = 128
-"""Of the device's 2,048: torch_npu's pools, its update stream and communication take some."""
+"""Of the device's 2,048 streams, left for torch_npu's pools, its update stream and communication."""
 
 
 @attrs.frozen
 class Generation:
-    """What the NPUs of one generation have in common.
+    """One generation of NPUs.
 
     Attributes:
-        name: as people call it.
-        prefix: how the names of its SoCs begin, as torch_npu reports them; a number follows.
-        dtypes: that attention computes in.
-        atb: whether ATB's operations run on it.
-        graphs: whether it captures graphs.
-        nz_cache: whether it has the kernel that writes a cache in FRACTAL_NZ.
+        name: the common name.
+        prefix: the prefix of its SoC names, as torch_npu reports them; a number follows.
+        dtypes: the dtypes that attention supports.
+        atb: whether ATB's operations are available.
+        graphs: whether graphs can be captured.
+        nz_cache: whether a kernel that writes a cache in FRACTAL_NZ is available.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Generation:
     nz_cache: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
-        """What a backend on it can take."""
+        """Return the limits of a backend on this generation."""
         return Limits(
             dtypes=self.dtypes,
             block_sizes=BLOCK_SIZES,
@@ -56,14 +56,14 @@ GENERATIONS = (
 
 
 def generation_of(soc: str) -> Generation:
-    """The generation of a SoC by its name, such as Ascend910B3.
+    """Return the generation of a SoC, such as Ascend910B3.
 
     Raises:
-        DriverUnavailable: it is none that the driver knows.
+        DriverUnavailable: no supported generation matches the name.
     """
     for each in GENERATIONS:
-        # Ascend910B by itself is older than the A2, whose SoCs are numbered.
+        # The A2's SoCs carry a number. Ascend910B without one is an older chip.
         if soc.startswith(each.prefix) and any(map(str.isdigit, soc.removeprefix(each.prefix))):
             return each
     known = ", ".join(f"{each.prefix}* ({each.name})" for each in GENERATIONS)
-    raise DriverUnavailable(f"the npu driver does not know the SoC {soc!r}", f"it knows {known}; use another backend")
+    raise DriverUnavailable(f"the npu driver does not know the SoC {soc!r}", f"use one of {known}, or another backend")

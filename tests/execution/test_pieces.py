@@ -378,7 +378,7 @@ class TestErrors:
             backend.activate()
             return backend
 
-        with pytest.raises(CaptureError, match=r"__float__ read a tensor's value during a capture, in reads at"):
+        with pytest.raises(CaptureError, match=r"__float__ reads a tensor's value during a capture, in reads at"):
             hal.Runner(Toy(), with_it())
         caplog.clear()
         runner = hal.Runner(Toy(), with_it(on_capture_error="eager"))

@@ -1,7 +1,7 @@
-// Attention of few queries over a paged cache: what a decode step needs.
+// Attention of decode steps over a paged cache.
 //
-// A key or value is read from memory once, for all query heads that share it. Scores stay in float32; the result is
-// rounded once.
+// A key or value is read from memory once, for all query heads that share it. Scores are float32; the result is rounded
+// once.
 #include <omp.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct Shape {
     int64_t query_stride, query_head_stride;  // in elements
     float scale;
     int causal;
-    int64_t window;  // more than any position for none
+    int64_t window;  // NO_WINDOW, which exceeds any position, for none
 };
 
 struct Span {
@@ -34,8 +34,8 @@ Span visible(const Shape& shape, const int32_t* starts, const int32_t* lengths, 
     return {sequence, begin, std::max(begin, end)};
 }
 
-constexpr int64_t kAhead = 8;  // rows: how far memory is asked for in advance
-constexpr int kBlock = 4;      // rows that are widened together, and then serve every head of a group from the cache
+constexpr int64_t kAhead = 8;  // prefetch distance in rows
+constexpr int kBlock = 4;      // rows widened together, then read by every head of a group from the CPU cache
 
 // dots[r] = left . rows[r]
 inline void dot(const float* left, const float* rows, int64_t dim, float* dots) {
@@ -58,13 +58,14 @@ inline void accumulate(float* __restrict sum, const float* rows, int64_t dim, co
 
 inline void softmax(float* line, int64_t count) {
     float largest = -std::numeric_limits<float>::infinity(), total = 0;
-    for (int64_t i = 0; i < count; i++) largest = line[i] < largest ? largest : line[i];  // so that a NaN stays
+    for (int64_t i = 0; i < count; i++) largest = line[i] < largest ? largest : line[i];  // this order keeps a NaN
     for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - largest);
     for (int64_t i = 0; i < count; i++) total += line[i];
     for (int64_t i = 0; i < count; i++) line[i] /= total;
 }
 
-// One query token over the key heads from `first` to `last`: the widened rows of each serve all heads that share it.
+// Attends with one query token over the key heads from `first` to `last`. All heads that share a key head read its
+// widened rows.
 template <class T>
 void attend(const Shape& shape, const Span& span, const T* query, const T* keys, const T* values, const int32_t* blocks,
             int64_t first, int64_t last, T* output, std::vector<float>& scratch) {
@@ -88,7 +89,7 @@ void attend(const Shape& shape, const Span& span, const T* query, const T* keys,
     for (int64_t head = 0; head < heads; head++)
         for (int64_t i = 0; i < dim; i++)
             wide[head * dim + i] = float(query[(first * group + head) * shape.query_head_stride + i]) * shape.scale;
-    // All heads of a row in turn, because they lie side by side: memory is read from one end to the other.
+    // The heads of a row are contiguous, so this order reads memory sequentially.
     for (int64_t index = 0; index < count; index += kBlock)
         for (int64_t head = 0; head < heads; head++) {
             if (head % group == 0) widen(keys, index, first + head / group);
@@ -110,7 +111,7 @@ template <class T>
 void attend_all(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
                 const int32_t* starts, const int32_t* lengths, T* output) {
     const int64_t group = shape.heads / shape.kv_heads;
-    // A thread takes a whole token if there are enough of them, else some of its key heads.
+    // A thread takes a whole token if there are enough tokens, otherwise some key heads of a token.
     const int64_t threads = omp_get_max_threads();
     const int64_t parts = std::min(shape.kv_heads, shape.tokens >= 4 * threads ? 1 : threads);
     const int64_t taken = (shape.kv_heads + parts - 1) / parts;
@@ -135,7 +136,7 @@ void attend_all(const Shape& shape, const T* query, const T* keys, const T* valu
 
 }  // namespace
 
-// Returns 0, or 1 + the index of a sequence whose length or blocks lie outside the block table or the cache.
+// Returns 0, or 1 + the index of a sequence whose length or blocks are outside the block table or the cache.
 extern "C" int64_t paged_attention(const void* query, const void* keys, const void* values, const int32_t* block_table,
                                    const int32_t* starts, const int32_t* lengths, void* output, int dtype,
                                    int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
@@ -158,7 +159,8 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
     return 0;
 }
 
-// Copies each token's key and value into its slot. Returns 0, or 1 + the index of a token whose slot the cache lacks.
+// Copies each token's key and value into its slot. Returns 0, or 1 + the index of a token whose slot is outside the
+// cache.
 extern "C" int64_t store_kv_cache(const char* key, const char* value, char* key_cache, char* value_cache,
                                   const int32_t* slots, int64_t tokens, int64_t num_slots, int64_t row_bytes,
                                   int64_t key_stride_bytes, int64_t value_stride_bytes) {

@@ -1,4 +1,4 @@
-"""Compile the C++ kernels with the system's compiler, once, and load them."""
+"""Compilation of the C++ kernels with the system's compiler, and their cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = Path(__file__).parent
 LIBRARY = "kernels.so"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared",
-    # What a compiler needs to vectorise sums. NaN and infinity keep their meaning.
+    # Required to vectorise sums. NaN and infinity are preserved.
     "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros",
 )  # fmt: skip
 
@@ -29,7 +29,7 @@ log = logging.getLogger("hal.cpu")
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library of kernels. Compile it if the cache does not hold it, which takes about 3 seconds.
+    """Load the library of kernels. If it is not cached, compile it, which takes about 3 seconds.
 
     Raises:
         DriverUnavailable: there is no C++ compiler, it failed, or the cache cannot be written.
@@ -44,11 +44,11 @@ def load() -> ctypes.CDLL:
         log.warning("%s: the C++ kernels are compiled at each start; %s", error.problem, error.remedy)
         with tempfile.TemporaryDirectory() as own:
             _compile(Path(own))
-            return ctypes.CDLL(str(Path(own) / LIBRARY))  # which stays when its file goes
+            return ctypes.CDLL(str(Path(own) / LIBRARY))  # stays loaded after its file is deleted
     except OSError as error:
         raise DriverUnavailable(
-            f"the C++ kernels of the cpu driver cannot be kept in {cache.folder}: {error}",
-            "set HAL_CACHE_DIR to a folder that can be written, or the driver's option native to false",
+            f"the C++ kernels of the cpu driver cannot be stored in {cache.folder}: {error}",
+            "set HAL_CACHE_DIR to a writable folder, or the driver's option native to false",
         ) from error
 
 
@@ -57,8 +57,8 @@ def _load(library: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise DriverUnavailable(
-            f"the C++ kernels of the cpu driver do not load from {library}: {error}",
-            f"remove {library.parent}, so that they are compiled again, or set the driver's option native to false",
+            f"the C++ kernels of the cpu driver cannot be loaded from {library}: {error}",
+            f"remove {library.parent} to compile them again, or set the driver's option native to false",
         ) from error
 
 
@@ -67,7 +67,7 @@ def _compiled(cache: CompileCache) -> Path:
     try:
         compiler = _compiler()
     except DriverUnavailable:
-        # What the compiler of another machine made, such as the one that built this container's image, serves too.
+        # A library from another machine's compiler will do, such as the one that built the container's image.
         if (found := cache.latest(f"{key}-")) is None:
             raise
         return found
@@ -75,7 +75,10 @@ def _compiled(cache: CompileCache) -> Path:
 
 
 def _sources_key() -> str:
-    """A hash of everything but the compiler that decides what is compiled: also the processor, by -march=native."""
+    """Return a hash of everything that determines the library except the compiler.
+
+    This includes the processor, because of -march=native.
+    """
     sources = (part for path in _sources("*.cpp", "*.h") for part in (path.name, path.read_bytes()))
     return content_key(*FLAGS, platform.machine(), _processor(), os.environ.get("CXX", ""), *sources)
 
@@ -93,7 +96,7 @@ def _sources(*patterns: str) -> list[Path]:
 
 
 def _compiler() -> list[str]:
-    """Return ``CXX``, which may have arguments, or else g++ or c++; the program as an absolute path."""
+    """Return ``CXX`` with its arguments, or g++ or c++; the program is an absolute path."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     candidates = [chosen] if chosen else [["g++"], ["c++"]]
     for program, *arguments in candidates:
@@ -101,19 +104,19 @@ def _compiler() -> list[str]:
             return [found, *arguments]
     names = " nor ".join(each[0] for each in candidates)
     raise DriverUnavailable(
-        f"the C++ kernels of the cpu driver need a compiler, and there is no {names}",
-        "install g++, set CXX to another, or set the driver's option native to false",
+        f"the C++ kernels of the cpu driver need a compiler, but there is no {names} on the PATH",
+        "install g++, set CXX to another compiler, or set the driver's option native to false",
     )
 
 
 def _compile(folder: Path) -> None:
-    """Write the library into a folder."""
+    """Compile the library into a folder."""
     compiler = _compiler()
-    log.info("compiling the C++ kernels of the cpu driver with %s, once", " ".join(compiler))
+    log.info("compiling the C++ kernels of the cpu driver with %s; the cache keeps them", " ".join(compiler))
     command = [*compiler, *FLAGS, *map(str, _sources("*.cpp")), "-o", str(folder / LIBRARY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DriverUnavailable(
             f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}",
-            "repair the compiler, choose another with CXX, or set the driver's option native to false",
+            "repair the compiler, set CXX to another compiler, or set the driver's option native to false",
         )

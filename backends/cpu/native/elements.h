@@ -1,4 +1,4 @@
-// The element types of tensors, read as float32 and rounded to nearest even when written.
+// The element types of tensors. They are read as float32 and rounded to nearest even when written.
 #pragma once
 
 #include <cmath>
@@ -24,13 +24,13 @@ struct bfloat16 {
 };
 using float16 = _Float16;
 
-// e**x to 2 units in the last place, 0 below e**-87 and infinity above e**88, in a form that compilers vectorise, which they do not do to the library's. The
-// polynomial is that of Cephes' expf.
+// e**x to 2 units in the last place, 0 below e**-87 and infinity above e**88. Compilers vectorise this form, unlike the
+// library's. The polynomial is that of Cephes' expf.
 inline float exponential(float argument) {
     float x = argument > 88.0f ? 88.0f : argument;
     x = x < -87.0f ? -87.0f : x;
     float power = std::floor(x * 1.44269504f + 0.5f);
-    float rest = std::fma(power, -0.693359375f, x);  // in two steps, which a compiler may not join
+    float rest = std::fma(power, -0.693359375f, x);  // two steps that a compiler must not merge
     rest = std::fma(power, 2.12194440e-4f, rest);
     float y = 1.9875691500e-4f;
     y = y * rest + 1.3981999507e-3f;
@@ -46,7 +46,7 @@ inline float exponential(float argument) {
     return argument < -87.0f ? 0.0f : y;
 }
 
-// What the bindings pass for a dtype.
+// The bindings' codes of dtypes.
 enum Dtype : int { kFloat32, kBFloat16, kFloat16 };
 
 // Runs `body(T{})` for the element type T of `dtype`.

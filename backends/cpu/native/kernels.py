@@ -1,8 +1,8 @@
-"""The C++ kernels as kernels of the operations.
+"""Python bindings of the C++ kernels.
 
-Each takes its operation's arguments and, beside them, ``out``: tensors to write in place of new ones, contiguous and of
-the right shapes. Shapes, dtypes and devices are checked here, for C++ would read past the end of what does not fit; an
-argument that C++ cannot read as it lies is copied first.
+Each takes its operation's arguments and ``out``: contiguous tensors of the right shapes to write instead of new ones.
+Shapes, dtypes and devices are checked here, because C++ would read out of bounds. An argument with strides that C++
+does not support is copied first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .. import kernels as by_torch
 from .build import load
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NO_WINDOW = 1 << 62  # tokens, more than any sequence has
+NO_WINDOW = 1 << 62  # tokens; longer than any sequence
 NATIVE = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
 
 
 def native_kernels() -> dict[str, Kernel]:
-    """By operation name; compiles the library if need be.
+    """Return the C++ kernels by operation, after compiling the library if necessary.
 
     Raises:
-        DriverUnavailable: it cannot be compiled.
+        DriverUnavailable: the library cannot be compiled.
     """
     library = _Library(load())
     return {name: getattr(library, name) for name in NATIVE}
@@ -53,7 +53,7 @@ class _Library:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-        """Reads x's rows where they lie, also as heads in a merged projection."""
+        """See :func:`hal.ops.rms_norm`. It reads strided rows of x in place, such as heads in a merged projection."""
         width = x.shape[-1]
         _require(weight.shape == (width,) and weight.dtype is x.dtype, "rms_norm", x, weight)
         x, (heads, outer, inner) = _rows(x)
@@ -68,7 +68,7 @@ class _Library:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sum and its norm in one pass."""
+        """See :func:`hal.ops.add_rms_norm`. It computes the sum and its norm in one pass."""
         width = x.shape[-1]
         alike = x.shape == residual.shape and x.dtype is residual.dtype is weight.dtype
         _require(alike and weight.shape == (width,), "add_rms_norm", x, residual, weight)
@@ -83,7 +83,7 @@ class _Library:
     def rotary_embedding(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Query and key in one call."""
+        """See :func:`hal.ops.rotary_embedding`. It rotates query and key in one call."""
         tokens, heads, head_dim = query.shape
         fits = key.shape[0] == tokens and key.shape[2] == head_dim and cos.shape == sin.shape == (tokens, head_dim)
         _require(fits and query.dtype is key.dtype is cos.dtype is sin.dtype, "rotary_embedding", query, key, cos, sin)
@@ -98,7 +98,7 @@ class _Library:
         return new
 
     def silu_and_mul(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """In float32, rounded once."""
+        """See :func:`hal.ops.silu_and_mul`. It computes in float32 and rounds once."""
         _require(x.shape[-1] % 2 == 0, "silu_and_mul", x)
         x = x.contiguous()
         width = x.shape[-1] // 2
@@ -109,7 +109,11 @@ class _Library:
     def store_kv_cache(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Whole rows, moved as bytes. A slot that the cache lacks is an error."""
+        """See :func:`hal.ops.store_kv_cache`. It copies rows as bytes.
+
+        Raises:
+            OperationError: a slot is outside the cache, or shapes or dtypes differ.
+        """
         row = key.shape[1] * key.shape[2]
         alike = key.shape == value.shape and key.dtype is value.dtype is key_cache.dtype is value_cache.dtype
         canonical = key_cache.shape[2:] == key.shape[1:] and key_cache.is_contiguous() and value_cache.is_contiguous()
@@ -146,7 +150,11 @@ class _Library:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Decode steps. What has more than a token for each sequence is matrix products, and torch's."""
+        """See :func:`hal.ops.paged_attention`. It runs decode steps; torch's kernel runs prefill.
+
+        Raises:
+            OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
+        """
         tokens, heads, head_dim = query.shape
         sequences, max_blocks = block_table.shape
         if tokens > sequences:
@@ -181,7 +189,7 @@ class _Library:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """x with unit stride in its last dimension, and how its rows lie: how many to a group, and two strides."""
+    """Return x with unit stride in its last dimension, and ``(rows per group, group stride, row stride)``."""
     if x.stride(-1) != 1 or x.dim() not in (2, 3):
         x = x.contiguous()
     if x.dim() == 3:
@@ -190,7 +198,7 @@ def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """``[tokens, heads, head_dim]`` with each token's heads one after another."""
+    """Return x ``[tokens, heads, head_dim]`` with each token's heads contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -199,7 +207,7 @@ def _integers(x: Tensor, name: str) -> Tensor:
         return x.contiguous()
     narrow = x.to(torch.int32)
     if not torch.equal(narrow.to(x.dtype), x):
-        raise OperationError(f"{name} is {x.dtype} with values that int32 does not hold", "check the batch")
+        raise OperationError(f"{name} is {x.dtype} with values out of the range of int32", f"check the batch's {name}")
     return narrow.contiguous()
 
 
@@ -211,7 +219,7 @@ def _require(fits: bool, operation: str, *tensors: Tensor, indices: tuple[Tensor
     if fits and tensors[0].dtype in DTYPES and all(tensor.is_cpu for tensor in (*tensors, *indices)):
         return
     found = ", ".join(
-        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + ("" if tensor.is_cpu else " on no CPU")
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + ("" if tensor.is_cpu else " not on the CPU")
         for tensor in (*tensors, *indices)
     )
     raise OperationError(

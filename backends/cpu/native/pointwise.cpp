@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements: below this, waking other threads costs more than they give
+constexpr int64_t kGrain = 1 << 15;  // elements; for fewer, starting threads costs more than it gains
 
 // Rows of `width` elements with unit stride; row (i, j) begins at i * outer + j * inner.
 struct Rows {

@@ -1,1 +1,1 @@
-"""FlashInfer's attention: kernels, and the plans that it makes on the host before each step."""
+"""FlashInfer's kernels, and the plans that its attention makes on the host before each step."""

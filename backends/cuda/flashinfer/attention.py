@@ -1,7 +1,7 @@
-"""Attention over the paged cache by FlashInfer, which plans a step on the host and then runs it for each layer.
+"""FlashInfer's attention over the paged cache, which plans a step on the host and then runs it for each layer.
 
-A plan is made from the lengths on the host and from the block table. Layers of one step share it; a graph has one of
-its own, in fixed memory, which is made anew before each replay.
+A plan depends on the lengths on the host and on the block table. The layers of a step share a plan. A graph has a
+separate plan in static memory, which is updated before each replay.
 
 Source: FlashInfer 0.6, ``flashinfer.decode`` and ``flashinfer.prefill``.
 """
@@ -20,27 +20,27 @@ from torch.nn import functional
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.batch import one_query_each
 
-from .plans import Arguments, GraphPlan, Plan, Shape, pages_of, taken
+from .plans import Arguments, GraphPlan, Plan, Shape, blocks_at, pages_of
 
 WORKSPACE = 384 << 20
-"""Bytes for partial results, which a graph has room for as if every sequence were long.
+"""Bytes for partial results. A graph needs room for the case that every sequence is long.
 
-A decode of 256 sequences with 64 heads of 128 elements, 8 of keys, takes 201 MB: more than the 128 MiB of FlashInfer's
-examples.
+A decode of 256 sequences with 64 query heads and 8 key heads of 128 elements takes 201 MB, which exceeds the 128 MiB of
+FlashInfer's examples.
 """
 
 
 class FlashInferAttention:
-    """``paged_attention`` by FlashInfer; what it does not take goes to another kernel.
+    """``paged_attention`` with FlashInfer, and with another kernel for arguments that FlashInfer does not support.
 
     Args:
         device: the GPU.
         otherwise: the other kernel.
-        in_graphs: whether graphs capture this kernel; if not, what ``otherwise`` has for them.
+        in_graphs: whether graphs capture this kernel instead of ``otherwise``.
 
     Attributes:
-        in_graphs: as given.
-        captured: what graphs capture if they do not capture this, or :meth:`for_graph` gives None.
+        in_graphs: the argument.
+        captured: the kernel that graphs capture if ``in_graphs`` is false, or :meth:`for_graph` returns None.
     """
 
     def __init__(self, device: torch.device, otherwise: Kernel, *, in_graphs: bool = True) -> None:
@@ -74,7 +74,7 @@ class FlashInferAttention:
             "query": query, "key_cache": key_cache, "scale": scale, "causal": causal, "sliding_window": sliding_window
         }  # fmt: skip
         shape, queried = Shape.of(arguments), int(query_start_loc_host[-1])
-        if not shape.taken or not queried:
+        if not shape.supported or not queried:
             return self._otherwise(  # type: ignore[no-any-return]
                 query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
                 kv_lens_host, scale, causal, sliding_window,
@@ -82,7 +82,7 @@ class FlashInferAttention:
         layer = key_cache.data_ptr()
         plan = self._plans.get(shape)
         if plan is None or not plan.serves(layer, block_table, query_start_loc_host, kv_lens_host):
-            with torch.inference_mode():  # which FlashInfer's buffers, made here, can be written under only
+            with torch.inference_mode():  # FlashInfer allocates buffers here that are writable only in this mode
                 run = self._plan(shape, query.shape[0], block_table, query_start_loc_host, kv_lens_host)
             plan = self._plans[shape] = Plan.of(run, block_table, query_start_loc_host, kv_lens_host)
         plan.layers.add(layer)
@@ -92,9 +92,9 @@ class FlashInferAttention:
 
     def _plan(self, shape: Shape, tokens: int, table: Tensor, starts: Tensor, lengths: Tensor) -> Callable[..., Tensor]:
         ends, places, last = pages_of(lengths, shape.block_size, table.shape[1])
-        indices = taken(table, places)
+        indices = blocks_at(table, places)
         sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
-        self._done.synchronize()  # FlashInfer stages every plan in the same memory of the host
+        self._done.synchronize()  # FlashInfer stages all plans in the same host memory
         if one_query_each(tokens, starts.tolist()):
             wrapper = self._wrapper(f"decode, tensor cores {shape.tensor_cores}", shape)
             wrapper.plan(ends, indices, last, *sizes, **shape.settings())
@@ -106,7 +106,7 @@ class FlashInferAttention:
         return run
 
     def _wrapper(self, kind: str, shape: Shape) -> Any:
-        if (kind, shape) not in self._wrappers:  # one a shape, as a model's layers may take two by turns
+        if (kind, shape) not in self._wrappers:  # one per shape, because a model's layers may alternate between two
             if kind == "prefill":
                 made = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
             else:
@@ -117,18 +117,18 @@ class FlashInferAttention:
         return self._wrappers[kind, shape]
 
     def release(self) -> None:
-        """Let go of the workspace, and of the block tables that plans were made for; both come again at a call."""
+        """Release the workspace and the block tables of plans. The next call allocates them again."""
         self._wrappers.clear()
         self._plans.clear()
         self.__dict__.pop("_workspace", None)
 
     def for_graph(self, arguments: Arguments) -> GraphPlan | None:
-        """What runs this call in a graph, and those of other layers that are like it; None if FlashInfer cannot.
+        """Return a plan that runs this call and similar calls of other layers in a graph; None if FlashInfer cannot.
 
-        It cannot if the call is a prefill, whose plan has a size that depends on the lengths. Must be called by another
-        thread than the one that captures: planning copies to the device.
+        FlashInfer cannot run a prefill in a graph, because the plan's size depends on the lengths. Call this on another
+        thread than the capturing one: planning copies to the device.
         """
         shape, starts = Shape.of(arguments), arguments["query_start_loc_host"].tolist()
-        if not shape.taken or not starts[-1] or not one_query_each(arguments["query"].shape[0], starts):
+        if not shape.supported or not starts[-1] or not one_query_each(arguments["query"].shape[0], starts):
             return None
         return GraphPlan(self._library, self._workspace, shape, arguments)

@@ -1,7 +1,7 @@
-"""FlashInfer's norms and activation. They take 16-bit types, in whole vectors; the rest goes to another kernel.
+"""FlashInfer's norms and activation. They support 16-bit types and whole vectors; another kernel runs other arguments.
 
-Two of its families are not used. Its rotary embedding takes positions and a table in float32, where the operation has
-the cosines and sines of each token. Its sampling draws by a generator of its own, where the operation's draw is
+Two families of FlashInfer are not used. Its rotary embedding takes positions and a float32 table, but the operation
+takes the cosines and sines of each token. Its sampling has its own random generator, but the operation's draw is
 reproducible.
 
 Source: FlashInfer 0.6, ``flashinfer.norm`` and ``flashinfer.activation``.
@@ -19,16 +19,16 @@ from hal.ops.kernels.kernel_table import Kernel
 
 HALVES = (torch.bfloat16, torch.float16)
 VECTOR = 16
-"""Bytes that a row must be a multiple of."""
+"""The size of a row must be a multiple of this many bytes."""
 
 
 def kernels(device: torch.device, otherwise: Mapping[str, Kernel], *, in_graphs: bool) -> dict[str, Kernel]:
-    """By operation.
+    """Return FlashInfer's kernels, by operation.
 
     Args:
         device: the GPU.
-        otherwise: by operation, what computes what FlashInfer does not take.
-        in_graphs: whether graphs capture FlashInfer's attention, too.
+        otherwise: kernels for arguments that FlashInfer does not support, by operation.
+        in_graphs: whether graphs capture FlashInfer's attention.
     """
     from .attention import FlashInferAttention
 
@@ -42,7 +42,7 @@ def kernels(device: torch.device, otherwise: Mapping[str, Kernel], *, in_graphs:
         return flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)  # type: ignore[no-any-return]
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See :func:`hal.ops.add_rms_norm`. FlashInfer writes over both arguments, so both are copied."""
+        """See :func:`hal.ops.add_rms_norm`. FlashInfer overwrites both arguments, so both are copied."""
         if not _takes(x) or not weight.is_contiguous():
             return plain_add(x, residual, weight, eps)  # type: ignore[no-any-return]
         width = x.shape[-1]

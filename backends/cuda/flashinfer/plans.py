@@ -1,4 +1,4 @@
-"""FlashInfer's plans for attention: what a step's layers share, made on the host from its lengths and its block table.
+"""FlashInfer's plans for attention, which the layers of a step share.
 
 Source: FlashInfer 0.6, ``flashinfer.decode`` and ``flashinfer.prefill``.
 """
@@ -17,14 +17,14 @@ from ..attention import HALVES
 
 HEAD_DIMS = (64, 128, 256)
 GROUPED = 4
-"""Query heads to a key head from which on a decode goes to the tensor cores."""
+"""Minimum number of query heads per key head for a decode on the tensor cores."""
 
 Arguments = Mapping[str, Any]
 
 
 @attrs.frozen
 class Shape:
-    """What a plan is made for, besides lengths and block table."""
+    """The parameters of a plan, except lengths and block table."""
 
     heads: int
     kv_heads: int
@@ -37,7 +37,7 @@ class Shape:
 
     @classmethod
     def of(cls, arguments: Arguments) -> Shape:
-        """That of a call."""
+        """Return the shape of a call."""
         query, (_, block_size, kv_heads, _) = arguments["query"], arguments["key_cache"].shape
         return cls(
             query.shape[1], kv_heads, query.shape[2], block_size, query.dtype, arguments["scale"], arguments["causal"],
@@ -45,13 +45,13 @@ class Shape:
         )  # fmt: skip
 
     @property
-    def taken(self) -> bool:
-        """Whether FlashInfer has a kernel for it."""
-        # Of windows it has the causal kind only.
+    def supported(self) -> bool:
+        """Whether FlashInfer has a kernel for the shape."""
+        # FlashInfer supports windows only for causal attention.
         return self.head_dim in HEAD_DIMS and self.dtype in HALVES and (self.causal or self.window is None)
 
     def settings(self) -> dict[str, Any]:
-        """What both kinds of plan take by name."""
+        """Return the keyword arguments of FlashInfer's plan methods, for decode and prefill."""
         window_left = -1 if self.window is None else self.window - 1
         return {
             "sm_scale": self.scale, "window_left": window_left, "q_data_type": self.dtype, "kv_data_type": self.dtype
@@ -59,22 +59,21 @@ class Shape:
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether decodes go to them."""
+        """Whether decodes use the tensor cores."""
         return self.heads // self.kv_heads >= GROUPED
 
 
 def pages_of(lengths: Tensor, block_size: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a plan finds the blocks of each sequence: on the host, from its lengths.
+    """Return the positions of the sequences' blocks in the block table, computed on the host.
 
     Args:
         lengths: ``[sequences]``, int32, on the CPU.
         block_size: tokens per block.
-        columns: of the block table.
+        columns: columns of the block table.
 
     Returns:
-        Where each sequence's blocks begin in the list of all, ``[sequences + 1]``, int32; for each block in that list,
-        its place in the flattened block table, int64; and the tokens in each sequence's last block, int32, 0 if there
-        is none.
+        The offset of each sequence in the list of all blocks, ``[sequences + 1]``, int32; the index of each block in
+        the flattened block table, int64; and the number of tokens in each sequence's last block, int32.
     """
     counts = (lengths + (block_size - 1)) // block_size
     ends = functional.pad(counts.cumsum(0), (1, 0))
@@ -86,15 +85,15 @@ def pages_of(lengths: Tensor, block_size: int, columns: int) -> tuple[Tensor, Te
 
 @attrs.define
 class Plan:
-    """A plan, and what tells whether it serves a call: the layers of a step share it.
+    """The plan of a step, with the values it was made from.
 
     Attributes:
-        run: FlashInfer's function, planned.
+        run: FlashInfer's planned function.
         table: the block table.
-        version: how often the table had been written to, or None where torch does not count it.
-        starts: ``query_start_loc_host`` as it was.
-        lengths: ``kv_lens_host`` as it was.
-        layers: addresses of the caches that it served.
+        version: torch's version counter of the table; None for an inference tensor, which has none.
+        starts: a copy of ``query_start_loc_host``.
+        lengths: a copy of ``kv_lens_host``.
+        layers: the addresses of the caches of layers that have used the plan.
     """
 
     run: Callable[..., Tensor]
@@ -106,14 +105,14 @@ class Plan:
 
     @classmethod
     def of(cls, run: Callable[..., Tensor], table: Tensor, starts: Tensor, lengths: Tensor) -> Plan:
-        """That of a step."""
+        """Return the plan of a step."""
         return cls(run, table, _version(table), starts.clone(), lengths.clone())
 
     def serves(self, layer: int, table: Tensor, starts: Tensor, lengths: Tensor) -> bool:
-        """Whether the call is of the step that the plan was made for.
+        """Return whether the call belongs to the plan's step.
 
-        A layer that comes again begins another step. So does a change of what the host knows, or of the table where
-        torch counts writes to it: another model may come next, whose layers the plan has not served.
+        A layer that has used the plan before begins another step. So does a change of the lengths, or of the table's
+        version: the next call may come from another model.
         """
         return (
             layer not in self.layers
@@ -128,15 +127,15 @@ def _version(table: Tensor) -> int | None:
     return None if table.is_inference() else table._version
 
 
-def taken(table: Tensor, places: Tensor) -> Tensor:
-    """The entries of a block table at places that the host knows, without a wait for the GPU."""
+def blocks_at(table: Tensor, places: Tensor) -> Tensor:
+    """Return the entries of a block table at indices on the host, without waiting for the GPU."""
     return table.reshape(-1)[places.pin_memory().to(table.device, non_blocking=True)]
 
 
 class GraphPlan:
-    """A decode's attention in one graph: a plan in fixed memory, for all layers that agree in shape and tensors.
+    """The plan of a decode in a graph, in static memory, for all layers with the same shape and block table.
 
-    The workspace is for partial results only, which no run leaves to another, so that all share one.
+    Graphs share the workspace: it holds only partial results within a run.
     """
 
     def __init__(self, library: Any, workspace: Tensor, shape: Shape, arguments: Arguments) -> None:
@@ -155,23 +154,23 @@ class GraphPlan:
         self.update({"kv_lens_host": arguments["kv_lens_host"]})
 
     def serves(self, arguments: Arguments) -> bool:
-        """Whether it can run this call, too."""
+        """Return whether the plan can run a call."""
         table = arguments["block_table"]
         alike = Shape.of(arguments) == self.shape and arguments["query"].shape[0] == self.table.shape[0]
         return alike and table.data_ptr() == self.table.data_ptr() and table.shape == self.table.shape
 
     def run(self, arguments: Arguments) -> Tensor:
-        """The call."""
+        """Run a call."""
         caches = (arguments["key_cache"], arguments["value_cache"])
         attended: Tensor = self._wrapper.run(arguments["query"].contiguous(), caches)
         return attended
 
     def update(self, values: Mapping[str, Tensor]) -> None:
-        """Plan for the lengths ``kv_lens_host``, and for what the block table holds when the GPU comes to it."""
-        self._done.synchronize()  # as for plans without a graph
+        """Plan for the lengths ``kv_lens_host`` and the block table's contents at the time the GPU reads it."""
+        self._done.synchronize()  # FlashInfer stages all plans in the same host memory
         shape = self.shape
         ends, places, last = pages_of(values["kv_lens_host"], shape.block_size, self.table.shape[1])
-        indices = taken(self.table, places)
+        indices = blocks_at(self.table, places)
         self._wrapper.plan(
             ends, indices, last, shape.heads, shape.kv_heads, shape.head_dim, shape.block_size, **shape.settings()
         )

@@ -1,7 +1,7 @@
-"""Kernels in Triton for what torch and FlashInfer lack, one module a family of operations.
+"""Triton kernels for operations that torch and FlashInfer lack, one module per family of operations.
 
-Each is a function with its operation's arguments. Import this only where triton is installed: the driver does so late.
-With TRITON_INTERPRET=1 set before that, they run on CPU tensors, slowly, in Triton's interpreter.
+Importing this package requires triton, so the driver imports it when it is opened. If TRITON_INTERPRET=1 is set before,
+the kernels run on CPU tensors in Triton's interpreter, slowly.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,6 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "store_kv_cache": store_kv_cache,
     }
 )
-"""By operation name."""
+"""Triton kernels by operation."""
 
 __all__ = ["KERNELS"]

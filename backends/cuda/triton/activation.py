@@ -1,4 +1,4 @@
-"""SwiGLU's activation: alone, and before quantising."""
+"""SwiGLU's activation, with and without quantization."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """See :func:`hal.ops.silu_and_mul_quantize`. The product stays in float32 between."""
+    """See :func:`hal.ops.silu_and_mul_quantize`. The product stays in float32 until it is quantized."""
     require_quantizer("silu_and_mul_quantize", x, x.shape[-1] // 2, scale, offset)
     return _launch("silu_and_mul_quantize", x, torch.int8, scale, offset)
 
 
 def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.silu_and_mul_dynamic_quantize`. The product stays in float32 between."""
+    """See :func:`hal.ops.silu_and_mul_dynamic_quantize`. The product stays in float32 until it is quantized."""
     require(x.dim() >= 2, "silu_and_mul_dynamic_quantize", x)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     return _launch("silu_and_mul_dynamic_quantize", x, torch.int8, scales=scales), scales
@@ -58,7 +58,7 @@ def _launch(
     x, width = x.contiguous(), x.shape[-1] // 2
     result = torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
     count = result.numel() // max(width, 1)
-    # A row's own scale needs the whole row in one program.
+    # A dynamic scale requires the whole row in one program.
     block = triton.next_power_of_2(width) if scales is not None else min(triton.next_power_of_2(width), 1024)
     tile_rows = max(1024 // block, 1)
     _silu[triton.cdiv(count, tile_rows), triton.cdiv(width, block)](

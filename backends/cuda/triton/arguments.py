@@ -1,4 +1,4 @@
-"""What kernels need to know of tensors before they are launched: that they fit, and how their rows lie."""
+"""Checks and strides of tensors for a launch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def require(fits: bool, operation: str, *tensors: Tensor) -> None:
-    """Raise OperationError unless ``fits``, and unless the first of ``tensors`` is floating and all share a device.
+    """Check the arguments of a kernel, which would otherwise read out of bounds.
 
-    A kernel cannot tell where a tensor ends: what does not fit, it would read past its end.
+    Raises:
+        OperationError: ``fits`` is false, the first tensor is not floating-point, or the devices differ.
     """
     first = tensors[0]
     if fits and first.dtype in FLOATING and all(tensor.device == first.device for tensor in tensors):
@@ -24,16 +25,17 @@ def require(fits: bool, operation: str, *tensors: Tensor) -> None:
     )
     raise OperationError(
         f"{operation} was given {found}",
-        "give float32, bfloat16 or float16, on one device, of the shapes in the operation's documentation",
+        "give float32, bfloat16 or float16 tensors on one device, of the shapes in the operation's documentation",
     )
 
 
 def rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """``x`` with unit stride in its last dimension, copied if need be, and how its rows lie.
+    """Return ``x`` with unit stride in its last dimension, copied if necessary, and the strides of its rows.
+
+    With these strides, kernels read heads in a packed projection, ``[tokens, heads, head_dim]``, in place.
 
     Returns:
-        x; how many rows are a group; from one group to the next, in elements; from one row to the next. So heads in a
-        packed projection, ``[tokens, heads, head_dim]``, are read where they are.
+        x; the number of rows per group; the stride between groups, in elements; the stride between rows.
     """
     if x.stride(-1) != 1 or x.dim() not in (2, 3):
         x = x.contiguous()
@@ -43,10 +45,10 @@ def rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """``x``, copied if the elements of its last dimension are not neighbours."""
+    """Return ``x``, copied if the stride of its last dimension is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def warps(elements: int) -> int:
-    """How many warps share a tile of ``elements``: 16 elements for each thread, up to 16 warps."""
+    """Return the number of warps for a tile of ``elements``: 16 elements per thread, up to 16 warps."""
     return min(max(elements // 512, 1), 16)

@@ -1,9 +1,9 @@
 """Attention over the paged cache, for decode and prefill alike.
 
-A program takes some queries of one sequence, and of their heads those that share a key head, so that the head's keys
-are read once for all of them. Which sequence it is, and how long, is read on the device, and grids depend on shapes
-alone: a captured launch serves all lengths. Where there are too few programs to fill the device, each sequence's keys
-are split among several, and a second kernel adds up their parts.
+A program processes some queries of one sequence, for the query heads that share a key head, so that the keys are read
+once for all of them. Programs read the sequence and its length on the device, and grids depend only on shapes, so a
+captured launch serves all lengths. If the programs would not fill the device, each sequence's keys are split among
+several programs, and a second kernel combines their parts.
 
 Sources: Dao, *FlashAttention-2*, 2023; Dao et al., *Flash-Decoding for long-context inference*, 2023.
 """
@@ -22,17 +22,17 @@ from torch import Tensor
 from .arguments import INTEGERS, require, unit_stride
 from .interpreter import bound, dot, rounded
 
-MOST_SPLITS = 64
-LEAST_KEYS = 256
-"""That a part of a split has, where a sequence fills its blocks."""
+MAX_SPLITS = 64
+MIN_SPLIT_KEYS = 256
+"""Minimum number of keys in a split, for a sequence that fills its blocks."""
 
 
 @triton.jit
 def _owner(block, query_start_loc, sequences, queries: tl.constexpr):
-    """The sequence of a block of queries: ``sequences`` for tokens past the last one.
+    """Return the sequence of a block of queries: ``sequences`` for padding tokens.
 
-    A sequence whose first token is ``start`` begins at block ``start // queries + its index``: that leaves room for all
-    its blocks, the last perhaps not full, whatever the lengths, within ``tokens // queries + sequences + 1``.
+    A sequence whose first token is ``start`` begins at block ``start // queries + its index``. For all lengths, this
+    leaves room for its blocks, of which the last may be partial, within ``tokens // queries + sequences + 1``.
     """
     owner = 0
     for first in range(1, bound(sequences + 1), 128):
@@ -51,7 +51,7 @@ def _attend(
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
     causal: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``result``; or where ``sums`` is given, a part of it: weighted sums of values, largest score, weights."""
+    """Write ``result``; or if ``sums`` is given, a part: weighted sums of values, the largest score, the weights."""
     group: tl.constexpr = num_heads // num_kv_heads
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = _owner(block, query_start_loc, sequences, queries)
@@ -62,7 +62,7 @@ def _attend(
     if first >= end:
         return
 
-    # Row by row, the heads of the first query, then those of the next.
+    # Rows are the heads of the first query, then those of the next.
     row = tl.arange(0, rows)
     token = first + row // group
     head = kv_head * group + row % group
@@ -73,7 +73,7 @@ def _attend(
     at = query + token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + column[None, :]
     q = tl.load(at, mask=taken, other=0.0)
 
-    # The keys that any of the queries sees, and of these the split's share.
+    # The keys visible to any of the queries, and the split's share of them.
     low, high = 0, length
     if causal:
         high = tl.minimum(length, tl.minimum(first + queries, end) + (length - end))
@@ -105,18 +105,18 @@ def _attend(
             seen = seen & (slot[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         better = tl.maximum(best, tl.max(scores, 1))
-        # A row that has seen no key yet: infinity less infinity would be NaN.
+        # For a row without keys so far, infinity minus infinity would be NaN.
         base = tl.where(better == float("-inf"), 0.0, better)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(best - base)
-        # As flash attention does, weights are rounded to the values' dtype for the product; their sum is not.
+        # As in flash attention, weights are rounded to the values' dtype for the product, but not for their sum.
         v = tl.load(value_cache + cached, mask=there, other=0.0)
         summed = summed * kept[:, None] + dot(rounded(weights, v.dtype), v)
         total = total * kept + tl.sum(weights, 1)
         best = better
 
-    # An empty sequence gives zeros. Elsewhere a row without weights has minus infinity for the score of each key that
-    # it sees, its own at least. That has no mean, which 0 / 0 says: what went wrong before must not be hidden.
+    # An empty sequence gives zeros. In other sequences, a row without weights has a score of minus infinity for every
+    # visible key. It becomes 0 / 0 = NaN, so that an earlier error is not hidden.
     total = tl.where(high > 0, total, 1.0)
 
     out_row = token.to(tl.int64) * num_heads + head
@@ -129,13 +129,13 @@ def _attend(
         part = out_row * splits + split
         tl.store(bests + part, tl.where(high > 0, best, 0.0), mask=real)
         tl.store(totals + part, total, mask=real)
-        # Of a part that saw no key nothing is read.
+        # _combine reads nothing of a part without keys.
         tl.store(sums + part[:, None] * head_dim + column[None, :], summed, mask=taken & (total != 0.0)[:, None])
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine(sums, bests, totals, result, splits, head_dim: tl.constexpr, most: tl.constexpr, width: tl.constexpr):
-    """Add up the parts of one head of one token, always in the same order."""
+    """Combine the parts of one head of one token, always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, most), tl.arange(0, width)
     part = row * splits + split
@@ -153,14 +153,14 @@ def _combine(sums, bests, totals, result, splits, head_dim: tl.constexpr, most: 
 
 @attrs.frozen
 class Tiles:
-    """How the work is cut.
+    """Tile sizes and launch parameters.
 
     Attributes:
-        queries: tokens that a program takes.
-        rows: a power of two, at least 16, for the tensor cores: heads of all queries that share a key head.
-        keys: that are loaded at once, likewise.
-        warps: of a program.
-        stages: how far loads run ahead.
+        queries: tokens per program.
+        rows: query heads times queries of a program; a power of two of at least 16, for the tensor cores.
+        keys: keys per iteration; a power of two of at least 16.
+        warps: warps per program.
+        stages: pipeline stages of loads.
     """
 
     queries: int
@@ -171,17 +171,17 @@ class Tiles:
 
 
 def tiles(tokens: int, sequences: int, group: int, width: int, itemsize: int) -> Tiles:
-    """By shapes alone: one query for each program where no more tokens than sequences are given, which is a decode.
+    """Return the tiles for given shapes. A decode, with at most one token per sequence, has one query per program.
 
     Args:
-        tokens: new ones, of all sequences.
-        sequences: in the batch.
-        group: query heads that share a key head.
-        width: of a head, padded to a power of two.
-        itemsize: bytes of an element.
+        tokens: new tokens of all sequences.
+        sequences: sequences in the batch.
+        group: query heads per key head.
+        width: the head dimension, padded to a power of two.
+        itemsize: bytes per element.
     """
-    # Compiled for sm_80 and sm_90, no registers spill with these, for heads of 64, 128 or 256 elements of 16 bits.
-    # Float32 is multiplied without tensor cores, which takes more registers. None of it has been tuned on a GPU.
+    # Compiled for sm_80 and sm_90, these spill no registers for heads of 64, 128 or 256 elements of 16 bits. Float32
+    # products do not use tensor cores and take more registers. The sizes have not been tuned on a GPU.
     if itemsize > 2:
         keys, most, warps, stages = 16, 32, 8, 2
     elif width > 128:
@@ -196,19 +196,19 @@ def tiles(tokens: int, sequences: int, group: int, width: int, itemsize: int) ->
 
 
 def splits(programs: int, keys: int, processors: int) -> int:
-    """Among how many programs each sequence's keys are split, by shapes alone.
+    """Return the number of programs among which each sequence's keys are split.
 
     Args:
-        programs: without a split.
-        keys: the most that a query can see.
-        processors: of the device, which two programs each would fill.
+        programs: the number of programs without a split.
+        keys: the maximum number of keys visible to a query.
+        processors: the device's multiprocessors; two programs fill one.
     """
-    return max(1, min(2 * processors // max(programs, 1), keys // LEAST_KEYS, MOST_SPLITS))
+    return max(1, min(2 * processors // max(programs, 1), keys // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    # Of a CPU, which only the interpreter runs on, a number that makes it split as a GPU would.
+    # On a CPU, for the interpreter, a number that causes splits as on a GPU.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 64
 
 
@@ -225,7 +225,7 @@ def paged_attention(
     causal: bool,
     sliding_window: int | None,
 ) -> Tensor:
-    """See :func:`hal.ops.paged_attention`. Lengths are read on the device; those on the host are not looked at."""
+    """See :func:`hal.ops.paged_attention`. It reads lengths on the device and ignores those on the host."""
     tokens, num_heads, _ = query.shape
     sequences, max_blocks = block_table.shape
     capacity = max_blocks * key_cache.shape[1]
@@ -242,7 +242,7 @@ def paged_attention(
 
 
 def blocks(tokens: int, sequences: int, queries: int) -> int:
-    """Blocks of queries, some perhaps empty, that serve any lengths which add up to ``tokens``. See :func:`_owner`."""
+    """Return the number of query blocks for any lengths with sum ``tokens``; some may be empty. See :func:`_owner`."""
     return tokens if queries == 1 else tokens // queries + sequences + 1
 
 
@@ -259,7 +259,7 @@ def attend(
     chosen: Tiles,
     parts: int,
 ) -> Tensor:
-    """:func:`paged_attention`, cut as the last two arguments say: any cut gives the result, at some speed."""
+    """Run :func:`paged_attention` with given tiles and splits, which affect only the speed."""
     tokens, num_heads, head_dim = query.shape
     sequences, num_kv_heads = block_table.shape[0], key_cache.shape[2]
     _require(query, key_cache, value_cache, block_table, query_start_loc, kv_lens)

@@ -1,4 +1,4 @@
-"""Writing the paged KV cache."""
+"""Kernels that write the paged KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _store(
 
 
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See :func:`hal.ops.store_kv_cache`. Heads in a packed projection are read where they are."""
+    """See :func:`hal.ops.store_kv_cache`. It reads heads in a packed projection in place."""
     require_cache("store_kv_cache", key, key_cache, value_cache, slot_mapping)
     require(value.shape == key.shape and value.dtype is key.dtype, "store_kv_cache", key, value)
     tokens, num_heads, head_dim = key.shape
@@ -37,7 +37,11 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 
 
 def require_cache(operation: str, key: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Raise unless the caches are canonical and made for ``key``, ``[tokens, num_kv_heads, head_dim]``."""
+    """Check that the caches are canonical and match ``key``, ``[tokens, num_kv_heads, head_dim]``.
+
+    Raises:
+        OperationError: they do not.
+    """
     fits = key.dim() == 3 and key_cache.dim() == 4 and key_cache.shape[2:] == key.shape[1:]
     fits = fits and value_cache.shape == key_cache.shape and key_cache.dtype is value_cache.dtype is key.dtype
     fits = fits and key_cache.is_contiguous() and value_cache.is_contiguous()

@@ -1,18 +1,18 @@
-"""What differs under Triton's interpreter, so that elsewhere kernels read as they compile.
+"""Helpers that differ in Triton's interpreter, which computes with numpy.
 
-It computes with numpy, which has no bfloat16: values of it are held as bit patterns. Tried with Triton 3.6.
+numpy has no bfloat16, so the interpreter holds such values as bit patterns. Tested with Triton 3.6.
 """
 
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether kernels run in the interpreter: whether TRITON_INTERPRET was set before this was imported."""
+"""Whether kernels run in the interpreter: TRITON_INTERPRET was set before this module was imported."""
 
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
-    """float32 to ``dtype``, to nearest, half to even. The interpreter would cut off bfloat16's missing bits."""
+    """Round float32 to ``dtype``, to nearest even. The interpreter would truncate to bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -22,16 +22,16 @@ def rounded(values, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """The matrix product, in float32. The interpreter would multiply bfloat16's bit patterns."""
+    """Return the matrix product in float32. The interpreter would multiply the bit patterns of bfloat16."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    # Of float32 all digits count; by default they would be cut to TF32's.
+    # Full float32 precision; the default is TF32.
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def bound(scalar):
-    """A loop's bound. The interpreter has scalars in arrays of one element, which numpy 2.4 takes for no integer."""
+    """Return a loop bound as an integer. numpy 2.4 does not convert the interpreter's one-element arrays."""
     if INTERPRETED:
         return tl.cast(scalar, tl.int32).handle.data.item()
     return scalar

@@ -1,4 +1,4 @@
-"""Root-mean-square norms: alone, after a residual, and before quantising."""
+"""Root-mean-square norms, with and without residual addition and quantization."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _norm(
     if scale is None and scales is None:
         tl.store(normed + at, rounded(values, normed.dtype.element_ty), mask=mask)
     else:
-        # A row past the end is all zeros, so its scale is 0 and nothing divides by it.
+        # A row past the end is all zeros, so its scale is 0, by which nothing is divided.
         store_quantized(values, normed + at, mask, scale, offset, scales, row, row < count)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See :func:`hal.ops.rms_norm`. Heads in a packed projection are read where they are."""
+    """See :func:`hal.ops.rms_norm`. It reads heads in a packed projection in place."""
     _require("rms_norm", x, weight)
     x, per_group, group_stride, row_stride = rows(x)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -58,7 +58,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.add_rms_norm_quantize`. The norm stays in float32 between."""
+    """See :func:`hal.ops.add_rms_norm_quantize`. The norm stays in float32 until it is quantized."""
     _require("add_rms_norm_quantize", x, weight, residual)
     require_quantizer("add_rms_norm_quantize", x, x.shape[-1], scale, offset)
     hidden, quantized = _empty(x), _empty(x, torch.int8)
@@ -69,7 +69,7 @@ def add_rms_norm_quantize(
 def add_rms_norm_dynamic_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`hal.ops.add_rms_norm_dynamic_quantize`. The norm stays in float32 between."""
+    """See :func:`hal.ops.add_rms_norm_dynamic_quantize`. The norm stays in float32 until it is quantized."""
     _require("add_rms_norm_dynamic_quantize", x, weight, residual)
     hidden, quantized = _empty(x), _empty(x, torch.int8)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -124,5 +124,5 @@ def _require(operation: str, x: Tensor, weight: Tensor, residual: Tensor | None 
 
 
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous, whatever the strides of ``like``."""
+    """Return a contiguous tensor of the shape of ``like``."""
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)

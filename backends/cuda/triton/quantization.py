@@ -1,4 +1,4 @@
-"""To eight-bit integers; and the steps of it that kernels of other families end with."""
+"""Quantization to int8, and its device functions for kernels of other families."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .arguments import require, rows, warps
 
 @triton.jit
 def to_int8(values, divisor, offset):
-    """``clamp(round(values / divisor + offset))``, half to even, of float32."""
+    """Return ``clamp(round(values / divisor + offset))`` of float32 values, rounded half to even."""
     scaled = tl.div_rn(values, tl.zeros_like(values) + divisor) + offset
-    # Clamped first, which gives the same: both ends are integers. Then below 2**22, where float32 has no bits for
-    # less than 1 beside 1.5 * 2**23, so that the addition rounds.
+    # Clamping first gives the same result, because both bounds are integers. Adding 1.5 * 2**23 to values below 2**22
+    # then rounds them: float32 has no fraction bits at that magnitude.
     scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
     return ((scaled + 12582912.0) - 12582912.0).to(tl.int32).to(tl.int8)
 
 
 @triton.jit
 def row_scale(values):
-    """``max|values| / 127`` of each row of a tile, NaN where a row has one: a maximum alone would pass over it."""
+    """Return ``max|values| / 127`` of each row of a tile; NaN for a row with NaN, which a maximum would ignore."""
     largest = tl.max(tl.abs(values), 1)
     broken = tl.max((values != values).to(tl.int32), 1)
     return tl.div_rn(tl.where(broken > 0, float("nan"), largest), tl.zeros_like(largest) + 127.0)
@@ -30,7 +30,7 @@ def row_scale(values):
 
 @triton.jit
 def store_quantized(values, at, mask, scale, offset, scales, row, row_mask):
-    """Store a tile of float32 as int8: by ``scale`` and ``offset``, or where ``scales`` is given, by each row's own."""
+    """Store a float32 tile as int8 with ``scale`` and ``offset``; or with dynamic scales, stored to ``scales``."""
     if scales is not None:
         own = row_scale(values)
         tl.store(scales + row, own, mask=row_mask)
@@ -87,9 +87,12 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def require_quantizer(operation: str, x: Tensor, width: int, scale: Tensor, offset: Tensor | None) -> None:
-    """Raise unless ``scale`` and ``offset`` are what :func:`hal.ops.quantize` takes for rows of ``width``.
+    """Check that ``scale`` and ``offset`` are valid arguments of :func:`hal.ops.quantize` for rows of ``width``.
 
-    Kernels read the first value only, which all others equal.
+    Kernels read only the first value, because all values are equal.
+
+    Raises:
+        OperationError: they are not.
     """
     fits = scale.shape in ((1,), (width,)) and scale.dtype is torch.float32
     if offset is not None:

@@ -1,4 +1,4 @@
-"""Rotary positions: alone, and with what surrounds them in a layer (norms of heads before, the cache after)."""
+"""Rotary embedding, alone and fused with the norms of heads before it and the cache write after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _heads(
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
     heads: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads, ``heads`` at a time: first those of query, then of key, then, where it is given, of value."""
+    """Process a token's heads, ``heads`` at a time: those of query, then of key, then of value if it is given."""
     dtype: tl.constexpr = new_query.dtype.element_ty
     half: tl.constexpr = head_dim // 2
     query_tiles: tl.constexpr = (num_heads + heads - 1) // heads
@@ -31,7 +31,7 @@ def _heads(
         place = tl.load(slot_mapping + token).to(tl.int64)
 
     if tile < query_tiles + kv_tiles:
-        # Chosen by select, not by branch: the compiler still knows how pointers are aligned.
+        # Selects instead of branches, so that the compiler keeps the alignment of pointers.
         of_query = tile < query_tiles
         head = tl.where(of_query, tile, tile - query_tiles) * heads + tl.arange(0, heads)[:, None]
         mask = (head < tl.where(of_query, num_heads, num_kv_heads)) & (column < half)
@@ -66,7 +66,7 @@ def _heads(
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.rotary_embedding`. Heads in a packed projection are read where they are."""
+    """See :func:`hal.ops.rotary_embedding`. It reads heads in a packed projection in place."""
     new_query, new_key = _empty(query), _empty(key)
     _launch("rotary_embedding", query, key, cos, sin, new_query, new_key)
     return new_query, new_key
@@ -103,7 +103,7 @@ def split_qkv_rmsnorm_rope_cache(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. Key and value go straight into their slots."""
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. It writes key and value directly to their slots."""
     operation = "split_qkv_rmsnorm_rope_cache"
     query, key, value = _split(operation, qkv, q_weight, num_heads, num_kv_heads)
     require_cache(operation, key, key_cache, value_cache, slot_mapping)
@@ -115,7 +115,7 @@ def split_qkv_rmsnorm_rope_cache(
 
 
 def _split(operation: str, qkv: Tensor, weight: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
-    """Views ``[tokens, heads, head_dim]`` of query, key and value."""
+    """Return views ``[tokens, heads, head_dim]`` of query, key and value."""
     counts, head_dim = (num_heads, num_kv_heads, num_kv_heads), weight.shape[0]
     require(qkv.dim() == 2 and qkv.shape[1] == sum(counts) * head_dim, operation, qkv, weight)
     heads = unit_stride(qkv).unflatten(1, (sum(counts), head_dim))
@@ -134,7 +134,12 @@ def _launch(
     norms: tuple[Tensor, Tensor, float] | tuple[None, None, float] = (None, None, 0.0),
     written: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None),
 ) -> None:
-    """``norms``: both weights and epsilon. ``written``: value, its cache and the slots, for new_key and it."""
+    """Launch the kernel.
+
+    Args:
+        norms: the weights of query's and key's norm, and epsilon.
+        written: value, its cache, and the slots of key and value.
+    """
     tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     (query_weight, key_weight, eps), (value, new_value, slots) = norms, written
@@ -161,5 +166,5 @@ def _launch(
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Contiguous, whatever the strides of ``like``."""
+    """Return a contiguous tensor of the shape of ``like``."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -1,8 +1,8 @@
-"""An emulated CANN, under which the unmodified torch_npu runs on a CPU.
+"""An emulated CANN, on which the unmodified torch_npu runs on a CPU.
 
-build.py keeps what ninja_build.py compiles from src/, symbols.py writes stubs that refuse what is not emulated,
-activation.py puts the libraries under torch_npu, tracing.py traces launches, control.py injects faults, command.py is
-``hal emulate``.
+ninja_build.py compiles src/, and build.py caches the libraries. symbols.py generates stubs for functions that are not
+emulated. activation.py makes torch_npu load the libraries, tracing.py traces launches, control.py injects faults, and
+command.py is ``hal emulate``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOME = {
     **dict.fromkeys(("Options", "activate", "activate_from_environment", "is_active"), ".activation"),
     **dict.fromkeys(("Operand", "Record", "Trace", "trace"), ".tracing"),
 }
-"""Modules of the names; the others are in control.py."""
+"""The modules that define the names; the other names are in control.py."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Putting the emulated CANN under torch_npu: in this process, and in those that it starts.
+"""Activation of the emulated CANN, in this process and its child processes.
 
-torch_npu's libraries name CANN's by SONAME. In this process ours are loaded first, so that the loader takes them; child
-processes find them through ``LD_LIBRARY_PATH``. Options reach the runtime, here and there, through the environment.
+torch_npu's libraries refer to CANN's by SONAME. This process loads the emulated ones first, so the loader uses them;
+child processes find them through ``LD_LIBRARY_PATH``. The runtime reads its options from the environment.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .build import LIBRARIES, MARK, build
 SWITCH = "HAL_NPU_EMULATOR"
 OPTIONS = "HAL_NPU_EMULATOR_OPTIONS"
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-"""Where a CANN says that it is installed."""
+"""Variables with the folder of an installed CANN."""
 RUNTIME = "libascendcl.so"
 
 
 Switch = Literal["off", "on", "force"]
-"""Whether to emulate: ``force`` does so even where a real CANN is installed."""
+"""Whether to emulate; ``force`` does so even if a real CANN is installed."""
 
 
 def _at_least_1(instance: Options, attribute: attrs.Attribute[Any], value: int | None) -> None:
@@ -40,17 +40,17 @@ def _at_least_1(instance: Options, attribute: attrs.Attribute[Any], value: int |
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What can be chosen about the emulated machine; None leaves the choice to the runtime.
+    """Options of the emulated machine; None is the runtime's default.
 
     Attributes:
-        devices: how many NPUs there are.
-        memory: bytes that each can allocate.
-        soc: the SoC's name, by which torch_npu chooses code paths, such as Ascend910B3 or Ascend910_9391.
-        version: CANN's, by which torch_npu chooses code paths too, such as 9.1.0.
-        streams: how many streams a device has, those that captured graphs hold included.
-        tasks: how many tasks the captured graphs of a device can hold.
-        stall: seconds for which a wait of the host may see nothing run, before it fails rather than lasts for ever.
-        seed: reorder whatever streams may reorder, in a way that the seed fixes; None is free-running streams.
+        devices: the number of NPUs.
+        memory: bytes of memory per NPU.
+        soc: the SoC's name, such as Ascend910B3 or Ascend910_9391. torch_npu chooses code paths by it.
+        version: CANN's version, such as 9.1.0. torch_npu chooses code paths by it.
+        streams: streams per device, including those of captured graphs.
+        tasks: the maximum number of tasks in the captured graphs of a device.
+        stall: seconds without any running work after which a wait of the host fails instead of hanging.
+        seed: the seed of a deterministic order in which streams run; None lets them run freely.
     """
 
     devices: int = attrs.field(default=1, validator=_at_least_1)
@@ -63,7 +63,7 @@ class Options:
     seed: int | None = None
 
     def to_json(self) -> str:
-        """What ``HAL_NPU_EMULATOR_OPTIONS`` holds: whatever is not None."""
+        """Return the value of ``HAL_NPU_EMULATOR_OPTIONS``: the options that are not None."""
         return json.dumps(attrs.asdict(self, filter=lambda _, value: value is not None))
 
 
@@ -71,21 +71,21 @@ _active: Options | None = None
 
 
 def activate(*, force: bool = False, **options: Any) -> None:
-    """Put the emulated CANN under torch_npu, in this process and those that it starts.
+    """Make torch_npu use the emulated CANN, in this process and its child processes.
 
     Call it before anything imports torch_npu. The first call on a machine compiles the emulated CANN, which takes about
     a minute. A second call with the same options does nothing.
 
     Args:
-        force: take the emulated CANN even though a real one is installed.
-        options: those of :class:`Options`, such as ``devices=2``.
+        force: use the emulated CANN even if a real one is installed.
+        options: fields of :class:`Options`, such as ``devices=2``.
 
     Raises:
-        ConfigError: there is no such option, or it cannot have that value.
-        DriverUnavailable: torch_npu or g++ is missing, torch_npu is another release than the emulated CANN serves, or
+        ConfigError: an option is unknown, or has an invalid value.
+        DriverUnavailable: torch_npu or g++ is missing, the emulated CANN does not support this release of torch_npu, or
             a real CANN is installed and ``force`` is not set.
-        DriverError: it is too late, because torch_npu has been imported or has failed to; the emulated CANN is active
-            with other options; or it does not compile.
+        DriverError: torch_npu's import has already been attempted, the emulated CANN is active with other options, or
+            it does not compile.
     """
     global _active
     chosen = read(Options, options, "emulator.activate")
@@ -94,8 +94,8 @@ def activate(*, force: bool = False, **options: Any) -> None:
     if _active is not None:
         if _active != chosen:
             raise DriverError(
-                f"the emulated CANN is active with {_active}, and was asked to be with {chosen}",
-                "one process has one emulated machine: activate it once, or in a process of its own",
+                f"the emulated CANN is active with {_active}, and cannot be activated with {chosen}",
+                "activate it once per process; use a separate process for other options",
             )
         return
     _refuse_if_late()
@@ -108,13 +108,16 @@ def activate(*, force: bool = False, **options: Any) -> None:
 
 
 def activate_from_environment() -> bool:
-    """Activate if ``HAL_NPU_EMULATOR`` is 1, with the options in ``HAL_NPU_EMULATOR_OPTIONS``.
+    """Activate if ``HAL_NPU_EMULATOR`` is set, with the options in ``HAL_NPU_EMULATOR_OPTIONS``.
 
-    Returns whether the emulated CANN is active. The variable is the driver's option: ``on`` and ``true`` are 1;
-    ``off``, ``false``, 0 and none leave torch_npu alone; and ``force`` activates even though a real CANN is installed.
+    The variable has the values of the driver's option ``emulator``: 1, ``on`` or ``true`` activate, and so does
+    ``force`` even if a real CANN is installed. 0, ``off``, ``false`` and the empty string do not.
+
+    Returns:
+        Whether the emulated CANN is active.
 
     Raises:
-        ConfigError: the variable has another value, or the options are wrong.
+        ConfigError: the variable has another value, or an option is invalid.
     """
     asked = read(_Asked, {"emulator": switch_of(environment_options("npu").get("emulator", "off"))}, "environment")
     if asked.emulator != "off" and not is_inherited():
@@ -128,23 +131,22 @@ class _Asked:
 
 
 def switch_of(value: Any) -> Any:
-    """A :data:`Switch` in the forms that it may be given in: true and false, 1 and 0, and nothing. Others stay."""
+    """Convert true, false, 1, 0 and the empty string to a :data:`Switch`; return other values unchanged."""
     if type(value) is int and value in (0, 1):
         value = bool(value)
     return {True: "on", False: "off", "": "off"}.get(value, value) if isinstance(value, (bool, str)) else value
 
 
 def is_active() -> bool:
-    """Whether torch_npu, imported in this process, runs on the emulated CANN, or does so already."""
+    """Return whether torch_npu uses the emulated CANN in this process, or would if it were imported."""
     return _active is not None or is_inherited()
 
 
 def is_inherited() -> bool:
-    """Whether ``hal emulate`` or a process that had called :func:`activate` started this one: the loader knows then.
+    """Return whether ``hal emulate`` or a process that had called :func:`activate` started this one.
 
-    The CANN that is loaded decides; before one is loaded, the first folder of ``LD_LIBRARY_PATH`` that has one does.
-    Libraries without a CANN may stand before ours there: Python packages with native libraries, such as opencv-python,
-    put theirs first when they are imported.
+    The loaded CANN decides; before one is loaded, the first folder of ``LD_LIBRARY_PATH`` with a CANN decides. Folders
+    without a CANN may precede it: Python packages with native libraries, such as opencv-python, prepend theirs.
     """
     if _active is not None:
         return False
@@ -156,16 +158,16 @@ def is_inherited() -> bool:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
-    """The options that ``HAL_NPU_EMULATOR_OPTIONS`` holds.
+    """Return the options in ``HAL_NPU_EMULATOR_OPTIONS``.
 
     Raises:
-        ConfigError: it is no JSON object, or has an unknown key or a wrong value.
+        ConfigError: it is not a JSON object, or has an unknown key or an invalid value.
     """
     return read(Options, parse_json(environ.get(OPTIONS) or "{}", OPTIONS), OPTIONS)
 
 
 def prepare(environ: MutableMapping[str, str], home: Path, options: Options) -> None:
-    """Make ``environ`` one under which a process finds the emulated CANN in ``home``, and its children after it."""
+    """Set ``environ`` so that a process and its children use the emulated CANN in ``home``."""
     paths = [each for each in environ.get("LD_LIBRARY_PATH", "").split(":") if each and not _is_ours(Path(each))]
     environ["LD_LIBRARY_PATH"] = ":".join([str(home / "lib64"), *paths])
     environ[SWITCH] = "1"
@@ -175,30 +177,30 @@ def prepare(environ: MutableMapping[str, str], home: Path, options: Options) -> 
 
 
 def preload(home: Path) -> None:
-    """Load the libraries, so that whoever asks for them by SONAME gets these."""
+    """Load the libraries, so that the loader uses them for later requests by SONAME."""
     for library in LIBRARIES:
         ctypes.CDLL(str(home / "lib64" / f"lib{library.name}.so"), mode=ctypes.RTLD_GLOBAL)
 
 
 def loaded() -> list[Path]:
-    """Where the libascendcl.so lies that this process has loaded, if it has."""
+    """Return the paths of each libascendcl.so that this process has loaded."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
     return sorted({Path(line.split(None, 5)[5]) for line in lines if line.endswith(f"/{RUNTIME}")})
 
 
 def refuse_real_cann(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`DriverUnavailable` where a real CANN is installed."""
+    """Raise :class:`DriverUnavailable` if a real CANN is installed."""
     found = next(real_cann(environ), None)
     if found is not None:
         raise DriverUnavailable(
-            f"a real CANN is installed here ({found}), and the emulated one would hide it",
-            f"run on the real one, or insist: emulator.activate(force=True), hal emulate --force, {SWITCH}=force",
+            f"a real CANN is installed ({found}), and the emulated one would hide it",
+            f"use the real one, or force it: emulator.activate(force=True), hal emulate --force, {SWITCH}=force",
         )
 
 
 def real_cann(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Every libascendcl.so that the environment or the loader's cache leads to, and that is not ours."""
+    """Return each libascendcl.so in the environment's folders or the loader's cache that is not emulated."""
     folders = [Path(environ[name]) / "lib64" for name in HOMES if environ.get(name)]
     folders += [Path(each) for each in environ.get("LD_LIBRARY_PATH", "").split(":") if each]
     cache = Path("/etc/ld.so.cache")
@@ -222,7 +224,7 @@ def _refuse_if_late() -> None:
     modules = [name for name, module in sys.modules.items() if module is not None]
     if any(name == "torch_npu" or name.startswith("torch_npu.") for name in modules):
         raise DriverError(
-            "torch_npu has already been imported, or has failed to: it cannot be imported a second time",
+            "torch_npu's import has already been attempted, and it cannot be imported a second time",
             "call emulator.activate() before anything imports torch_npu; `import torch` does so unless "
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0, or run the program with `hal emulate -- python ...`",
         )

@@ -1,11 +1,10 @@
-"""Compiles the emulated CANN with the system's g++, once.
+"""Compilation of the emulated CANN with the system's g++, with a cache.
 
-    python -m hal.backends.npu.emulator.build        # builds what changed, prints where it lies
+    python -m hal.backends.npu.emulator.build        # builds what changed, prints the folder
 
-Ninja compiles what changed, in a folder of the cache. The finished libraries are an entry of the cache, named by the
-hash of everything that they are made from: a process that has loaded them never sees them change. They name the folder
-of the torch that they were linked with, so each environment has its own, of the same objects. Two processes that build
-at once take turns.
+Ninja compiles changed sources in a folder of the cache. The libraries are a cache entry, keyed by the hash of all
+inputs, so loaded libraries never change. They contain the path of the torch that they are linked with, so each
+environment has its own libraries, from shared objects. Concurrent builds wait for each other.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from .ninja_build import Library, Recipe
 
 SOURCES = Path(__file__).parent / "src"
 TORCH_NPU = "2.13.0"
-"""The release whose interfaces the sources were written against."""
+"""The release whose interfaces the sources emulate."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=default", "-pthread")
 KEPT_SECONDS = 14 * 24 * 3600
-"""What nobody used for so long is swept from the cache."""
+"""Entries unused for this long are deleted from the cache."""
 LAYOUT = ("lib64", "opp", "runtime", "compiler")
-"""Where ASCEND_HOME_PATH leads, torch_npu looks whether these are there."""
+"""Folders that torch_npu requires in ASCEND_HOME_PATH."""
 MARK = "hal.emulated"
-"""A file beside our libraries, so that nobody takes them for an installed CANN."""
+"""A file next to the libraries that distinguishes them from an installed CANN."""
 
 
 LIBRARIES = (
@@ -51,7 +50,7 @@ LIBRARIES = (
 
 @attrs.frozen
 class Toolchain:
-    """What the build uses of this machine. Finding it checks it."""
+    """The installed packages that the build uses."""
 
     torch: Path
     torch_npu: Path
@@ -60,51 +59,51 @@ class Toolchain:
 
     @classmethod
     def find(cls, sources: Path = SOURCES) -> Toolchain:
-        """Find torch and torch_npu, importing neither.
+        """Find torch and torch_npu without importing them.
 
         Raises:
-            DriverUnavailable: torch_npu is not installed, or is another release than the one that is emulated.
+            DriverUnavailable: torch_npu is not installed, or is not the emulated release.
         """
         spec = importlib.util.find_spec("torch_npu")
         if spec is None or spec.origin is None:
             raise DriverUnavailable(
-                "the emulated CANN needs torch_npu, which is not installed", f"pip install torch-npu=={TORCH_NPU}"
+                "the emulated CANN requires torch_npu, which is not installed", f"pip install torch-npu=={TORCH_NPU}"
             )
         version = importlib.metadata.version("torch_npu")
         if version.partition("+")[0] != TORCH_NPU:
             raise DriverUnavailable(
-                f"the emulated CANN serves torch_npu {TORCH_NPU}; this is {version}, which may call other functions",
+                f"the emulated CANN supports torch_npu {TORCH_NPU}, and {version} is installed",
                 f"pip install torch-npu=={TORCH_NPU}",
             )
         torch = importlib.util.find_spec("torch")
         if torch is None or torch.origin is None:
-            raise DriverUnavailable("the emulated CANN needs torch, which is not installed", "pip install torch")
+            raise DriverUnavailable("the emulated CANN requires torch, which is not installed", "pip install torch")
         versions = f"torch {importlib.metadata.version('torch')}, torch_npu {version}"
         return cls(Path(torch.origin).parent, Path(spec.origin).parent, versions, sources)
 
 
 def compiler() -> str:
-    """The path of g++.
+    """Return the path of g++.
 
     Raises:
-        DriverUnavailable: there is none.
+        DriverUnavailable: g++ is not on the PATH.
     """
     found = shutil.which("g++")
     if found is None:
         raise DriverUnavailable(
-            "the emulated CANN is compiled on first use, and there is no g++ on the PATH",
+            "the emulated CANN is compiled on first use, but there is no g++ on the PATH",
             "install g++ 11 or later (Debian and Ubuntu: apt install g++)",
         )
     return found
 
 
 def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
-    """Build whatever is not in the cache, and return a folder laid out as an installed CANN is: libraries in lib64.
+    """Build the libraries if they are not cached; return a folder with the layout of an installed CANN.
 
     Raises:
-        DriverUnavailable: torch_npu, g++, ninja or nm is missing, torch_npu is not the release that is emulated, or the
-            cache cannot be written or another user may write in it.
-        DriverError: a source does not compile; the error shows what the compiler said.
+        DriverUnavailable: torch_npu, g++, ninja or nm is missing, torch_npu is not the emulated release, or the cache
+            cannot be written or is writable by another user.
+        DriverError: a source does not compile; the error contains the compiler's output.
     """
     tools = Toolchain.find(sources)
     kept = CompileCache(cache or cache_folder("emulator"), KEPT_SECONDS)
@@ -122,16 +121,15 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
         plan = Recipe(texts, sources, LIBRARIES, gxx, flags, tools.torch, tools.torch_npu)
         return kept.get_or_put(f"{key}-{made_by}", lambda folder: _make(plan, kept, work, folder))
     except ConfigError as error:
-        raise DriverUnavailable(f"the emulated CANN cannot be kept: {error.problem}", error.remedy) from error
+        raise DriverUnavailable(f"the emulated CANN cannot be stored: {error.problem}", error.remedy) from error
     except OSError as error:
         raise DriverUnavailable(
-            f"the emulated CANN cannot be kept in {kept.folder}: {error}",
-            "set HAL_CACHE_DIR to a folder that can be written",
+            f"the emulated CANN cannot be stored in {kept.folder}: {error}", "set HAL_CACHE_DIR to a writable folder"
         ) from error
 
 
 def _make(plan: Recipe, cache: CompileCache, work: str, folder: Path) -> None:
-    """Build in the cache's workspace, and copy the libraries into the folder of an entry."""
+    """Build in the cache's workspace, and copy the libraries to the folder of an entry."""
     for part in LAYOUT[1:]:
         (folder / part).mkdir(parents=True)
     for other in cache.folder.glob("build-*/pch/*.gch"):  # hundreds of megabytes each

@@ -1,6 +1,6 @@
-"""What is emulated, read from the sources. The documentation lists it, and a test compares it with what was built.
+"""The list of emulated operations, read from the sources, for the documentation. A test compares it with the build.
 
-An operation is emulated where a source says ``ACLNN(Name)``, or calls a macro of its own that does.
+A source defines an operation with ``ACLNN(Name)``, or with a local macro that expands to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEFINE = re.compile(r"^[ \t]*#define (\w+)\(([^)]*)\)(.*)$", re.MULTILINE)
 
 
 def families(sources: Path = SOURCES / "ops") -> dict[str, list[str]]:
-    """Names of aclnn functions by what the first comment of their source says."""
+    """Return the names of aclnn functions by the title of their source; see :func:`title_of`."""
     found: dict[str, list[str]] = {}
     for path in sorted(sources.glob("*.cpp")):
         text = path.read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def families(sources: Path = SOURCES / "ops") -> dict[str, list[str]]:
 
 
 def operations(text: str) -> Iterator[str]:
-    """What a source declares, its macros expanded."""
+    """Yield the operations that a source defines, after expanding its macros."""
     text = text.replace("\\\n", " ")
     macros = {name: (re.split(r"\s*,\s*", parameters), body) for name, parameters, body in DEFINE.findall(text)}
     text = DEFINE.sub("", text)
@@ -41,7 +41,7 @@ def operations(text: str) -> Iterator[str]:
 
 
 def arguments_of(text: str, at: int) -> tuple[list[str], int]:
-    """The arguments of a call whose parenthesis opens before ``at``, and where the call ends."""
+    """Return the arguments of a call whose parenthesis opens before ``at``, and the end of the call."""
     arguments, depth = [""], 1
     while depth:
         if literal := LITERAL.match(text, at):
@@ -59,7 +59,7 @@ def arguments_of(text: str, at: int) -> tuple[list[str], int]:
 
 
 def title_of(text: str) -> str:
-    """The first sentence of a source's first comment."""
+    """Return the first sentence of a source's first comment."""
     comment = re.match(r"(?:// .*\n)+", text)
     words = " ".join(line.removeprefix("// ") for line in comment[0].splitlines()) if comment else "Others"
     return re.split(r"(?<=[a-z0-9])[.:;] ", words)[0].rstrip(".")

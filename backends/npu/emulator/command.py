@@ -14,34 +14,34 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 
 
 class Bytes(click.ParamType[int]):
-    """A number of bytes, with a unit or without: 2000000, 512MiB, 8G."""
+    """A number of bytes with an optional unit: 2000000, 512MiB, 8G."""
 
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read it."""
+        """Parse the number."""
         found = re.fullmatch(r"(\d+)\s*([kmg]i?)?b?", str(value).strip().lower())
         if found is None:
-            self.fail(f"{value!r} is no number of bytes; write 2000000, 512MiB or 8GiB.", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes; write for example 2000000, 512MiB or 8GiB.", param, ctx)
         return int(found[1]) * UNITS[found[2] or ""]
 
 
 @click.command(short_help="Run PROGRAM on the emulated CANN.", context_settings={"allow_interspersed_args": False})
-@click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True, help="How many NPUs there are.")
-@click.option("--memory", type=Bytes(), help="What each can allocate, such as 8GiB.")
-@click.option("--soc", default="Ascend910B3", show_default=True, help="The SoC's name; torch_npu goes by it.")
-@click.option("--version", metavar="TEXT", help="CANN's; torch_npu goes by it too.")
-@click.option("--streams", type=click.IntRange(min=1), help="How many streams a device has, captured ones included.")
-@click.option("--tasks", type=click.IntRange(min=1), help="How many tasks a device's captured graphs can hold.")
-@click.option("--stall", type=click.IntRange(min=1), help="Seconds without work after which a waiting host gives up.")
-@click.option("--seed", type=int, help="Reorder whatever streams may reorder, as this seed says.")
-@click.option("--force", is_flag=True, help="Even though a real CANN is installed here.")
+@click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True, help="Number of NPUs.")
+@click.option("--memory", type=Bytes(), help="Memory of each NPU, such as 8GiB.")
+@click.option("--soc", default="Ascend910B3", show_default=True, help="SoC name that torch_npu sees.")
+@click.option("--version", metavar="TEXT", help="CANN version that torch_npu sees.")
+@click.option("--streams", type=click.IntRange(min=1), help="Streams per device, including those of captured graphs.")
+@click.option("--tasks", type=click.IntRange(min=1), help="Maximum tasks in a device's captured graphs.")
+@click.option("--stall", type=click.IntRange(min=1), help="Seconds without work after which a wait of the host fails.")
+@click.option("--seed", type=int, help="Seed of a deterministic order in which streams run.")
+@click.option("--force", is_flag=True, help="Run even if a real CANN is installed.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENT]...")
 def command(program: Sequence[str], force: bool, **options: Any) -> None:
-    """Run PROGRAM on the emulated CANN, with every process that it starts.
+    """Run PROGRAM and its child processes on the emulated CANN.
 
-    The program needs no change: whatever imports torch_npu, there or in a child process, computes on this CPU. The
-    first run on a machine compiles the emulated CANN, which takes about a minute and a g++.
+    The program needs no change: torch_npu computes on this CPU, also in child processes. The first run on a machine
+    compiles the emulated CANN, which takes about a minute and requires g++.
 
     \b
     hal emulate -- python script.py
@@ -57,7 +57,7 @@ def command(program: Sequence[str], force: bool, **options: Any) -> None:
         refuse_real_cann()
     path = shutil.which(program[0])
     if path is None:
-        raise click.UsageError(f"There is no program {program[0]!r} on the PATH.")
+        raise click.UsageError(f"The program {program[0]!r} is not on the PATH.")
     environ = dict(os.environ)
     prepare(environ, build(), chosen)
     os.execve(path, list(program), environ)

@@ -1,6 +1,6 @@
-"""What hardware cannot give: faults on demand, a schedule fixed by a seed, counts of handles.
+"""Controls that hardware lacks: faults on demand, deterministic schedules, counts of handles.
 
-All of it acts on the whole process. Activate the emulated CANN first.
+They act on the whole process, and require that the emulated CANN is active.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ LAUNCH_FAILED = 507000
 
 @attrs.frozen
 class Fault:
-    """A fault that is armed, or was: :attr:`struck` tells how often it struck."""
+    """A fault of a ``with`` block."""
 
     _struck: list[int]
 
     @property
     def struck(self) -> int:
-        """How often the fault struck; known after its block."""
+        """How often the fault struck; available after its block.
+
+        Raises:
+            DriverError: the block has not ended.
+        """
         if not self._struck:
-            raise DriverError("how often a fault struck is known after its block", "read `struck` behind the `with`")
+            raise DriverError("`struck` is available only after the fault's block", "read it after the `with` block")
         return self._struck[0]
 
 
 @contextlib.contextmanager
 def _armed(kind: str, kernel: str, first: int, count: int | None, code: int = 0, seconds: float = 0) -> Iterator[Fault]:
     if first < 1 or (count is not None and count < 1):
-        raise ValueError(f"faults are counted from 1 on: first={first}, count={count}")
+        raise ValueError(f"first and count must be at least 1, not first={first}, count={count}")
     library = native_library()
     number = library.hal_emulator_arm(kind.encode(), kernel.encode(), first, count or 0, code, round(seconds * 1000))
     fault = Fault([])
@@ -49,21 +53,21 @@ def _armed(kind: str, kernel: str, first: int, count: int | None, code: int = 0,
 
 
 class faults:  # noqa: N801  (a namespace: emulator.faults.allocation())
-    """Faults on demand, as context managers. ``first`` counts from 1; ``count`` None means every one from there on."""
+    """Context managers that inject faults. ``first`` counts from 1; a ``count`` of None has no limit."""
 
     @staticmethod
     def allocation(first: int = 1, count: int | None = None) -> contextlib.AbstractContextManager[Fault]:
-        """Allocations of device memory find none left. torch_npu frees its cache and tries again before it gives up."""
+        """Make allocations of device memory fail. torch_npu then frees its cache and retries once."""
         return _armed("malloc", "", first, count)
 
     @staticmethod
     def launch(
         kernel: str = "", first: int = 1, count: int | None = 1, code: int = LAUNCH_FAILED
     ) -> contextlib.AbstractContextManager[Fault]:
-        """Launches (of one kernel, or of any) are refused with ``code``.
+        """Make launches of one kernel, or of any, fail with ``code``.
 
-        torch_npu's queue thread stops for good at a refused launch, here as on hardware, and what follows is silently
-        left out. A process that shall go on needs ``TASK_QUEUE_ENABLE=0``.
+        As on hardware, torch_npu's queue thread stops at a failed launch, and silently drops all later launches. Set
+        ``TASK_QUEUE_ENABLE=0`` if the process continues afterwards.
         """
         return _armed("launch", kernel, first, count, code)
 
@@ -71,51 +75,51 @@ class faults:  # noqa: N801  (a namespace: emulator.faults.allocation())
     def execution(
         kernel: str = "", first: int = 1, count: int | None = 1, code: int = AICORE_EXCEPTION
     ) -> contextlib.AbstractContextManager[Fault]:
-        """Kernels are launched and fail while they run; the error surfaces when the host next waits."""
+        """Make kernels fail while they run. The host's next wait raises the error."""
         return _armed("execution", kernel, first, count, code)
 
     @staticmethod
     def hang(
         kernel: str = "", seconds: float = 1.0, first: int = 1, count: int | None = 1
     ) -> contextlib.AbstractContextManager[Fault]:
-        """Kernels hang until their time limit of ``seconds``, and fail then; they also end when the block does."""
+        """Make kernels hang for ``seconds``, or until the block ends, and then fail with a timeout."""
         return _armed("hang", kernel, first, count, seconds=seconds)
 
     @staticmethod
     def delay(
         kernel: str = "", seconds: float = 1.0, first: int = 1, count: int | None = 1
     ) -> contextlib.AbstractContextManager[Fault]:
-        """Kernels start ``seconds`` late, or when the block ends, and are right: their stream lags behind."""
+        """Delay kernels by ``seconds``, or until the block ends. Their results are correct."""
         return _armed("delay", kernel, first, count, seconds=seconds)
 
     @staticmethod
     def copy(
         first: int = 1, count: int | None = 1, code: int = AICORE_EXCEPTION
     ) -> contextlib.AbstractContextManager[Fault]:
-        """Copies fail with ``code`` while they run."""
+        """Make copies fail with ``code`` while they run."""
         return _armed("copy", "", first, count, code)
 
     @staticmethod
     def streams(first: int = 1, count: int | None = None) -> contextlib.AbstractContextManager[Fault]:
-        """The device has no stream left, for streams and for captures."""
+        """Make creation of streams and captures fail, as if the device had no stream left."""
         return _armed("stream", "", first, count)
 
 
 def seed(value: int | None) -> None:
-    """From here on, let a seed decide the order in which streams run; None lets them run freely again.
+    """Set the seed of the order in which streams run; None lets them run freely.
 
-    Under a seed nothing runs before a host thread waits, and then whatever may be reordered is. The same seed and the
-    same program give the same order, as long as no host thread issues work while another waits. The order holds from
-    this call on: call it again to repeat it.
+    With a seed, work runs only while a host thread waits, in a random order that the streams allow. The same seed and
+    program give the same order, provided that no host thread enqueues work while another waits. The order starts at
+    this call; call it again to repeat the order.
     """
     if value is not None and not 0 <= value < 1 << 64:
-        raise ValueError(f"a schedule seed lies in 0 .. 2**64 - 1, unlike {value}")
+        raise ValueError(f"a schedule seed must be from 0 to 2**64 - 1, not {value}")
     native_library().hal_emulator_seed(int(value is not None), value or 0)
 
 
 @contextlib.contextmanager
 def schedule(value: int) -> Iterator[None]:
-    """Run the block under a schedule seed; see :func:`seed`."""
+    """Run the block with a schedule seed; see :func:`seed`."""
     seed(value)
     try:
         yield
@@ -125,10 +129,13 @@ def schedule(value: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limits(*, streams: int | None = None, tasks: int | None = None, stall: int | None = None) -> Iterator[None]:
-    """For the block, give every device fewer streams, its captured graphs fewer tasks, the host's waits less patience.
+    """Change limits of every device for the block.
 
-    ``stall`` is in seconds, 30 to begin with: when nothing runs for as long while the host waits, because a stream
-    waits for an event that nobody records, the wait fails with 507046. Hardware would hang.
+    Args:
+        streams: streams per device.
+        tasks: the maximum number of tasks in captured graphs.
+        stall: seconds, 30 by default. If nothing runs for this time while the host waits, for example because a stream
+            waits for an event that is never recorded, the wait fails with 507046. Hardware would hang.
     """
     library = native_library()
     chosen = {
@@ -145,16 +152,16 @@ def limits(*, streams: int | None = None, tasks: int | None = None, stall: int |
 
 
 def live_handles() -> dict[str, int]:
-    """How many of each there are.
+    """Return the number of live handles of each kind.
 
-    Streams and events; graphs, task groups, the tasks in captured graphs and the streams that these hold ("captured");
-    and allocations of device memory and of pinned host memory.
+    The kinds are streams and events; graphs, task groups, tasks in captured graphs and the streams of captured graphs
+    ("captured"); and allocations of device memory and of pinned host memory.
     """
     return {name: native_library().hal_emulator_live(name.encode()) for name in HANDLES}
 
 
 def memory_in_use(device: int = 0) -> int:
-    """Bytes allocated on a device, torch_npu's caches included."""
+    """Return the bytes allocated on a device, including torch_npu's caches."""
     return int(native_library().hal_emulator_memory(device, 0))
 
 

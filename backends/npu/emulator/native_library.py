@@ -1,4 +1,4 @@
-"""The functions of the emulated CANN that real CANN does not have."""
+"""Bindings of the emulated CANN's functions that a real CANN lacks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hal.errors import DriverError
 
 @functools.cache
 def native_library() -> ctypes.CDLL:
-    """Return the emulated CANN, whose functions of its own the tests call.
+    """Return the emulated CANN's library, with signatures for its additional functions.
 
     Raises:
-        DriverError: it is not active in this process.
+        DriverError: the emulated CANN is not active in this process.
     """
-    # By its SONAME, which gives the one that is loaded. Real CANN has it too, but none of these functions.
+    # The SONAME resolves to the loaded library. A real CANN has the same SONAME, but lacks these functions.
     try:
         library = ctypes.CDLL("libascendcl.so")
         library.hal_emulator_trace  # noqa: B018

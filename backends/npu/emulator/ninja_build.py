@@ -1,8 +1,8 @@
-"""Builds the emulated CANN's libraries in a folder, with ninja: what changed since the last time, on all cores.
+"""Incremental build of the emulated CANN's libraries in a folder, with ninja.
 
-The folder holds copies of the sources, which are written only where their text changed. So a new checkout of the same
-sources compiles nothing, and checkouts share their objects. Links in the folder lead to torch and torch_npu, so that
-two environments with the same releases share the objects too; the libraries name the torch that they are linked with.
+The folder holds copies of the sources, which are written only if their text changes. So checkouts with the same sources
+share their objects. Symbolic links in the folder point to torch and torch_npu, so environments with the same releases
+share objects too. The libraries contain the path of the torch that they are linked with.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from ninja.ninja_syntax import Writer
 
 PRECOMPILED = "ops/op.h"
-"""Nearly all compile time goes into ATen's headers, which every operation includes through this one."""
+"""The header through which every operation includes ATen's headers, which take nearly all the compile time."""
 FEW = 5
-"""Up to so many commands are over in seconds, of which there is nothing to say."""
+"""Builds of at most this many commands take seconds, and print no message."""
 SHOWN_LINES = 30
 OWN_HEADERS = (
     "-Isrc",
     "-Isrc/ops",
     *(f"-isystem torch_npu/include/third_party/{each}/inc" for each in ("acl", "hccl")),
 )
-TORCH_HEADERS = "-isystem torch/include"  # -isystem leaves them out of what ninja checks for changes
+TORCH_HEADERS = "-isystem torch/include"  # -isystem excludes them from ninja's dependencies
 
 
 @attrs.frozen
@@ -44,10 +44,10 @@ class Library:
     """One of CANN's libraries as torch_npu loads it, by SONAME.
 
     Attributes:
-        name: lib<name>.so.
-        folder: of its sources; None for a library that only has to be found, and whose functions are in those it needs.
-        needs: other libraries, built before.
-        torch: whether it computes with ATen.
+        name: the file is lib<name>.so.
+        folder: the folder of its sources; None for an empty library, whose functions are in those that it needs.
+        needs: libraries to link with, which are built first.
+        torch: whether it uses ATen.
     """
 
     name: str
@@ -58,16 +58,16 @@ class Library:
 
 @attrs.frozen
 class Recipe:
-    """All that a build needs.
+    """The inputs of a build.
 
     Attributes:
-        sources: the text of each source, by its path below ``folder``.
-        folder: where the sources were read, for messages.
-        libraries: to build, each after those that it needs.
+        sources: the text of each source, by its path relative to ``folder``.
+        folder: the folder of the sources, for messages.
+        libraries: the libraries, each after those that it needs.
         compiler: the path of g++.
-        flags: for compiling.
-        torch: the folder of the installed package.
-        torch_npu: likewise.
+        flags: compiler flags.
+        torch: the folder of the package torch.
+        torch_npu: the folder of the package torch_npu.
     """
 
     sources: Mapping[str, bytes]
@@ -79,13 +79,13 @@ class Recipe:
     torch_npu: Path
 
     def objects(self, library: Library) -> dict[str, str]:
-        """The objects of a library's sources, by the source's path in the build's folder."""
+        """Return the objects of a library, by the source's path in the build's folder."""
         names = sorted(each for each in self.sources if each.startswith(f"{library.folder}/") and each.endswith(".cpp"))
         return {f"src/{each}": f"obj/{each.removesuffix('.cpp')}.o" for each in names}
 
 
 def ninja_program() -> str:
-    """Return the path of the binary that comes with the Python package ninja.
+    """Return the path of the binary in the Python package ninja.
 
     Raises:
         DriverUnavailable: the package is not installed, or has no binary.
@@ -94,26 +94,26 @@ def ninja_program() -> str:
     try:
         import ninja
 
-        # A virtual environment that borrows the packages of another has its own folder for programs.
+        # BIN_DIR is wrong in a virtual environment that uses the packages of another.
         files = importlib.metadata.files("ninja") or ()
     except ImportError as error:  # PackageNotFoundError too
         raise DriverUnavailable(
-            f"the emulated CANN is built with the Python package ninja, which is not installed here ({error})", remedy
+            f"the emulated CANN is built with the Python package ninja, which is not installed ({error})", remedy
         ) from None
     found = [Path(ninja.BIN_DIR) / "ninja", *(Path(str(each.locate())) for each in files if each.name == "ninja")]
     for each in found:
         if each.is_file() and os.access(each, os.X_OK):
             return str(each.resolve())
     looked = ", ".join(map(str, found))
-    raise DriverUnavailable(f"the Python package ninja has no program that can be run: looked for {looked}", remedy)
+    raise DriverUnavailable(f"the Python package ninja has no executable: looked for {looked}", remedy)
 
 
 def build_libraries(recipe: Recipe, folder: Path) -> Path:
-    """Bring the libraries in a build's folder up to date, and return where they are.
+    """Update the libraries in a build's folder, and return their folder.
 
     Raises:
         DriverUnavailable: ninja or nm is missing.
-        DriverError: a source does not compile, or a library does not link; the error shows what the compiler said.
+        DriverError: a source does not compile, or a library does not link; the error contains the compiler's output.
     """
     ninja = ninja_program()
     _copy_changed(recipe.sources, folder / "src")
@@ -124,7 +124,7 @@ def build_libraries(recipe: Recipe, folder: Path) -> Path:
     _write_build_file(recipe, folder / "build.ninja")
     todo = _run(ninja, recipe, folder, "-n", "objects").count("\n[")
     if todo > FEW:
-        sys.stderr.write("hal: building the emulated CANN, about a minute, once\n")
+        sys.stderr.write("hal: building the emulated CANN, once; this takes about a minute\n")
     _run(ninja, recipe, folder, "--quiet", "objects")
     objects = [folder / each for library in recipe.libraries for each in recipe.objects(library).values()]
     stubs = symbols.refusing_stubs(recipe.torch_npu, symbols.defined(*objects))
@@ -178,22 +178,23 @@ def _write_library(writer: Writer, recipe: Recipe, library: Library) -> str:
 
 
 def _run(ninja: str, recipe: Recipe, folder: Path, *arguments: str) -> str:
-    """Run ninja, and return what it wrote."""
+    """Run ninja, and return its output."""
     command = [ninja, "-C", str(folder), "-j", str(len(os.sched_getaffinity(0))), *arguments]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
         failed = next((line.split()[-1] for line in result.stdout.splitlines() if line.startswith("FAILED: ")), "ninja")
-        said = [re.sub(r"\bsrc/", f"{recipe.folder}/", line) for line in _said_by_compiler(result.stdout)]
-        more = [f"... and {len(said) - SHOWN_LINES} more lines"] if len(said) > SHOWN_LINES else []
+        lines = [re.sub(r"\bsrc/", f"{recipe.folder}/", line) for line in _compiler_output(result.stdout)]
+        more = [f"... and {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
         raise DriverError(
-            "\n".join([f"the emulated CANN does not build: {failed} failed", *said[:SHOWN_LINES], *more]),
-            f"if you changed the sources in {recipe.folder}, mend them; if not, install g++ 11 or later, or report it",
+            "\n".join([f"the emulated CANN does not build: {failed} failed", *lines[:SHOWN_LINES], *more]),
+            f"correct the sources in {recipe.folder} if you changed them; otherwise install g++ 11 or later, or report "
+            "it",
         )
     return f"\n{result.stdout}"
 
 
-def _said_by_compiler(output: str) -> Iterator[str]:
-    """Leave out what ninja adds: which targets failed, the commands, which are long, and that it stops."""
+def _compiler_output(output: str) -> Iterator[str]:
+    """Yield the lines of the compiler, without ninja's failed targets, commands and messages."""
     is_command = False
     for line in output.splitlines():
         is_failure = line.startswith("FAILED: ")
@@ -203,7 +204,7 @@ def _said_by_compiler(output: str) -> Iterator[str]:
 
 
 def _copy_changed(files: Mapping[str, bytes], folder: Path) -> None:
-    """Make a folder hold these files and no others. A file that stays the same keeps its time."""
+    """Make a folder contain exactly these files. An unchanged file keeps its modification time."""
     for each in folder.rglob("*"):
         if each.is_file() and str(each.relative_to(folder)) not in files:
             each.unlink()

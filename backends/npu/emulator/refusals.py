@@ -1,7 +1,7 @@
-"""What the emulated CANN refuses and why, read from its sources. The documentation lists it.
+"""The list of the emulated CANN's refusals and their sources, read from its C++ code, for the documentation.
 
-A source says where its refusals come from: ``DOCUMENTED("ops-nn: norm/rms_norm/docs/aclnnRmsNorm.md");`` holds for what
-is refused after it, up to the end of its block or the next such line. ``src/runtime/source.h`` has all of them.
+A statement such as ``DOCUMENTED("ops-nn: norm/rms_norm/docs/aclnnRmsNorm.md");`` names the source of the refusals after
+it, up to the end of its block or the next such statement. ``src/runtime/source.h`` defines the statements.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .build import SOURCES
 from .catalogue import arguments_of, title_of
 
 KINDS = {"DOCUMENTED": "documented", "UNDEFINED": "undefined", "OURS": "ours"}
-"""By the word that declares it: CANN or torch_npu demands it; hardware would do anything; it is the emulated CANN's."""
+"""Kinds by macro: CANN or torch_npu documents it; hardware's behaviour is undefined; the emulated CANN requires it."""
 
 RAISES = {
     "Refused": 0, "NotEmulated": 0, "runtime_error": 0, "require": 1, "fail": 1, "DeviceError": 1, "invalidate": 2,
 }  # fmt: skip
-"""What refuses, and how many arguments come before the reason."""
+"""Functions that refuse, and the number of arguments before the reason."""
 
 TOKEN = re.compile(
     r"//[^\n]*|/\*.*?\*/|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[{}]"
@@ -34,12 +34,20 @@ REFERENCE = re.compile(
     r"(?P<repository>[a-z-]+)(?:@(?P<revision>[\w.-]+))?: (?P<path>[^\s()]+)(?: \((?P<remark>.+)\))?"
 )
 ORGANISATIONS = {"pytorch": "Ascend", "op-plugin": "Ascend"}
-"""Of the repositories at gitcode.com that are not CANN's own."""
+"""Organisations at gitcode.com of the repositories outside ``cann``."""
 
 
 @attrs.frozen
 class Refusal:
-    """One refusal: the file under ``src``, what that is about, the reason, and where it comes from."""
+    """A refusal.
+
+    Attributes:
+        file: the path of its file, relative to ``src``.
+        title: the title of the file.
+        reason: the text of the refusal.
+        kind: one of :data:`KINDS`.
+        source: the argument of the statement that names the source.
+    """
 
     file: str
     title: str
@@ -50,7 +58,7 @@ class Refusal:
 
 @attrs.frozen
 class Reference:
-    """A document or a source that demands a refusal."""
+    """A document or source file that justifies a refusal."""
 
     repository: str
     path: str
@@ -59,17 +67,17 @@ class Reference:
 
     @property
     def url(self) -> str:
-        """Where it can be read."""
+        """The address of the file."""
         organisation = ORGANISATIONS.get(self.repository, "cann")
         kind = "blob" if "." in self.path.rpartition("/")[2] else "tree"
         return f"https://gitcode.com/{organisation}/{self.repository}/{kind}/{self.revision or 'master'}/{self.path}"
 
 
 def refusals(sources: Path = SOURCES) -> list[Refusal]:
-    """Every refusal in the sources, in their order.
+    """Return all refusals, in the order of the sources.
 
     Raises:
-        ValueError: One has no source, or a source is not of the form that :func:`references` reads.
+        ValueError: a refusal has no source, or :func:`references` cannot parse a source.
     """
     found: list[Refusal] = []
     for path in sorted([*sources.rglob("*.cpp"), *sources.rglob("*.h")]):
@@ -80,7 +88,7 @@ def refusals(sources: Path = SOURCES) -> list[Refusal]:
 
 
 def read(text: str, file: str, title: str = "") -> Iterator[Refusal]:
-    """The refusals of one file."""
+    """Yield the refusals of a file."""
     text = text.replace("\\\n", "  ")
     scopes: list[tuple[str, str] | None] = [None]
     at = 0
@@ -105,15 +113,16 @@ def read(text: str, file: str, title: str = "") -> Iterator[Refusal]:
                 if scope is None:
                     line = text.count("\n", 0, token.start()) + 1
                     what = f'{file}:{line} refuses "{reason}"'
-                    raise ValueError(f'{what} and has no source: put DOCUMENTED("...") before it')
+                    raise ValueError(f'{what} without a source: put DOCUMENTED("...") before it')
                 yield Refusal(file, title, reason, *scope)
 
 
 def references(source: str) -> Iterator[Reference]:
-    """The documents of a source, which semicolons separate.
+    """Yield the documents of a source, which are separated by semicolons.
 
     Raises:
-        ValueError: One is not written as ``repository: path (remark)``, or ``repository@revision: path (remark)``.
+        ValueError: a document does not have the form ``repository: path (remark)``, with an optional ``@revision``
+            after the repository.
     """
     for each in source.split("; "):
         match = REFERENCE.fullmatch(each)
@@ -127,7 +136,7 @@ def _text(code: str) -> str:
 
 
 def _reason(arguments: list[str]) -> str:
-    """The text of a reason, with dots for what it only knows as it runs; empty if there is none."""
+    """Return the text of a reason, with an ellipsis for each value known only at run time; empty if there is none."""
     text = ", ".join(arguments)
     if not re.search(r'"[^"]*[A-Za-z]{2}[^"]*"', text):
         return ""
@@ -140,7 +149,7 @@ def _reason(arguments: list[str]) -> str:
 
 
 def _printed(piece: str) -> str:
-    """What can be told of a term: the text of a format or a string, the first text of a choice."""
+    """Return the text of a term: of a format or string, or the first text of a conditional; otherwise an ellipsis."""
     if inner := re.match(r"(?:std::string|format)\(", piece):
         piece = arguments_of(piece, inner.end())[0][0]
     elif "?" not in piece:
@@ -150,7 +159,7 @@ def _printed(piece: str) -> str:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The terms of a sum."""
+    """Yield the terms of a sum."""
     depth, start, at = 0, 0, 0
     while at < len(text):
         if literal := LITERAL.match(text, at):

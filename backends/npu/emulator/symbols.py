@@ -1,7 +1,7 @@
-"""Which functions of CANN torch_npu calls, read from the installed wheel, and stubs for those that are not emulated.
+"""Stubs for the functions of CANN that the installed torch_npu calls but that are not emulated.
 
-A stub refuses: it leaves a message with its own name and returns an error code. So what is missing shows as an error
-that says so, never as a wrong number.
+A stub sets an error message with its name and returns an error code. So a missing function causes an error, never a
+wrong number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LOOKED_UP = re.compile(rb"\0((?:acl(?:nn|rt|mdl|op|prof|sys|dump|sk|[A-Z])|Hccl[
 PHASES = ("GetMaxWorkspaceSize", "GetWorkspaceSize", "")
 
 ABSENT = frozenset[str]()
-"""Names that torch_npu looks for and does without: no stub, so that it does. None so far."""
+"""Names that torch_npu looks up but does not require, and that get no stub. None so far."""
 
 WEAK, UNDEFINED = frozenset("vVwW"), frozenset("Uvw")
-"""What nm calls symbols. Lower-case letters of weak symbols stand for undefined ones."""
+"""Symbol types of nm. Lower-case letters of weak symbols are undefined ones."""
 
 
 def linked(torch_npu: Path) -> set[str]:
-    """Functions of CANN that the wheel's libraries link against: without one of these they do not load."""
+    """Return the functions of CANN that the wheel's libraries link with, and need in order to load."""
     undefined, known = set[str](), set[str]()
     for path in libraries(torch_npu):
         for name, weak, is_defined in read_symbols(path):
@@ -40,7 +40,7 @@ def linked(torch_npu: Path) -> set[str]:
 
 
 def looked_up(torch_npu: Path) -> set[str]:
-    """Functions of CANN that the wheel looks up by name, as far as their names stand in it as whole strings."""
+    """Return the functions of CANN that the wheel looks up by name, if it contains their names as whole strings."""
     names = set[str]()
     for path in libraries(torch_npu):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -49,26 +49,26 @@ def looked_up(torch_npu: Path) -> set[str]:
 
 
 def defined(*paths: Path) -> set[str]:
-    """What objects or libraries define."""
+    """Return the symbols that objects or libraries define."""
     return {name for path in paths for name, _, is_defined in read_symbols(path) if is_defined}
 
 
 def libraries(torch_npu: Path) -> list[Path]:
-    """The wheel's libraries that call CANN. torchair's graph engine is not among them: it is not emulated."""
+    """Return the wheel's libraries that call CANN, without torchair's graph engine, which is not emulated."""
     return sorted([*torch_npu.glob("lib/*.so"), *torch_npu.glob("_C*.so")])
 
 
 def read_symbols(path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """Read the global symbols of an object, or the exported ones of a library: name, whether weak, whether defined.
+    """Yield the global symbols of an object, or the exported symbols of a library: name, is weak, is defined.
 
     Raises:
-        DriverUnavailable: there is no nm.
+        DriverUnavailable: nm is not on the PATH.
         DriverError: nm cannot read the file.
     """
     program = shutil.which("nm")
     if program is None:
         raise DriverUnavailable(
-            "the emulated CANN reads the functions that torch_npu calls with nm, and there is no nm on the PATH",
+            "the build of the emulated CANN requires nm, but there is no nm on the PATH",
             "install binutils (Debian and Ubuntu: apt install binutils)",
         )
     scope = "--extern-only" if path.suffix == ".o" else "--dynamic"
@@ -85,7 +85,7 @@ def read_symbols(path: Path) -> Iterator[tuple[str, bool, bool]]:
 
 
 def refusing_stubs(torch_npu: Path, emulated: set[str]) -> dict[str, str]:
-    """C++ text by library: a stub for each function that torch_npu calls and that is not ``emulated``."""
+    """Return C++ code by library, with a stub for each function that torch_npu calls and that is not ``emulated``."""
     names = linked(torch_npu) | looked_up(torch_npu)
     wanted = set[str]()
     for name in names - ABSENT:
@@ -103,7 +103,7 @@ def refusing_stubs(torch_npu: Path, emulated: set[str]) -> dict[str, str]:
 
 
 def returning_pointers(torch_npu: Path) -> set[str]:
-    """Functions that give a pointer, by CANN's headers: their stub gives null, not an error code."""
+    """Return the functions that return a pointer, by CANN's headers. Their stubs return null, not an error code."""
     found = set[str]()
     for path in (torch_npu / "include" / "third_party").rglob("*.h"):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -124,12 +124,12 @@ HEAD = """// Functions of CANN that are not emulated. Generated.
 #include <cstdlib>
 #include <string>
 
-// Declared here, because the headers that declare it also declare the functions that follow, each by its own type.
+// Declared here, because its headers also declare the functions below, with their actual types.
 namespace emulator {
 int fail(int code, const std::string& reason);
 }
 
-// ACL_ERROR_API_NOT_SUPPORT, and what aclnn says when an operator's kernels are not installed.
+// ACL_ERROR_API_NOT_SUPPORT, and aclnn's code for an operator whose kernels are not installed.
 static long refuse(const char* name, int code) {
     int status = 0;
     char* plain = abi::__cxa_demangle(name, nullptr, nullptr, &status);

@@ -1,4 +1,4 @@
-"""A trace of every launch. It acts on the whole process; activate the emulated CANN first."""
+"""Traces of all launches of the process. They require that the emulated CANN is active."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DTYPES = {
     10: "uint64", 11: "float64", 12: "bool", 16: "complex64", 17: "complex128", 27: "bfloat16", 29: "int4", 30: "uint1",
     33: "complex32", 34: "hifloat8", 35: "float8_e5m2", 36: "float8_e4m3fn", 37: "float8_e8m0fnu",
 }  # fmt: skip
-"""Names of CANN's data types (aclDataType), torch's where it has them."""
+"""Names of CANN's data types (aclDataType), torch's names where they exist."""
 
 
 @attrs.frozen
 class Operand:
-    """A tensor that a launch touched.
+    """A tensor that a launch accesses.
 
     Attributes:
-        shape: its sizes.
-        dtype: torch's name of its type.
-        bytes: from its first element to its last, gaps included.
-        access: what the kernel may do with it: read, write or read_write.
+        shape: the shape.
+        dtype: torch's name of the dtype.
+        bytes: the bytes from its first element to its last, including gaps.
+        access: the kernel's access: read, write or read_write.
     """
 
     shape: tuple[int, ...]
@@ -43,18 +43,18 @@ class Operand:
 
 @attrs.frozen
 class Record:
-    """Something that a stream ran, or that a capture recorded.
+    """An entry of a trace: work that a stream ran, or that a capture recorded.
 
     Attributes:
         kind: kernel, copy, fill, graph (the start of a replay), update (of a task group), prefetch or
             host (a function).
-        name: of a kernel, its aclnn name without the prefix.
-        stream: the stream's number; -1 for a copy or fill that the host made itself.
+        name: for a kernel, its aclnn name without the prefix.
+        stream: the stream's number; -1 for a copy or fill on the host.
         device: the device's number.
-        phase: eager; capture, where it was only recorded; or replay.
-        bytes: that its operands hold together, or that were copied.
-        flops: floating-point operations, 0 where they are not counted.
-        microseconds: how long its work took; 0 where that is not measured.
+        phase: eager, replay, or capture, in which work is recorded but does not run.
+        bytes: the total bytes of the operands, or the bytes copied.
+        flops: floating-point operations; 0 if they are not counted.
+        microseconds: the duration of the work; 0 if it is not measured.
         operands: the tensors of a kernel, in the order of its arguments.
     """
 
@@ -70,29 +70,29 @@ class Record:
 
 
 class Trace:
-    """What ran in the block of :func:`trace`, in the order in which it ended."""
+    """The work that ran in a block of :func:`trace`, in the order of completion."""
 
     def __init__(self) -> None:
         self._final: list[Record] | None = None
 
     @property
     def records(self) -> list[Record]:
-        """All records so far. Work that is still under way is not among them: synchronise first."""
+        """All records so far. Unfinished work is missing: synchronise first."""
         return _records() if self._final is None else self._final
 
     def ran(self, kind: Kind = "kernel", phase: Phase | None = None) -> list[Record]:
-        """The records of one kind that really ran, or of one phase, ``capture`` included."""
+        """Return the records of a kind that ran (eager or replay), or those of one phase, which may be ``capture``."""
         wanted = ("eager", "replay") if phase is None else (phase,)
         return [each for each in self.records if each.kind == kind and each.phase in wanted]
 
     def counts(self, kind: Kind = "kernel", phase: Phase | None = None) -> Counter[str]:
-        """How often each kernel ran, by name; see :meth:`ran`."""
+        """Return how often each kernel ran, by name; see :meth:`ran`."""
         return Counter(each.name for each in self.ran(kind, phase))
 
 
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
-    """Record every launch in the block. At its end the device is synchronised, so that nothing is missing.
+    """Record every launch in the block. Its end synchronises the devices, so that the trace is complete.
 
     Example:
         >>> with emulator.trace() as trace:
@@ -124,7 +124,7 @@ def _record(found: dict[str, Any]) -> Record:
 
 
 def _synchronize() -> None:
-    """Wait for every device, through torch_npu: it may hold launches in a queue of its own."""
+    """Wait for every device through torch_npu, whose queue may hold launches."""
     npu = getattr(sys.modules.get("torch"), "npu", None)
     if npu is not None and npu.is_initialized() and not npu.is_current_stream_capturing():
         for device in range(npu.device_count()):

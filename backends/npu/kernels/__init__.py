@@ -1,1 +1,1 @@
-"""Kernels of the NPU: hal operations as calls of torch_npu, by generation of the hardware."""
+"""Kernels of the NPU, which implement hal's operations with torch_npu's."""

@@ -1,8 +1,8 @@
 """Attention over the paged cache: npu_fused_infer_attention_score, and ATB's paged attention as an alternative.
 
-Both read lengths on the host, when they are launched: see lengths.py.
+Both read lengths on the host at launch: see lengths.py.
 
-Source: the documents of torch_npu for ``npu_fused_infer_attention_score`` and ``_npu_paged_attention``.
+Source: torch_npu's documentation of ``npu_fused_infer_attention_score`` and ``_npu_paged_attention``.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from hal.errors import CaptureError, OperationError
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.batch import one_query_each
 
-from ..lengths import fitting
+from ..lengths import launch_runs
 from ..soc import BLOCK_SIZES
 
 CAUSAL, BAND = 3, 4
-"""Of ``sparse_mode``: a query sees what comes before it, or only some of that, counted from the sequence's end."""
-TEMPLATE = 2048
-"""Rows and columns of the mask that both modes take, whatever the lengths."""
-EVERYTHING = 2**31 - 1
+"""Values of ``sparse_mode``: causal, and a band of keys. Both align the last query with the last key."""
+MASK_SIZE = 2048
+"""Rows and columns of the mask that both modes require, independent of the lengths."""
+UNLIMITED = 2**31 - 1
 PACKED_HEAD_DIM, PACKED_DTYPE = 128, torch.bfloat16
-"""Of what the layout TND takes, whose sequences lie one after another: what every release of CANN does."""
-MOST_PACKED = 4096
-"""Sequences that one call takes so."""
-LONGEST_DECODED = 262144
-"""Keys that one query can meet."""
+"""Head dimension and dtype that every release of CANN supports in TND, the layout of packed sequences."""
+MAX_PACKED = 4096
+"""Maximum number of sequences in one call with the layout TND."""
+MAX_DECODE_KEYS = 262144
+"""Maximum number of keys for one query."""
 ATB_HEAD_DIM, ATB_WIDE, ATB_BLOCK = 576, 256, 128
-"""The widest head that ATB takes; the widest that is not bound to blocks of at most 128 slots; and those slots."""
+"""ATB's maximum head dimension. Head dimensions above ATB_WIDE require blocks of at most ATB_BLOCK tokens."""
 
 SHARED = (
-    "sequences that share blocks, and have more than the cache if those are counted for each,",
+    "sequences that share blocks and have more blocks in total than the cache",
     "make the cache larger, or capture smaller batches",
 )
 UNEVEN = (
     "sequences with different numbers of queries",
     f"capture decode steps only, or a model in bfloat16 with a head dimension of {PACKED_HEAD_DIM}",
 )
-"""What a capture does not take, and what to do."""
+"""Batches that a capture does not support, each with its remedy."""
 
 
 class FusedAttention:
-    """``paged_attention`` by npu_fused_infer_attention_score.
+    """``paged_attention`` with npu_fused_infer_attention_score.
 
-    A decode is one call, in the layout BSH. So is a prefill, in TND, if that takes the head dimension and the dtype;
-    else it is a call in BSH for each run of sequences with as many queries. Sequences that share blocks, so that they
-    have more than the cache if those are counted for each, are prefilled in several calls.
+    A decode is one call in the layout BSH. A prefill is one call in TND if TND supports the head dimension and dtype;
+    otherwise it is one call in BSH for each run of sequences with equally many queries. A prefill is split further if
+    its sequences share blocks and their block counts add up to more than the cache has.
 
     Args:
         device: the NPU.
-        view: brings a cache into the form that the operation takes: by default ``[blocks, block_size, heads * dim]``.
-        otherwise: computes a prefill over blocks of a size that BSH does not take: by default the reference.
+        view: converts a cache to the operation's shape: by default ``[blocks, block_size, heads * dim]``.
+        otherwise: the kernel for a prefill with a block size that BSH does not support: by default the reference.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class FusedAttention:
         view: Callable[[Tensor], Tensor] = lambda cache: cache.flatten(2),
         otherwise: Kernel | None = None,
     ) -> None:
-        # Made now: copied to the device, and a capture would not stand that.
-        self._mask = torch.ones(TEMPLATE, TEMPLATE, dtype=torch.bool).triu_(1).to(device)
-        self._slots = torch.arange(LONGEST_DECODED, dtype=torch.int32).to(device)
+        # Copied to the device here, because a capture does not allow the copy.
+        self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu_(1).to(device)
+        self._slots = torch.arange(MAX_DECODE_KEYS, dtype=torch.int32).to(device)
         self._view = view
         self._otherwise = otherwise or ops.operation("paged_attention").reference
 
@@ -104,10 +104,10 @@ class FusedAttention:
         )
         caches = self._view(key_cache), self._view(value_cache)
         query, block_table = query.contiguous(), block_table.contiguous()
-        packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MOST_PACKED
+        packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED
         decodes = one_query_each(tokens, starts)
         if packs and not (decodes and sliding_window is None):
-            runs = list(fitting(slice(0, len(lens)), lens, block_size, len(key_cache)))
+            runs = list(launch_runs(slice(0, len(lens)), lens, block_size, len(key_cache)))
             if len(runs) > 1:
                 _refuse_in_capture(*SHARED)
             parts = []
@@ -116,16 +116,16 @@ class FusedAttention:
                 if ends[-1] == first:
                     continue
                 attended = attend(
-                    query[first : ends[-1]],  # it must be given all the queries, and no more
+                    query[first : ends[-1]],  # the lengths must add up to the number of queries
                     *caches,
                     input_layout="TND",
                     block_table=block_table[rows],
                     actual_seq_lengths=[end - first for end in ends],
                     actual_seq_lengths_kv=lens[rows],
-                    **self._hiding(causal, sliding_window),
+                    **self._mask_arguments(causal, sliding_window),
                 )[0]
                 parts.append(attended)
-            return _together(parts, tokens)
+            return _concatenate(parts, tokens)
 
         counts = [(1, slice(0, tokens))] if decodes else _runs(starts)
         if block_size not in BLOCK_SIZES and any(queries > 1 for queries, _ in counts):
@@ -139,50 +139,56 @@ class FusedAttention:
         for queries, run in counts:
             if queries == 0:
                 continue
-            groups = [run] if queries == 1 else list(fitting(run, lens, block_size, len(key_cache)))
+            groups = [run] if queries == 1 else list(launch_runs(run, lens, block_size, len(key_cache)))
             if len(groups) > 1:
                 _refuse_in_capture(*SHARED)
             for rows in groups:
                 part = query[starts[rows.start] : starts[rows.stop]]
-                hiding = self._hiding(causal, sliding_window)
+                mask = self._mask_arguments(causal, sliding_window)
                 if queries == 1:
-                    hiding = self._hiding_slots(block_table[rows], block_size, kv_lens[rows], sliding_window)
+                    mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], sliding_window)
                 attended = attend(
                     part.view(-1, queries, heads * head_dim),
                     *caches,
                     input_layout="BSH",
                     block_table=block_table[rows],
                     actual_seq_lengths_kv=lens[rows],
-                    **hiding,
+                    **mask,
                 )[0]
                 parts.append(attended.view(part.shape))
-        return _together(parts, tokens)
+        return _concatenate(parts, tokens)
 
-    def _hiding(self, causal: bool, window: int | None) -> dict[str, Any]:
-        """What hides keys from queries, where a sequence has more than one."""
+    def _mask_arguments(self, causal: bool, window: int | None) -> dict[str, Any]:
+        """Return the mask arguments for sequences with more than one query."""
         if window is not None:
-            after = 0 if causal else EVERYTHING
+            after = 0 if causal else UNLIMITED
             return {"atten_mask": self._mask, "sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": after}
         return {"atten_mask": self._mask, "sparse_mode": CAUSAL} if causal else {}
 
-    def _hiding_slots(
+    def _decode_mask_arguments(
         self, block_table: Tensor, block_size: int, kv_lens: Tensor, window: int | None
     ) -> dict[str, Any]:
-        """The same for one query a sequence, where only a mask of all slots counts: modes and windows are ignored."""
+        """Return the mask arguments for one query per sequence, where the operation ignores sparse modes.
+
+        A window requires a mask over all slots of the block table.
+
+        Raises:
+            OperationError: the block table has more slots than the operation supports keys.
+        """
         if window is None:
             return {}
         slots = block_table.shape[1] * block_size
-        if slots > LONGEST_DECODED:
+        if slots > MAX_DECODE_KEYS:
             raise OperationError(
-                f"a decode with a sliding window over a block table of {slots} slots a sequence, where one query meets "
-                f"at most {LONGEST_DECODED} keys",
-                f"give the table at most {LONGEST_DECODED // block_size} columns, as for sequences of that length",
+                f"a decode with a sliding window has a block table of {slots} slots per sequence; the limit is "
+                f"{MAX_DECODE_KEYS}",
+                f"give the block table at most {MAX_DECODE_KEYS // block_size} columns",
             )
         return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
 
 
 def _runs(starts: list[int]) -> list[tuple[int, slice]]:
-    """Runs of sequences with as many queries each: how many, and of which sequences."""
+    """Return the runs of sequences with equally many queries, each as that number and a slice of sequences."""
     runs, row = [], 0
     for queries, run in groupby(after - before for before, after in pairwise(starts)):
         first, row = row, row + len(list(run))
@@ -190,20 +196,23 @@ def _runs(starts: list[int]) -> list[tuple[int, slice]]:
     return runs
 
 
-def _together(parts: list[Tensor], tokens: int) -> Tensor:
-    """One after another, with rows of 0 for the tokens that no sequence owns."""
+def _concatenate(parts: list[Tensor], tokens: int) -> Tensor:
+    """Concatenate the parts, and append rows of 0 for padding tokens."""
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     left = tokens - attended.shape[0]
     return functional.pad(attended, (0, 0, 0, 0, 0, left)) if left else attended
 
 
-def _refuse_in_capture(what: str, instead: str) -> None:
+def _refuse_in_capture(batch: str, remedy: str) -> None:
     if torch_npu.npu.is_current_stream_capturing():
-        raise CaptureError(f"{what} take several launches of attention, whose lengths no replay can set apart", instead)
+        raise CaptureError(f"{batch} need several launches of attention, and a replay can update only one", remedy)
 
 
 def _atb_takes(head_dim: int, block_size: int) -> bool:
-    """Source: ascend-transformer-boost, pagedattention/tiling/paged_attention_tiling.cpp, for A2 and A3."""
+    """Return whether ATB supports the sizes.
+
+    Source: ascend-transformer-boost, pagedattention/tiling/paged_attention_tiling.cpp, for A2 and A3.
+    """
     if head_dim > ATB_WIDE:
         return head_dim <= ATB_HEAD_DIM and block_size <= ATB_BLOCK
     if head_dim == ATB_WIDE and block_size >= ATB_BLOCK:
@@ -212,7 +221,7 @@ def _atb_takes(head_dim: int, block_size: int) -> bool:
 
 
 class AtbAttention(FusedAttention):
-    """Decoding by ATB's paged attention, which takes one query a sequence and no window; the rest as its base."""
+    """Decode with ATB's paged attention, for one query per sequence and no window; otherwise, the base class."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
-"""A KV cache in FRACTAL_NZ, which npu_qkv_rms_norm_rope_cache writes and attention reads as it is.
+"""Kernels for a KV cache in FRACTAL_NZ, which npu_qkv_rms_norm_rope_cache writes and attention reads directly.
 
-A block's tokens lie in tiles of 16 elements: ``[num_blocks, num_kv_heads * head_dim / 16, block_size, 16]``. Only these
-kernels see that: to others a cache has the canonical shape, over memory that is laid out otherwise.
+A block consists of tiles of 16 elements: ``[num_blocks, num_kv_heads * head_dim / 16, block_size, 16]``. The cache
+tensor keeps the canonical shape. Only these kernels view its memory in the shape of the tiles.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ..soc import BLOCK_SIZES
 from .attention import FusedAttention
 
 TILE = 16
-"""Elements of 16 bits in a tile's row of 32 bytes."""
+"""16-bit elements in a tile's row of 32 bytes."""
 HEAD_DIM = 128
-"""The only one that npu_qkv_rms_norm_rope_cache takes."""
+"""The only head dimension that npu_qkv_rms_norm_rope_cache supports."""
 
 
 def tiles(cache: Tensor) -> Tensor:
-    """The memory of a cache as it is laid out: ``[num_blocks, num_kv_heads * head_dim / 16, block_size, 16]``."""
+    """Return a view of a cache as tiles: ``[num_blocks, num_kv_heads * head_dim / 16, block_size, 16]``."""
     blocks, block_size, heads, head_dim = cache.shape
     return cache.view(blocks, heads * head_dim // TILE, block_size, TILE)
 
 
 def tiles_by_head(cache: Tensor) -> Tensor:
-    """As attention takes it: ``[num_blocks, num_kv_heads, head_dim / 16, block_size, 16]``."""
+    """Return attention's view of a cache: ``[num_blocks, num_kv_heads, head_dim / 16, block_size, 16]``."""
     blocks, block_size, heads, head_dim = cache.shape
     return cache.view(blocks, heads, head_dim // TILE, block_size, TILE)
 
 
 def kernels(device: torch.device) -> dict[str, Kernel]:
-    """The kernels that touch such a cache, by operation."""
+    """Return the kernels that read or write a cache in FRACTAL_NZ, by operation."""
     return {
         "paged_attention": FusedAttention(device, tiles_by_head, _refuse_blocks),
         "split_qkv_rmsnorm_rope_cache": PreparingKernel(split_qkv_rmsnorm_rope_cache, {"slot_mapping": Tensor.long}),
@@ -48,8 +48,8 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
 
 def _refuse_blocks(query: Tensor, key_cache: Tensor, *rest: Any) -> Tensor:
     raise OperationError(
-        f"prefill over a cache in FRACTAL_NZ with blocks of {key_cache.shape[1]} tokens",
-        f"make the cache with blocks of {', '.join(map(str, BLOCK_SIZES))}",
+        f"the cache in FRACTAL_NZ has blocks of {key_cache.shape[1]} tokens, which prefill does not support",
+        f"allocate the cache with a block size of {', '.join(map(str, BLOCK_SIZES))}",
     )
 
 
@@ -73,7 +73,7 @@ def split_qkv_rmsnorm_rope_cache(
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`, with slots in int64. It rounds once, after the rotation."""
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope_cache`. Slots are int64. It rounds once, after the rotation."""
     tokens, head_dim = qkv.shape[0], q_weight.shape[0]
     query = qkv.new_empty(tokens, num_heads * head_dim)
     if not tokens:
@@ -88,7 +88,7 @@ def split_qkv_rmsnorm_rope_cache(
         query,
         tiles(key_cache),
         tiles(value_cache),
-        [1, tokens, num_heads + 2 * num_kv_heads, head_dim],  # as one sequence: it asks for blocks for each
+        [1, tokens, num_heads + 2 * num_kv_heads, head_dim],  # one sequence: the kernel requires blocks for each
         [num_heads, num_kv_heads, num_kv_heads],
         epsilon=eps,
         cache_mode="PA_NZ",

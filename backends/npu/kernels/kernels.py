@@ -1,4 +1,4 @@
-"""Kernels of the operations on torch_npu's. Attention is in attention.py."""
+"""Kernels for floating-point models with a canonical cache. Attention is in attention.py."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hal.ops.kernels.kernel_table import Kernel
 from .attention import AtbAttention, FusedAttention
 
 FRACTAL_NZ = 29
-TURNED_IN_PLACE = (64, 128)
-"""Head dimensions that npu_apply_rotary_pos_emb takes."""
+IN_PLACE_HEAD_DIMS = (64, 128)
+"""Head dimensions that npu_apply_rotary_pos_emb supports."""
 UNIFIED_BUFFER = 192 * 1024
-"""Bytes that it has for all heads of one token."""
+"""Bytes of on-chip memory that npu_apply_rotary_pos_emb has for all heads of one token."""
 
 
 def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
-    """By operation, for a canonical cache."""
+    """Return the kernels for a canonical cache, by operation."""
     return {
         "add_rms_norm": add_rms_norm,
         "embedding": functional.embedding,
@@ -53,7 +53,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.rotary_embedding`. Not npu_apply_rotary_pos_emb: it writes into its inputs."""
+    """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs."""
     cos, sin = cos[None, :, None], sin[None, :, None]
     return (
         torch_npu.npu_rotary_mul(query.unsqueeze(0), cos, sin).squeeze(0),
@@ -71,31 +71,34 @@ def split_qkv_rmsnorm_rope(
     num_heads: int,
     num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`hal.ops.split_qkv_rmsnorm_rope`. What the norms give is nobody else's, and is rotated in place."""
+    """See :func:`hal.ops.split_qkv_rmsnorm_rope`. The norms' results are temporaries, so they are rotated in place."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, q_weight.shape[0]))
     query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
-    if qkv.shape[0] and _turns_in_place(num_heads + num_kv_heads, q_weight.shape[0], qkv.dtype):
+    if qkv.shape[0] and _rotates_in_place(num_heads + num_kv_heads, q_weight.shape[0], qkv.dtype):
         query, key = torch_npu.npu_apply_rotary_pos_emb(query, key, cos[:, None], sin[:, None], layout="TND")
     else:
         query, key = rotary_embedding(query, key, cos, sin)
     return query, key, value
 
 
-def _turns_in_place(heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether npu_apply_rotary_pos_emb takes it, by its documents: bfloat16 is computed in float32."""
+def _rotates_in_place(heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether npu_apply_rotary_pos_emb supports the sizes, by its documentation.
+
+    It computes bfloat16 in float32.
+    """
     computed = 4 if dtype is torch.bfloat16 else dtype.itemsize
     needed = 5 * heads * head_dim * computed + 4 * head_dim * dtype.itemsize
     if computed != dtype.itemsize:
         needed += 8 * head_dim
-    return head_dim in TURNED_IN_PLACE and needed <= UNIFIED_BUFFER
+    return head_dim in IN_PLACE_HEAD_DIMS and needed <= UNIFIED_BUFFER
 
 
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :func:`hal.ops.store_kv_cache`.
 
-    Values that are part of a merged projection cost a copy. Nothing does without: this operation refuses strides, ATB's
-    _npu_reshape_and_cache makes the same copy itself, and npu_scatter_nd_update_ takes a launch for each cache.
+    Values that are a slice of a merged projection cost a copy. The alternatives cost as much: ATB's
+    _npu_reshape_and_cache makes the same copy itself, and npu_scatter_nd_update_ needs a launch for each cache.
     """
     torch_npu.npu_scatter_pa_kv_cache(
         key.contiguous(), value.contiguous(), key_cache, value_cache, slot_mapping, cache_mode="Norm"
@@ -105,16 +108,16 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 def greedy_sample(logits: Tensor) -> Tensor:
     """See :func:`hal.ops.greedy_sample`.
 
-    One launch: of equal logits CANN's ArgMax takes the first (its select_last_index, of the ONNX operator, can only be
-    0), and the reference's way, which looks for the first of several ones, would rest on the same.
+    One launch. CANN's ArgMax returns the first of equal logits: it supports only select_last_index=0, an attribute of
+    the ONNX operator. The reference's search for the first maximum would rely on the same.
     """
     return logits.argmax(-1)
 
 
 class Sample:
-    """``sample`` as the reference computes it, bit for bit; see there.
+    """``sample``, bit for bit as the reference computes it.
 
-    The hash shifts by tensors that are on the device: torch_npu copies a plain number there at each shift, and waits.
+    The hash shifts by tensors on the device: torch_npu copies a Python number there at each shift, and synchronizes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,18 +155,18 @@ class Sample:
 
 
 def in_fractal_nz(weight: Tensor) -> Tensor:
-    """A projection's weight in FRACTAL_NZ: the same shape, in the tiles that matrix products compute on.
+    """Return a projection's weight in FRACTAL_NZ, the tiled format that matrix products read. The shape is unchanged.
 
     Raises:
-        ConfigError: torch_npu left it as it was, which it does without a word.
+        ConfigError: torch_npu silently kept the weight's format.
     """
     if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
-        weight = weight.clone()  # torch_npu casts no part of a larger piece of memory
+        weight = weight.clone()  # torch_npu does not cast a tensor that covers only part of its storage
     cast: Tensor = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
     if torch_npu.get_npu_format(cast) != FRACTAL_NZ:
         raise ConfigError(
-            f"the option nz_weights, and torch_npu keeps a weight of {list(weight.shape)} in the format "
+            f"the option nz_weights is set, but torch_npu kept a weight of shape {list(weight.shape)} in the format "
             f"{torch_npu.get_npu_format(cast)}",
-            "leave torch.npu.config.allow_internal_format as the driver sets it, or leave the option out",
+            "leave torch.npu.config.allow_internal_format as the driver sets it, or remove nz_weights",
         )
     return cast

@@ -1,8 +1,8 @@
-"""Kernels of the operations on int8 (W8A8).
+"""Kernels of the int8 operations (W8A8).
 
-What the operators demand is in the documents of torch_npu and of CANN's ops-nn, and in the latter's sources where
-those disagree: npu_add_rms_norm_quant takes scales of float32 and offsets of int32 with bfloat16 too, and
-npu_dequant_swiglu_quant takes no groups.
+Sources: the documentation of torch_npu and of CANN's ops-nn, and the sources of ops-nn where these disagree.
+npu_add_rms_norm_quant supports float32 scales and int32 offsets with bfloat16 too; npu_dequant_swiglu_quant does not
+support groups.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hal.ops.kernels.kernel_table import Kernel
 from .kernels import in_fractal_nz
 
 SWIGLU_BYTES = 192 * 1024
-"""npu_dequant_swiglu_quant without groups holds ten rows of x on the chip, and its factors; they must be below this."""
-FP19 = 13
-"""TransQuantParam cuts so many bits off a float32 scale."""
+"""On-chip memory that must hold ten rows of x and its factors in npu_dequant_swiglu_quant without groups."""
+FP19_DROPPED_BITS = 13
+"""Bits that TransQuantParam truncates from a float32 scale."""
 
 
 def kernels(device: torch.device) -> dict[str, Kernel]:
-    """By operation."""
+    """Return the int8 kernels, by operation."""
     return {
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
@@ -48,7 +48,7 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def quant_linear_static(
     x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """See :func:`hal.ops.quant_linear_static`. A float32 scale with float16 results costs a launch at each call."""
+    """See :func:`hal.ops.quant_linear_static`. A float32 scale with float16 results costs an extra launch."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
     return torch_npu.npu_quant_matmul(  # type: ignore[no-any-return]
@@ -90,9 +90,9 @@ def add_rms_norm_dynamic_quantize(
 
 
 class SiluAndMulQuantize:
-    """``silu_and_mul_quantize``: one launch where there is no offset and x is not too wide, else two.
+    """``silu_and_mul_quantize``: one launch without an offset and if the rows of x fit on the chip, otherwise two.
 
-    npu_dequant_swiglu_quant wants an offset, of float32, which npu_quantize does not take: hence 0 is kept here.
+    npu_dequant_swiglu_quant requires a float32 offset, which npu_quantize does not support: hence the constant 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class SiluAndMulQuantize:
 
 
 def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.silu_and_mul_dynamic_quantize`. One launch where x is not too wide, else two."""
+    """See :func:`hal.ops.silu_and_mul_dynamic_quantize`. One launch if the rows of x fit on the chip, otherwise two."""
     if not _fits(x):
         return dynamic_quantize(torch_npu.npu_swiglu(x, dim=-1))
     quantized, scale = torch_npu.npu_dequant_swiglu_quant(x.flatten(0, -2), activate_left=True, quant_mode=1)
@@ -118,17 +118,17 @@ def silu_and_mul_dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether npu_dequant_swiglu_quant takes it."""
+    """Return whether npu_dequant_swiglu_quant supports the width of x."""
     return x.numel() > 0 and 10 * x.shape[-1] * x.element_size() + 8 < SWIGLU_BYTES
 
 
 def prepared_int8_weight(weight: Tensor, nz: bool) -> Tensor:
-    """An int8 weight ``[out_features, in_features]`` as the kernels take it.
+    """Return an int8 weight ``[out_features, in_features]`` in the kernels' format.
 
     Args:
-        weight: what the checkpoint has, on the device.
-        nz: whether in FRACTAL_NZ: then it is the transpose that is in it, which is how CANN wants it, and what is
-            returned is a view of that. A weight with a side of 1 stays as it is: CANN has no such in FRACTAL_NZ.
+        weight: the checkpoint's weight, on the device.
+        nz: convert it to FRACTAL_NZ. CANN requires the transpose in this format, so the result is a view of that. A
+            weight with a dimension of 1 is returned unchanged: CANN does not support it in FRACTAL_NZ.
     """
     if not nz or min(weight.shape) == 1:
         return weight
@@ -136,14 +136,15 @@ def prepared_int8_weight(weight: Tensor, nz: bool) -> Tensor:
 
 
 def prepared_deq_scale(deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales of a static projection as npu_quant_matmul takes them for results of ``dtype``.
+    """Return the scales of a static projection in npu_quant_matmul's format for results of ``dtype``.
 
-    For bfloat16 as they are. For float16 as 64 bits each, in which CANN has room for 19 bits of a float32: they are
-    rounded to these, to nearest, where TransQuantParam by itself would cut.
+    For bfloat16 they are unchanged. For float16 each takes 64 bits, which hold 19 bits of a float32. The scales are
+    rounded to nearest first, because TransQuantParam truncates.
     """
     if dtype != torch.float16:
         return deq_scale
     bits = deq_scale.cpu().view(torch.int32)
-    rounded = bits + ((1 << (FP19 - 1)) - 1) + (bits >> FP19 & 1) & -(1 << FP19)
+    dropped = FP19_DROPPED_BITS
+    rounded = bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1) & -(1 << dropped)
     packed: Tensor = torch_npu.npu_trans_quant_param(rounded.view(torch.float32).to(deq_scale.device))
     return packed

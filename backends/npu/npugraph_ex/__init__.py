@@ -1,1 +1,1 @@
-"""The compiler npugraph_ex: a step as torch_npu's own operations, compiled by torch_npu's torchair."""
+"""The compiler npugraph_ex, which lowers a step to torch_npu's operations and compiles it with torchair."""

@@ -1,7 +1,7 @@
-"""What torch_npu's compiler npugraph_ex makes of a step: code, which is kept for the next start.
+"""Compilation of steps by npugraph_ex, with a cache of the generated code.
 
-The compiler is given the lowered step as it is (``torch_npu.npu.npugraph_ex.compile_fx``). Through torch.compile it
-would get what AOTAutograd makes of that, in which caches are copied instead of written in place.
+The compiler gets the lowered step directly (``torch_npu.npu.npugraph_ex.compile_fx``). torch.compile would pass it
+through AOTAutograd, which copies caches instead of writing them in place.
 """
 
 from __future__ import annotations
@@ -33,44 +33,41 @@ Namespace = dict[str, Any]
 
 
 class CodeCache:
-    """Compiles steps, or takes what was compiled for the same graph, inputs, options and versions before.
+    """A compiler of steps, with a cache keyed by graph, inputs, options and versions.
+
+    The process executes cached code, so a folder that other users can write to is not used. Options with callables
+    have no stable key, and disable the cache.
 
     Args:
-        folder: where code is kept; None takes the usual place.
-        options: of the compiler.
-
-    Callables among the options keep it from doing so: nothing is kept then.
-
-    Code from the folder runs in this process: what others could have written there is not taken.
+        folder: the cache folder; None is hal's cache folder.
+        options: the compiler's options.
 
     Attributes:
-        taken: how many steps were taken from the folder.
+        hits: the number of steps read from the cache.
 
     Raises:
-        ConfigError: the folder is in a home folder, and there is none.
+        ConfigError: the folder is relative to a home folder, and the user has none.
     """
 
     def __init__(self, folder: str | None, options: Mapping[str, Any]) -> None:
         base = cache_folder("npugraph_ex") if folder is None else home_of(folder) / "npugraph_ex"
-        self._cache, self._options, self.taken = CompileCache(base), dict(options), 0
-        self._keeps = not any(callable(each) for each in options.values())  # which nothing could be known by
+        self._cache, self._options, self.hits = CompileCache(base), dict(options), 0
+        self._keeps = not any(callable(each) for each in options.values())
 
     def compile(self, step: NativeStep) -> Namespace:
-        """The names of the module that torch_npu made for a step, ``kernel`` among them: the compiled function.
+        """Return the namespace of the module that torch_npu generates for a step; ``kernel`` is the compiled function.
 
         Raises:
-            CompileError: torch_npu cannot compile it, or would not see its lengths.
+            CompileError: torch_npu cannot compile the step, or would not update its lengths.
         """
         key = self._key(step)
         code = self._read(key) if self._keeps else None
         if code is not None:
             with suppress(Exception):
                 names = _check(step, _run(code))
-                self.taken += 1
+                self.hits += 1
                 return names
-            log.warning(
-                "the compiled code in %s does not fit this torch_npu, and is made anew", self._cache.folder / key
-            )
+            log.warning("recompiling: the cached code in %s fails with this torch_npu", self._cache.folder / key)
         code = self.generate(step)
         if self._keeps:
             self._write(key, code)
@@ -79,13 +76,13 @@ class CodeCache:
         except CompileError:
             raise
         except Exception as error:
-            raise CompileError(f"the code that npugraph_ex made fails: {first_line(error)}", _REMEDY) from error
+            raise CompileError(f"the code that npugraph_ex generated fails: {first_line(error)}", _REMEDY) from error
 
     def generate(self, step: NativeStep) -> str:
-        """The code that torch_npu makes for a step, made anew.
+        """Generate the code of a step, ignoring the cache.
 
         Raises:
-            CompileError: torch_npu cannot compile it.
+            CompileError: torch_npu cannot compile the step.
         """
         extra: dict[str, Any] = {}
         if self._options.get("static_kernel_compile"):
@@ -93,9 +90,11 @@ class CodeCache:
             try:
                 own = private_folder(self._cache.folder) and private_folder(folder)
             except OSError as error:
-                raise CompileError(f"static kernels cannot be kept in {folder}: {error}", _FOLDER) from error
+                raise CompileError(f"static kernels cannot be stored in {folder}: {error}", _FOLDER) from error
             if not own:
-                raise CompileError(f"static kernels are kept in {folder}, where others may write", _FOLDER)
+                raise CompileError(
+                    f"static kernels cannot be stored in {folder}, which other users may write to", _FOLDER
+                )
             extra = {
                 "static_kernel_compile.use_cache_compile": True,
                 "static_kernel_compile.compile_cache_dir": str(folder),
@@ -104,14 +103,14 @@ class CodeCache:
                 "static_kernel_compile.deterministic_level": torch_npu.npu._get_deterministic_level(),
             }
         try:
-            with torch.no_grad(), tracing(TracingContext(step.mode)), repeating_warnings():
+            with torch.no_grad(), tracing(TracingContext(step.mode)), logging_warnings():
                 compiled = torch_npu.npu.npugraph_ex.compile_fx(step.graph, step.examples, self._options)
                 code = compiled.get_code(extra)
         except Exception as error:
             raise CompileError(f"npugraph_ex failed: {first_line(error)}", _REMEDY) from error
         if not isinstance(code, str):
             raise CompileError(
-                "npugraph_ex made no code for these options", "leave the driver's options npugraph_ex out"
+                f"npugraph_ex generates no code for the options {self._options}", "remove the driver option npugraph_ex"
             )
         return code
 
@@ -125,7 +124,7 @@ class CodeCache:
         return content_key(repr(parts))
 
     def _read(self, key: str) -> str | None:
-        """Code that was kept; None if there is none, or the cache cannot be read or trusted."""
+        """Return cached code; None if there is none, or the cache cannot be read or trusted."""
         try:
             entry = self._cache.get(key)
             return None if entry is None else (entry / CODE).read_text(encoding="utf-8")
@@ -139,13 +138,13 @@ class CodeCache:
         try:
             self._cache.put(key, lambda folder: _write_code(folder, code))
         except ConfigError:
-            pass  # reading said so
+            pass  # _read has logged it
         except OSError as error:
             log.warning("the compile cache %s cannot be written: %s", self._cache.folder, error)
 
 
-_FOLDER = "set compilation.cache_dir to a folder of your own"
-_REMEDY = 'use the compiler "graph", which captures kernels as they are'
+_FOLDER = "set compilation.cache_dir to a folder that only you can write to"
+_REMEDY = 'use the compiler "graph", which captures the kernels without npugraph_ex'
 
 
 def _run(code: str) -> Namespace:
@@ -155,13 +154,19 @@ def _run(code: str) -> Namespace:
 
 
 def _check(step: NativeStep, names: Namespace) -> Namespace:
-    """Lengths that torch_npu does not update would stay those of the capture, and others would capture again."""
+    """Check that torch_npu updates every length, and return ``names``.
+
+    A length that it does not update would keep its captured value, or cause another capture.
+
+    Raises:
+        CompileError: torch_npu does not update some length.
+    """
     info = names["aclgraph_cache_info"]
     if info.unupdated_sym_input_index or len(info.ops_update_rulers) != len(step.readers):
         reading = sorted({str(node.target) for node in step.readers})
         raise CompileError(
-            f"npugraph_ex gives new lengths to {len(info.ops_update_rulers)} of the {len(step.readers)} operations "
-            f"that read them ({', '.join(reading)})",
+            f"npugraph_ex updates the lengths of only {len(info.ops_update_rulers)} of the {len(step.readers)} "
+            f"operations that read them ({', '.join(reading)})",
             _REMEDY,
         )
     return names
@@ -172,10 +177,10 @@ def _write_code(folder: Path, code: str) -> None:
 
 
 @contextmanager
-def repeating_warnings() -> Iterator[None]:
-    """Inside the block, Python's warnings go to the log: torch_npu warns of what hal asks for on purpose."""
-    with warnings.catch_warnings(record=True) as said:
+def logging_warnings() -> Iterator[None]:
+    """Redirect Python's warnings to the log: torch_npu warns about options that hal sets deliberately."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for each in said:
+    for each in caught:
         log.info("torch_npu: %s", each.message)

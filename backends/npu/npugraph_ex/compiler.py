@@ -1,4 +1,4 @@
-"""The compiler ``npugraph_ex``: whole steps by torch_npu's own, one compiled and captured graph for each size."""
+"""The compiler ``npugraph_ex``, which compiles and captures one graph of the whole step for each size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..device import NpuDevice
 from ..failures import first_line
 from ..graph import UPDATING, NpuGraph
 from ..lengths import PackedLengths, counts_blocks, packed_lengths
-from .compiled_code import CodeCache, Namespace, repeating_warnings
+from .compiled_code import CodeCache, Namespace, logging_warnings
 from .compiler_options import check_device, check_static_kernels, compiler_options
 from .native_nodes import LENGTHS, NativeStep, native_step
 
@@ -37,12 +37,12 @@ log = logging.getLogger("hal.npu")
 
 
 class CompiledGraph(NpuGraph):
-    """A step as npugraph_ex captures it, in its first run. torch_npu replays it and updates the lengths beside.
+    """A step that npugraph_ex captures in its first run. torch_npu replays it and updates its lengths.
 
     Args:
-        device: that captures.
-        names: of the compiled module.
-        arguments: all inputs but the lengths.
+        device: the device to capture on.
+        names: the namespace of the compiled module.
+        arguments: all inputs except the lengths.
     """
 
     def __init__(self, device: NpuDevice, names: Namespace, arguments: list[Tensor]) -> None:
@@ -50,14 +50,14 @@ class CompiledGraph(NpuGraph):
         self._names, self._arguments = names, arguments
         self._replay: Any = None
         self._checks: list[PackedLengths] = []
-        # The module's functions and its names refer to each other, and would keep memory until the next collection.
+        # The module's namespace and functions form a reference cycle, which would hold memory until it is collected.
         weakref.finalize(self, names.clear).atexit = False
 
     def first_run(self, lengths: Tensor) -> None:
-        """The run that torch_npu captures.
+        """Run the step for the first time, which torch_npu captures.
 
         Raises:
-            CaptureError: torch_npu's code failed, otherwise than by an error of CANN's.
+            CaptureError: the generated code failed for a reason other than an error of CANN's.
         """
         try:
             self.run(lengths)
@@ -65,13 +65,14 @@ class CompiledGraph(NpuGraph):
             if isinstance(error, HalError) or self._explain(error) is not None:
                 raise
             raise CaptureError(
-                f"the code that npugraph_ex made fails in its capture: {type(error).__name__}: {first_line(error)}",
-                'use the compiler "graph", which captures kernels as they are',
+                f"the code that npugraph_ex generated fails in its capture: {type(error).__name__}: "
+                f"{first_line(error)}",
+                'use the compiler "graph", which captures the kernels without npugraph_ex',
             ) from error
 
     def run(self, lengths: Tensor) -> None:
-        """Run with the lengths of each sequence."""
-        # Copied, for kernels that take them as a tensor: torch_npu's queue may read it later.
+        """Run the step with the length of each sequence."""
+        # Cloned for kernels that take a tensor of lengths: torch_npu's queue may read it after this call.
         self._names["kernel"](*self._arguments, lengths.clone(), *lengths.tolist())
 
     def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Any]:
@@ -82,14 +83,14 @@ class CompiledGraph(NpuGraph):
         with torch_npu.npu.device(self._device.torch):
             before = torch_npu.npu.current_stream()
             try:
-                with repeating_warnings(), UPDATING:  # torch_npu replays what it has captured, and updates it
+                with logging_warnings(), UPDATING:  # torch_npu replays and updates the graph right after its capture
                     yield self._stream(stream)
             finally:
-                torch_npu.npu.set_stream(before)  # torch_npu leaves its own behind if the end of a capture fails
+                torch_npu.npu.set_stream(before)  # torch_npu does not restore it if the end of a capture fails
 
     def _begin(self, context: Any, pool: Any) -> None:
-        # One stream and one pool for all, as memory is shared by what is captured on the same of both. torch_npu itself
-        # begins the capture, in the module's first run, and ends it.
+        # Graphs share memory only if they are captured on the same stream into the same pool. torch_npu itself begins
+        # and ends the capture, in the module's first run.
         info = self._names["aclgraph_cache_info"]
         info.stream = context
         info.pool = torch_npu.npu.graph_pool_handle() if pool is None else pool
@@ -99,19 +100,19 @@ class CompiledGraph(NpuGraph):
         info, made = self._names["aclgraph_cache_info"], self._names["acl_graph"]
         (captured,) = made.graphs_meta.values()
         self._graph, self._replay = captured.acl_graph, captured.replay_func
-        # What is let go on after a failure.
+        # NpuGraph._recover releases these tasks after a failure.
         mode = self._graph.graph_dispatch_mode
         mode.graph_dispatch_records = self._replay._updated_node_infos
         packed = [each for each in mode.graph_dispatch_records if counts_blocks(each.updated_func, each)]
         self._checks = list(dict.fromkeys(map(packed_lengths, packed)))
         self.may_refuse = bool(self._checks)
-        # Held weakly, as by NpuGraph: their memory is the pool's.
+        # Held weakly, as in NpuGraph: their memory belongs to the pool.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
         self._failures = self._device.count_failures()
         return captured.retained_outputs[0], info.pool
 
     def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
-        """As for any NPU graph: lengths that attention was not captured for."""
+        """Return why attention does not support these lengths in a replay; None if it does."""
         return next(filter(None, (check.refusal(host_values) for check in self._checks)), None)
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
@@ -120,7 +121,7 @@ class CompiledGraph(NpuGraph):
         with UPDATING, torch_npu.npu.device(self._device.torch):
             if self._failures != (failures := self._device.count_failures()):
                 failures = self._recover()
-            self._failures = None  # whatever breaks this off, the next replay sees it
+            self._failures = None  # tells the next replay to recover if anything stops this one
             try:
                 self.run(host_values[LENGTHS])
             except BaseException as error:
@@ -128,15 +129,15 @@ class CompiledGraph(NpuGraph):
                 if not isinstance(error, Exception):
                     raise
                 raise GraphError(
-                    f"the lengths of a replay could not be set, and its results are void: {first_line(error)}",
+                    f"the lengths of a replay could not be set, and its results are invalid: {first_line(error)}",
                     "replay again; if it repeats, run the phase with the compiler eager, and report it",
                 ) from error
             self._failures = failures
 
     def _recover(self) -> int:
-        self._graph.graph_dispatch_mode.update_stream = self._replay._update_stream  # torch_npu may have taken another
+        self._graph.graph_dispatch_mode.update_stream = self._replay._update_stream  # torch_npu may have changed it
         failures = super()._recover()
-        self._replay._event_for_update_replay = torch_npu.npu.Event()  # which may hand the failure on
+        self._replay._event_for_update_replay = torch_npu.npu.Event()  # the old one may raise the failure again
         return failures
 
     def _release(self) -> None:
@@ -146,10 +147,10 @@ class CompiledGraph(NpuGraph):
 
 
 def make_form(context: FormContext) -> FullGraphForm:
-    """Make the form that runs steps by graphs of torch_npu's compiler.
+    """Return the form that runs steps as graphs of torch_npu's compiler.
 
     Raises:
-        ConfigError: an option of the compiler is wrong, or cannot be had here.
+        ConfigError: an option of the compiler is invalid, or not supported on this machine.
     """
     backend: NpuBackend = context.backend  # type: ignore[assignment]
     check_device(backend.options.device)
@@ -158,26 +159,26 @@ def make_form(context: FormContext) -> FullGraphForm:
     began = time.perf_counter()
     maker = ExGraphs(context, backend)
     form = ExForm(context, maker)
-    log.info("npugraph_ex compiled them in %.1f s; %d were in the cache", time.perf_counter() - began, maker.taken)
+    log.info("npugraph_ex compiled the steps in %.1f s; %d were cached", time.perf_counter() - began, maker.cache_hits)
     return form
 
 
 class ExForm(FullGraphForm):
-    """Whole steps by graphs of torch_npu's compiler."""
+    """The form that runs whole steps as graphs of torch_npu's compiler."""
 
     maker: ExGraphs
 
     def stages(self, shape: StepShape) -> tuple[Stage, ...]:
-        """What became of the optimised step for a shape that was captured, for ``hal explain``."""
+        """Return the stages of a captured step for ``hal explain``; none if no bucket serves the shape."""
         bucket = self.bucket_for(shape)
         return () if bucket is None else self.maker.stages(bucket.static)
 
 
 class ExGraphs(GraphMaker):
-    """Has torch_npu's compiler make a graph of the optimised step.
+    """A graph maker that compiles the optimised step with torch_npu's compiler.
 
     Attributes:
-        optimised: by shape, the step that was compiled for it; most shapes share one.
+        optimised: the compiled step of each shape; most shapes share one.
     """
 
     def __init__(self, context: FormContext, backend: NpuBackend) -> None:
@@ -187,12 +188,12 @@ class ExGraphs(GraphMaker):
         self.optimised: dict[StepShape, OptimisedStep] = {}
 
     @property
-    def taken(self) -> int:
-        """How many were compiled by an earlier process."""
-        return self._code.taken
+    def cache_hits(self) -> int:
+        """The number of steps read from the cache."""
+        return self._code.hits
 
     def walk(self, static: StaticBatch) -> Callable[[], Any]:
-        return partial(self._context.eagerly, static.batch)  # as the optimised step stays as it is
+        return partial(self._context.eagerly, static.batch)
 
     def capture(self, static: StaticBatch, pool: Any) -> CompiledGraph:
         batch = static.batch
@@ -203,7 +204,7 @@ class ExGraphs(GraphMaker):
         return graph
 
     def stages(self, static: StaticBatch) -> tuple[Stage, ...]:
-        """What became of the optimised step of a batch's shape."""
+        """Return the stages that the optimised step for a batch's shape goes through."""
         began = time.perf_counter()
         step = self._native(static)
         calls = sum(node.op == "call_function" for node in step.graph.graph.nodes)

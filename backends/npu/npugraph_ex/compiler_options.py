@@ -1,4 +1,4 @@
-"""The options of torch_npu's compiler npugraph_ex, and what has to be there for it."""
+"""Options and prerequisites of torch_npu's compiler npugraph_ex."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..emulator import is_active
 from ..failures import first_line
 from ..options import NpuOptions
 
-OURS: Mapping[str, Any] = {
-    "frozen_parameter": True,  # all inputs lie where they lay
+FIXED: Mapping[str, Any] = {
+    "frozen_parameter": True,  # the addresses of all inputs are constant
     "clone_input": False,
     "reuse_graph_pool_in_same_fx": False,
-    "unsafe_skip_npugraph_capture_validation": True,  # which would capture again, to other outputs
+    "unsafe_skip_npugraph_capture_validation": True,  # the validation would capture again, with other outputs
 }
-"""Options of the package that say what hal makes sure of."""
+"""Compiler options that hal sets, because hal guarantees what they assume."""
 DEFAULTS: Mapping[str, Any] = {"capture_error_mode": "thread_local"}
-"""Those that hal has other defaults for: other threads may copy and allocate during a capture."""
+"""Options whose default hal changes: other threads may copy and allocate during a capture."""
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys((*OURS, "use_graph_pool", "mode"), "hal sets it"),
+    **dict.fromkeys((*FIXED, "use_graph_pool", "mode"), "hal sets it"),
     **dict.fromkeys(("dump_tensor_data", "data_dump_stage", "data_dump_dir"), "nothing would be dumped"),
-    **dict.fromkeys(("clone_output", "record_statistics_debug_info"), "it would be without effect"),
-    "force_eager": 'the graph would not be captured; for that there is the compiler "eager"',
+    **dict.fromkeys(("clone_output", "record_statistics_debug_info"), "it would have no effect"),
+    "force_eager": 'the graph would not be captured; use the compiler "eager" instead',
     "force_recapture": "every step would be captured again",
     "static_kernel_compile": "set the driver's option static_kernels",
 }
@@ -38,56 +38,69 @@ OP_COMPILER = "op_compiler"
 
 
 def compiler_options(options: NpuOptions) -> dict[str, Any]:
-    """What the package is told, for the driver's options.
+    """Return the compiler's options for the driver's options.
 
     Raises:
-        ConfigError: one is unknown, has a wrong value, or cannot be had here.
+        ConfigError: an option is unknown, has an invalid value, or is not supported on this machine.
     """
     config: Any = _package().CompilerConfig
     known = [name for name in vars(config()) if not name.startswith("_")]
     for name, value in options.npugraph_ex.items():
         if name in REFUSED:
-            raise ConfigError(f"the options npugraph_ex set {name}", f"leave it out: {REFUSED[name]}")
+            raise ConfigError(f"the option npugraph_ex sets {name!r}", f"remove {name}: {REFUSED[name]}")
         if name not in known:
             raise ConfigError(
-                f"the options npugraph_ex have {name!r}, and torch_npu has no such; {nearest(name, known)}",
-                f"it has {', '.join(sorted(known))}",
+                f"the option npugraph_ex sets {name!r}, which torch_npu does not have; {nearest(name, known)}",
+                f"use one of {', '.join(sorted(known))}",
             )
         if value and name in NOT_EMULATED and is_active():
-            raise ConfigError(f"the options npugraph_ex set {name}, which the emulated CANN has not", "leave it out")
+            raise ConfigError(
+                f"the option npugraph_ex sets {name!r}, which the emulated CANN does not support", f"remove {name}"
+            )
         try:
             setattr(config(), name, value)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the options npugraph_ex set {name}: {first_line(error)}", "correct it") from error
+            raise ConfigError(
+                f"the option npugraph_ex sets {name!r} to {value!r}: {first_line(error)}", f"correct {name}"
+            ) from error
     static = {"static_kernel_compile": True} if options.static_kernels else {}
-    return {**DEFAULTS, **options.npugraph_ex, **OURS, **static}
+    return {**DEFAULTS, **options.npugraph_ex, **FIXED, **static}
 
 
 def check_static_kernels() -> None:
-    """Raise ConfigError where kernels cannot be compiled for a graph's shapes."""
+    """Check that CANN can compile kernels for a graph's shapes.
+
+    Raises:
+        ConfigError: CANN's op_compiler is missing.
+    """
     if is_active() or shutil.which(OP_COMPILER) is None:
-        what = "the emulated CANN has none" if is_active() else "it is not on the PATH"
+        missing = "which the emulated CANN lacks" if is_active() else "which is not on the PATH"
         raise ConfigError(
-            f"the option static_kernels takes CANN's {OP_COMPILER}, and {what}", "leave the option out, or install it"
+            f"the option static_kernels requires CANN's {OP_COMPILER}, {missing}",
+            f"remove static_kernels, or install {OP_COMPILER}",
         )
 
 
 def check_device(index: int) -> None:
-    """Raise ConfigError if torch_npu updates lengths on another device: it does on the first of a process only."""
+    """Check that torch_npu can update lengths on a device: it does so only on the first device of a process.
+
+    Raises:
+        ConfigError: the process has used npugraph_ex on another device.
+    """
     module = _package("npugraph_ex._acl_concrete_graph.acl_graph")
     stream = getattr(module.CapturedGraphUpdateAndReplay, "_update_stream", None)
     if stream is not None and stream.device_index != index:
         raise ConfigError(
-            f"npugraph_ex on NPU {index}, and this process ran it on NPU {stream.device_index}: torch_npu updates "
-            "lengths on one device of a process, and replays on others would wait forever",
-            'run one process for each NPU, or use the compiler "graph"',
+            f"npugraph_ex cannot run on NPU {index}: this process has run it on NPU {stream.device_index}, and "
+            "torch_npu updates lengths on one device per process, so that replays on others would wait forever",
+            'run one process per NPU, or use the compiler "graph"',
         )
 
 
 def _package(name: str = "npugraph_ex") -> Any:
-    """Import a module of the package, and keep that from taking SIGINT and SIGTERM: it ignores them once it had one."""
+    """Import a module of the package, and restore the handlers of SIGINT and SIGTERM that it replaces."""
     if threading.current_thread() is not threading.main_thread():
-        return import_module(name)  # it takes none there
+        return import_module(name)  # the package sets handlers only in the main thread
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     module = import_module(name)
     for number, handler in before.items():

@@ -1,7 +1,7 @@
-"""An optimised step as a graph of torch_npu's and torch's own operations, which npugraph_ex compiles.
+"""Lowering of an optimised step to a graph of torch_npu's and torch's operations, which npugraph_ex compiles.
 
-The step is run on fake tensors of one batch size, with the backend's kernels in it. Lengths, which kernels read on the
-host, are inputs of their own there: a symbolic integer for each sequence, and a tensor for kernels that take one.
+The step and the backend's kernels run on fake tensors of one batch size. The lengths that kernels read on the host
+become separate inputs: a symbolic integer for each sequence, and a tensor for kernels that take one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ..failures import first_line
 
 LENGTHS, STARTS = "kv_lens_host", "query_start_loc_host"
 FIRST_HINT = 5
-"""Of the symbolic lengths: 0 and 1 would become constants, and equal ones could become one."""
+"""Hint of the first symbolic length. 0 and 1 would be specialised to constants, and equal hints could be merged."""
 
 
 @attrs.frozen
 class NativeStep:
-    """A step of one batch size.
+    """A lowered step of one batch size.
 
     Attributes:
-        graph: takes the batch's tensors on the device, the fixed ones, the lengths as a tensor, and each as an integer;
-            returns ``(logits,)``. Caches are written in place.
-        examples: a fake tensor or symbolic integer for each input. Those that are always the same are marked so.
-        fixed: weights, buffers, caches, and what else the kernels hold: the same tensors at every call.
-        mode: whose fake tensors they are.
+        graph: takes the batch's tensors on the device, the fixed tensors, the tensor of lengths, and each length as an
+            integer; returns ``(logits,)``. Caches are written in place.
+        examples: a fake tensor or symbolic integer for each input. Tensors are marked as having static addresses.
+        fixed: the tensors that are the same at every call: weights, buffers, caches, and constants of kernels.
+        mode: the mode of the fake tensors.
         readers: the nodes that read lengths on the host.
     """
 
@@ -48,12 +48,12 @@ class NativeStep:
     readers: list[fx.Node]
 
     def arguments(self, batch: Batch) -> list[Tensor]:
-        """All inputs but the lengths, for a batch on fixed memory."""
+        """Return all inputs except the lengths, for a batch on static memory."""
         return [*on_device(batch), *self.fixed]
 
 
 class _Starts:
-    """As many queries for each sequence: what kernels read where each begins, in place of a tensor."""
+    """The constant ``query_start_loc_host`` of sequences with equally many queries, in place of a tensor."""
 
     def __init__(self, shape: StepShape) -> None:
         self._starts = list(range(0, shape.tokens + 1, shape.queries))
@@ -63,7 +63,7 @@ class _Starts:
 
 
 class _Lengths:
-    """The lengths as kernels read them, in place of a tensor: as integers, or as a tensor of their own."""
+    """The lengths, in place of ``kv_lens_host``: ``tolist`` returns symbolic integers, ``clone`` a traced tensor."""
 
     def __init__(self, tensor: Tensor, integers: Sequence[Any]) -> None:
         self._tensor, self._integers = tensor, list(integers)
@@ -72,25 +72,25 @@ class _Lengths:
         return self._integers
 
     def clone(self) -> Tensor:
-        return self._tensor  # a new one at every step
+        return self._tensor  # CompiledGraph.run clones it for every step
 
 
 def on_device(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch that the device reads, in the order of its fields."""
+    """Return the tensors of a batch that the device reads, in the order of its fields."""
     return [getattr(batch, name) for name, each in fields_of(type(batch)).items() if each.twin_of is None]
 
 
 def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], static: StaticBatch) -> NativeStep:
-    """Make the graph for batches of one size.
+    """Lower a step for batches of one size.
 
     Args:
-        step: of calls of operations, in which the active backend's kernels run: from the tensors of a batch, in the
-            order of its fields, and the fixed ones, to ``(logits,)``.
+        step: the optimised step, which calls the active backend's kernels. It takes the tensors of a batch, in the
+            order of its fields, then the fixed tensors, and returns ``(logits,)``.
         fixed: weights, buffers and caches.
-        static: a batch of that size, on the memory that all will have.
+        static: a batch of that size, on the static memory of all batches.
 
     Raises:
-        CompileError: a kernel or the model reads a value, or a length otherwise than to hand it on.
+        CompileError: a kernel or the model reads a tensor's value, or computes with a length.
     """
     batch, shape = static.batch, static.shape
     names, sequences, device = list(fields_of(type(batch))), shape.sequences, on_device(batch)
@@ -110,20 +110,20 @@ def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], sta
     except Exception as error:
         raise CompileError(
             f"the step for a batch of {sequences} cannot be lowered to torch_npu's operations: {first_line(error)}",
-            'use the compiler "graph", which captures kernels as they are',
+            'use the compiler "graph", which captures the kernels without npugraph_ex',
         ) from error
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     held = _hold(graph, mode, before=places[len(tensors) - 1])
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     for example in examples:
         if isinstance(example, Tensor):
-            mark_static_address(example)  # so that it is neither copied nor looked at
+            mark_static_address(example)  # avoids a copy and a check at each call
     readers = _users(places[len(tensors) - 1 :])
     return NativeStep(graph, examples, [*fixed, *held], mode, readers)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake of a tensor; of one that was made under inference mode, as states are, one that may be written without."""
+    """Return a fake tensor. For an inference tensor, such as a state, it is writable outside inference mode."""
     if not tensor.is_inference():
         return mode.from_tensor(tensor, static_shapes=True)
     with torch.inference_mode(False), mode:
@@ -137,7 +137,7 @@ def _symbol(shapes: ShapeEnv, number: int) -> Any:
 
 
 def _hold(module: fx.GraphModule, mode: FakeTensorMode, before: fx.Node) -> list[Tensor]:
-    """Make inputs of the tensors that the graph holds, which would be copied into compiled code."""
+    """Turn the graph's constant tensors into inputs; otherwise the compiler would copy them into its code."""
     inputs: dict[int, fx.Node] = {}
     held: list[Tensor] = []
     for node in [each for each in module.graph.nodes if each.op == "get_attr"]:

@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(DriverUnavailable, match="cannot be kept in") as caught:
+    with pytest.raises(DriverUnavailable, match="cannot be stored in") as caught:
         build.load.__wrapped__()
     assert "HAL_CACHE_DIR" in str(caught.value)
 

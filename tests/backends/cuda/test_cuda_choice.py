@@ -61,8 +61,8 @@ def test_a_choice_can_be_forced() -> None:
 @pytest.mark.parametrize(
     ("forced", "problem", "remedy"),
     [
-        ({"rms_nrm": "torch"}, "names 'rms_nrm', which is no operation", "did you mean 'rms_norm'"),
-        ({"rms_norm": "cutlass"}, "'cutlass', which is no library", "known: flashinfer, reference, torch, triton"),
+        ({"rms_nrm": "torch"}, "names 'rms_nrm', which is not an operation", "did you mean 'rms_norm'"),
+        ({"rms_norm": "cutlass"}, "'cutlass', which is not a library", "known: flashinfer, reference, torch, triton"),
         (
             {"rms_norm": "flashinfer"},
             "kernels.rms_norm is 'flashinfer': flashinfer is not installed",
@@ -70,7 +70,7 @@ def test_a_choice_can_be_forced() -> None:
         ),
         (
             {"silu_and_mul": "torch"},
-            "kernels.silu_and_mul is 'torch': torch has no kernel for it",
+            "kernels.silu_and_mul is 'torch': torch has no kernel for silu_and_mul",
             "use triton, reference; flashinfer cannot (flashinfer is not installed)",
         ),
     ],
@@ -89,7 +89,7 @@ def present(name: str) -> object:
 def test_what_makes_triton_unusable() -> None:
     missing = triton_library((9, 0), lambda name: None)
     assert (missing.problem, missing.remedy) == ("triton is not installed", "pip install triton")
-    assert triton_library((7, 5), present).problem == "Triton needs compute capability 8.0, and the GPU has 7.5"
+    assert triton_library((7, 5), present).problem == "Triton requires compute capability 8.0, and the GPU has 7.5"
     compiler = triton_library((9, 0), present, lambda name: None, {})
     assert "no C compiler" in compiler.problem
     assert not {*missing.kernels, *compiler.kernels}

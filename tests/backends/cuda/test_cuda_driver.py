@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 from hal.backends.cuda.driver import CudaDriver
 from hal.backends.cuda.gpu import CAPTURE_SIZES, limits
-from hal.backends.cuda.graph import reach, weakly
+from hal.backends.cuda.graph import nbytes_spanned, weakly
 from hal.backends.cuda.probe import INSTALL, probe
 
 import hal
@@ -87,7 +87,7 @@ def test_a_weak_tensor_is_the_same_memory_and_does_not_hold_it(dtype: torch.dtyp
         assert (weak.shape, weak.stride(), weak.dtype) == (strong.shape, strong.stride(), strong.dtype)
         assert torch.equal(weak, strong)
         assert weak.numel() == 0 or weak.data_ptr() == strong.data_ptr()
-        assert reach(strong) <= whole.nbytes
+        assert nbytes_spanned(strong) <= whole.nbytes
     holders = torch._C._storage_Use_Count(whole.untyped_storage()._cdata)
     weak = weakly(whole)
     assert torch._C._storage_Use_Count(whole.untyped_storage()._cdata) == holders

@@ -38,14 +38,14 @@ def test_out_of_memory(error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("text", "says", "remedy"),
     [
-        ("an illegal memory access was encountered", "memory that is not its own", "compute-sanitizer"),
+        ("an illegal memory access was encountered", "memory out of bounds", "compute-sanitizer"),
         ("misaligned address", "misaligned", "compute-sanitizer"),
         ("device-side assert triggered", "a value out of range", "check the batch's indices"),
         ("unspecified launch failure", "a kernel failed", "restart the process"),
         ("no kernel image is available for execution on the device", "no code for this GPU's", "install a build"),
         ("uncorrectable ECC error encountered", "memory is damaged", "nvidia-smi"),
         ("CUDA driver version is insufficient for CUDA runtime version", "older than the CUDA", "upgrade the driver"),
-        ("CUDA-capable device(s) is/are busy or unavailable", "another process holds", "end that process"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "another process has exclusive use", "end that process"),
         ("something that nobody has met", "the GPU failed: CUDA error: something", "run the step again"),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_capture_that_breaks_says_why() -> None:
         "use tensor.pin_memory() or allocate the tensor with pin_memory=True."
     ))  # fmt: skip
     assert type(copied) is CaptureError
-    assert "memory of the host that is not pinned" in copied.problem
+    assert "host memory that is not pinned" in copied.problem
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_on_another_gpu_than_the_current_one(gpu: Opened) -> None:
 
 
 def test_a_device_that_is_not_there(gpu: Opened) -> None:
-    with pytest.raises(ConfigError, match="the device_index 99 was asked for, and there are"):
+    with pytest.raises(ConfigError, match="the option device_index is 99, and the process sees"):
         gpu(options={"device_index": 99})
 
 

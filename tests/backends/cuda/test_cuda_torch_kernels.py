@@ -117,12 +117,12 @@ def test_what_flashinfer_takes() -> None:
         arguments = {"query": query, "key_cache": cache, "scale": 0.1, "causal": True, "sliding_window": None, **given}
         return Shape.of(arguments)
 
-    assert shape().taken
-    assert shape(sliding_window=4).taken
+    assert shape().supported
+    assert shape(sliding_window=4).supported
     assert shape(sliding_window=4).settings()["window_left"] == 3
-    assert shape(causal=False).taken
+    assert shape(causal=False).supported
     for refused in (shape(80), shape(dtype=torch.float32), shape(causal=False, sliding_window=4)):
-        assert not refused.taken
+        assert not refused.supported
     assert (shape().heads, shape().kv_heads, shape().block_size, shape().tensor_cores) == (8, 2, 16, True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.attention import MOST_SPLITS, Tiles, attend, blocks, splits, tiles
+from hal.backends.cuda.triton.attention import MAX_SPLITS, Tiles, attend, blocks, splits, tiles
 from helpers.triton_checking import DEVICE, DTYPES, check
 from torch import Tensor
 
@@ -166,7 +166,7 @@ def test_padding(queries: int, parts: int) -> None:
 
 
 def test_more_parts_than_keys() -> None:
-    agree(torch.float32, drawn(Draw(seed=0), [1], [37]), cut(Tiles(1, 16, 16, 4, 2), MOST_SPLITS))
+    agree(torch.float32, drawn(Draw(seed=0), [1], [37]), cut(Tiles(1, 16, 16, 4, 2), MAX_SPLITS))
 
 
 def test_more_sequences_than_are_looked_at_together() -> None:
@@ -223,7 +223,7 @@ def test_the_cut_depends_on_shapes_alone_and_covers_all_lengths() -> None:
     assert splits(8, 4096, 132) == 16  # one long sequence: a part has 256 keys at least
     assert splits(8, 100, 132) == 1
     assert splits(1000, 4096, 132) == 1  # the device is full
-    assert splits(1, 10**6, 132) == MOST_SPLITS
+    assert splits(1, 10**6, 132) == MAX_SPLITS
     assert splits(0, 4096, 132) >= 1
 
 

@@ -88,8 +88,8 @@ def test_an_npu_is_missing(there: tuple[str, ...], cann: dict[str, str], tmp_pat
         (tmp_path / name).touch()
     found = probe(cann, tmp_path, installed)
     assert not found.available
-    assert found.reason == f"CANN is installed, but there is no NPU: no {tmp_path}/davinci0"
-    assert "install the Ascend driver, and in a container pass the devices in" in found.hint
+    assert found.reason == f"CANN is installed, but no NPU was found: {tmp_path}/davinci0 does not exist"
+    assert "install the Ascend driver; in a container, pass the devices" in found.hint
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class TestOptions:
             ({"device": "0"}, "expected int, found str '0'", ""),
             ({"device": True}, "expected int, found bool True", ""),
             ({"device": -1}, "device must be at least 0, not -1", ""),
-            ({"device": 2}, "the device 2 was asked for, and there are 2 NPUs", "give one of 0 to 1"),
+            ({"device": 2}, "the option device is 2, and the process sees 2 NPUs", "set device to 0 to 1"),
             ({"emulator": "yes"}, "unknown value 'yes'", ""),
             ({"emulator": 2}, "unknown value 2", ""),
             ({"emulator_options": {"sock": "Ascend910B3"}}, "unknown key 'sock' (did you mean 'soc'?", ""),
@@ -78,7 +78,7 @@ class TestOptions:
             ({"attention": "fuse"}, "unknown value 'fuse' (did you mean 'fused'?", ""),
             ({"nz_weights": 1}, "expected bool, found int 1", ""),
             ({"max_streams": -1}, "max_streams must be at least 0, not -1", ""),
-            ({"attention": "atb", "nz_cache": True}, "attention=atb and nz_cache do not go together", "leave one of"),
+            ({"attention": "atb", "nz_cache": True}, "attention=atb and nz_cache exclude each other", "remove one of"),
         ],
         ids=lambda value: str(value) if isinstance(value, dict) else "",
     )
@@ -94,7 +94,9 @@ class TestOptions:
 
     def test_one_process_has_one_emulated_machine(self, npu: Opened) -> None:
         assert npu(options={"emulator_options": {"devices": 2}}).device.torch.index == 0
-        with pytest.raises(DriverError, match=r"the emulated CANN is active with .*devices=2.*, and was asked to be"):
+        with pytest.raises(
+            DriverError, match=r"the emulated CANN is active with .*devices=2.*, and cannot be activated"
+        ):
             npu(options={"emulator_options": {"devices": 1}})
 
     def test_streams_are_limited_by_the_option(self, npu: Opened) -> None:
@@ -171,7 +173,7 @@ class TestGenerations:
     def test_others_are_unknown(self, name: str) -> None:
         with pytest.raises(DriverUnavailable, match="does not know the SoC") as caught:
             soc.generation_of(name)
-        assert "it knows Ascend910B* (A2), Ascend910_93* (A3), Ascend310P* (310P)" in caught.value.remedy
+        assert "use one of Ascend910B* (A2), Ascend910_93* (A3), Ascend310P* (310P)" in caught.value.remedy
 
     def test_a_950_has_no_atb_and_no_nz_cache(self) -> None:
         program = """
@@ -180,10 +182,9 @@ print(refused(options={"nz_cache": True}))
 print(opened().compilers)
 """
         assert on_a_soc("Ascend950PR_9599", program).splitlines() == [
-            "ConfigError: Ascend950PR_9599 has no ATB, which the option attention asks for | "
-            'leave it at "fused"',
-            "ConfigError: Ascend950PR_9599 has no kernel that writes a cache in FRACTAL_NZ | "
-            "leave the option nz_cache out",
+            'ConfigError: the option attention is "atb", and Ascend950PR_9599 has no ATB | set attention to "fused"',
+            "ConfigError: the option nz_cache is set, and Ascend950PR_9599 has no kernel that writes a cache in "
+            "FRACTAL_NZ | remove nz_cache",
             "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
         ]  # fmt: skip
 
@@ -212,8 +213,8 @@ class TestAskingForAnEmulatedOne:
     def test_the_list_of_backends(self) -> None:
         lines = processes.hal("backends").stdout.splitlines()
         assert lines[1].split()[:2] == ["npu", "no"]
-        assert "no CANN: nothing leads to a libascendcl.so" in lines[1]
-        assert "or run on an emulated NPU: the option emulator, --emulate on the command line" in lines[1]
+        assert "no CANN: libascendcl.so was not found" in lines[1]
+        assert "or run on an emulated NPU: set the driver option emulator, pass --emulate" in lines[1]
         assert lines[-1] == "* selected by auto: cpu"
 
         lines = processes.hal("backends", HAL_NPU_EMULATOR="1").stdout.splitlines()

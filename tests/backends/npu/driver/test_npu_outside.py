@@ -54,7 +54,7 @@ def test_a_model_in_batches_that_change(made: tuple[str, Path], npu: Opened, mod
     model = hal.load_model(folder, backend)
     if (architecture, mode) == ("RecurrentForCausalLM", "npugraph_ex"):
         # The code that torch_npu generates writes a state from a view of the same memory: refused, in words.
-        with pytest.raises(CaptureError, match="the code that npugraph_ex made fails in its capture"):
+        with pytest.raises(CaptureError, match="the code that npugraph_ex generated fails in its capture"):
             hal.Runner(model, backend)
         return
     runner = hal.Runner(model, backend)

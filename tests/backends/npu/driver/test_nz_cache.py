@@ -135,7 +135,7 @@ def test_attention(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
 def test_blocks_that_prefill_does_not_take(fractal: hal.Backend) -> None:
     """The reference cannot stand in: it reads the canonical layout."""
     sample = attention_arguments(Draw(torch.float16, "npu"), [5], [5], head_dim=64, block_size=16)
-    with pytest.raises(OperationError, match="FRACTAL_NZ with blocks of 16 tokens"):
+    with pytest.raises(OperationError, match="FRACTAL_NZ has blocks of 16 tokens"):
         fractal.ops.paged_attention(*sample)
 
 

@@ -222,7 +222,7 @@ class TestControl:
 
     @pytest.mark.parametrize("wrong", [{"first": 0}, {"count": 0}, {"first": -1}])
     def test_occasions_are_counted_from_1(self, wrong):
-        with pytest.raises(ValueError, match="counted from 1"), control.faults.execution(**wrong):
+        with pytest.raises(ValueError, match="must be at least 1"), control.faults.execution(**wrong):
             pass
 
     def test_a_fault_ends_with_its_block(self, x):
