@@ -282,7 +282,7 @@ class TestSettings:
         arguments = ("--compiler", "eager", "--compilation-config", '{"compiler": "graph"}')
         result = run("generate", checkpoint, "--prompt", "a", *arguments)
         assert result.exit_code == 2
-        assert result.stderr.startswith("error: --compiler says eager, and --compilation-config graph\nremedy: ")
+        assert result.stderr.startswith("error: --compiler is eager, but --compilation-config sets graph\nremedy: ")
 
     def test_a_dtype(self, checkpoint: Path) -> None:
         assert generate(checkpoint, "--dtype", "bfloat16", new=60).stdout != generate(checkpoint, new=60).stdout

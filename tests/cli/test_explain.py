@@ -47,8 +47,8 @@ class TestExplain:
             ({"compiler": "eager"}, "the model's Python code is run eagerly; no rewrite is applied"),
             (
                 {"compiler": "piecewise_eager"},
-                "the model's own Python is captured in pieces, 5 of them; the 4 calls between them run eagerly, of "
-                "paged_attention; no rewrite is applied",
+                "the model's Python code is captured in 5 pieces; the 4 calls between them, of paged_attention, run "
+                "eagerly; no rewrite is applied",
             ),
             (
                 {"compiler": "graph", "torch_compile_max_bs": 1},

@@ -343,7 +343,7 @@ class TestErrors:
             (("--backends", "cpu", "--compilers", "eager,eager"), "name at least two modes, each once"),
             (("--backends", "cpu", "--compilers", "eager,grahp"), "did you mean 'graph'?"),
             (("--backends", "cpu", "--compilers", "eager,graph", "--save", "x"), "calls no operations"),
-            (("--backends", "cpu,faulty", "--compilation-config", "{}"), "given without --compilers"),
+            (("--backends", "cpu,faulty", "--compilation-config", "{}"), "--compilation-config needs --compilers"),
             (("--backends", "cpu,faulty", "--emulate"), "has no emulated device"),
             (("--backends", "cpu,faulty", "--dtype", "bfloat16"), "faulty does not compute in torch.bfloat16"),
             (("--backends", "cpu,faulty", "--dtype", "float8"), "unknown value 'float8'"),

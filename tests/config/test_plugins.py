@@ -25,11 +25,11 @@ class Shape:
     name = ""
 
 
-MODULE = """
-from test_plugins import Shape
+MODULE = f"""
+from {__name__} import Shape
 
-class {cls}(Shape):
-    name = "{name}"
+class {{cls}}(Shape):
+    name = "{{name}}"
 
 class Named(Shape):
     name = "another"

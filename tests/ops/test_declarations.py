@@ -300,7 +300,7 @@ class TestOperations:
         problem = {
             "names one": "it passes its argument value_cache to another operation as state",
             "names none": "it passes its argument key_cache to another operation as state",
-            "writes by itself": "it reads or writes its state key_cache by itself",
+            "writes by itself": "it reads or writes its state key_cache directly",
         }[how]
         with pytest.raises(AssertionError, match=problem):
             check_declaration(ops.operation(name))

@@ -97,6 +97,11 @@ def compiler() -> str:
     return found
 
 
+def compiler_flags() -> tuple[str, ...]:
+    """Return the flags of g++: ours, then those of the variable ``EMULATED_CANN_CXXFLAGS``."""
+    return (*FLAGS, *os.environ.get("EMULATED_CANN_CXXFLAGS", "").split())
+
+
 def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     """Build the libraries if they are not cached; return a folder with the layout of an installed CANN.
 
@@ -107,7 +112,7 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     """
     tools = Toolchain.find(sources)
     kept = CompileCache(cache or cache_folder("emulator"), KEPT_SECONDS)
-    flags = (*FLAGS, *os.environ.get("EMULATED_CANN_CXXFLAGS", "").split())
+    flags = compiler_flags()
     texts = {str(each.relative_to(sources)): each.read_bytes() for each in sorted(sources.rglob("*")) if each.is_file()}
     recipe = (Path(each).read_bytes() for each in (__file__, ninja_build.__file__, symbols.__file__))
     named = (part for item in texts.items() for part in item)

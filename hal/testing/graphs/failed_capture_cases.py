@@ -108,7 +108,7 @@ def _error_inside(make: Callable[[], BaseException], backend: Backend) -> None:
     except BaseException as raised:
         found = raised
     require(found is not None, "capture() swallowed what the captured function raised")
-    require(found is error, f"the captured function raised {error!r}, and capture() {found!r} in place of it")
+    require(found is error, f"the captured function raised {error!r}, but capture() raised {found!r}")
     require(error.__cause__ is cause, f"the cause of the exception became {error.__cause__!r}")
     works_again(backend, graph, x)
 
