@@ -20,7 +20,7 @@ def _dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None
     if not (isinstance(value, tuple) and value and all(each in DTYPES for each in value)):
         raise DriverError(
             f"the limits of a backend have {attribute.name}={value!r}, not a tuple of supported dtypes",
-            f"use one or more of {', '.join(map(str, DTYPES))}",
+            f"use a tuple of one or more of {', '.join(map(str, DTYPES))}",
         )
 
 
@@ -29,7 +29,7 @@ def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not (isinstance(value, tuple) and all(type(each) is int and each > 0 for each in value)):
         raise DriverError(
             f"the limits of a backend have {attribute.name}={value!r}, not a tuple of positive integers",
-            "use a tuple such as (64, 128)",
+            "use a tuple of positive integers, such as (64, 128)",
         )
 
 
@@ -38,7 +38,7 @@ def _streams(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> Non
     least, none = (1, "") if attribute.name == "streams_per_graph" else (0, ", or None for no limit")
     if not ((none and value is None) or (type(value) is int and value >= least)):
         raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}", f"use an integer of {least} or more{none}"
+            f"the limits of a backend have {attribute.name}={value!r}", f"use an integer of at least {least}{none}"
         )
 
 

@@ -97,9 +97,9 @@ class TestConfigurations:
             ({"compiler": "graph", "splitting_ops": ["linear"]}, "splitting_ops is set, but the compiler 'graph'"),
             ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, "no pass 'ad_rms_norm'"),
             ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is set, but the compiler 'eager'"),
-            ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is given"),
-            ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is given"),
-            ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is given"),
+            ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is set"),
+            ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is set"),
+            ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is set"),
             ({"decode": {"compilr": "graph"}}, "compilr"),
             (
                 {"compiler": "graph", "prefill": {"compiler": "piecewise"}, "decode": {"splitting_ops": ["linear"]}},
@@ -131,7 +131,7 @@ class TestConfigurations:
                 "splitting_ops is set, but decode and prefill both override it",
             ),
             ({"compiler": "graph", "prefill": {"capture_sizes": [64]}}, "prefill.capture_sizes is set, but prefill"),
-            ({"compiler": "graph", "prefill": {"max_capture_size": 64}}, "prefill.max_capture_size is given"),
+            ({"compiler": "graph", "prefill": {"max_capture_size": 64}}, "prefill.max_capture_size is set"),
             (
                 {"prefill": {"compiler": "piecewise"}, "decode": {"capture_sizes": [4]}},
                 "decode.capture_sizes is set, but decode is eager, which captures no graphs",

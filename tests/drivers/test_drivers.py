@@ -246,9 +246,7 @@ def test_an_entry_point_of_another_name_is_refused(vendor: Vendor) -> None:
     """Or a configuration and its variables would go by one name, and errors and reports by the other."""
     vendor.install(acme="acme_driver:Acme")
     type(registry.load_driver("acme")).name = "acme2"
-    message = (
-        r"entry point acme in hal\.drivers loads a driver whose name is 'acme2'\n  remedy: .* name = 'acme' in .* Acme"
-    )
+    message = r"entry point acme in hal\.drivers loads a driver whose name is 'acme2'; .*\n.* name = 'acme' in .* Acme"
     with pytest.raises(DriverIncompatible, match=message):
         hal.open("acme")
     (found,) = [each for each in registry.candidates() if each.name == "acme"]
@@ -403,7 +401,7 @@ class TestChoices:
         limited = hal.Backend(
             "limited", cpu.device, kernels={}, limits=hal.Limits(dtypes=(torch.float32,), block_sizes=(128,))
         )
-        with pytest.raises(ConfigError, match="use one of 128"):
+        with pytest.raises(ConfigError, match="block_size to one of 128"):
             limited.configure(hal.Config(backend="limited", cache=hal.CacheConfig(block_size=16)))
         with pytest.raises(ConfigError, match="set dtype to one of float32"):
             limited.configure(hal.Config(backend="limited", dtype="bfloat16"))

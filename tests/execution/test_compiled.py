@@ -211,7 +211,7 @@ def test_a_size_that_the_model_fixes_shows() -> None:
 
 
 def test_a_step_for_one_size_alone_runs_no_others(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TracedStep, "pinned", ["blocks = 5"])
+    monkeypatch.setattr(TracedStep, "specialised_axes", ["blocks = 5"])
     with pytest.raises(CompileError, match="for other sizes than the example's: it fixes blocks = 5"):
         open_runner(trained, compiler="inductor", capture_sizes=[1])
 

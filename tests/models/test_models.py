@@ -66,7 +66,7 @@ def test_windows_of_layers() -> None:
         ({"head_dim": 15}, "head_dim is 15"),
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta"),
-        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "leave one"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "remove one"),
         ({"hidden_size": "8"}, "expected int, found str '8'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),

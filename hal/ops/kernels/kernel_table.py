@@ -165,7 +165,7 @@ def leave(token: Any) -> None:
 
 @contextmanager
 def intercepted(wrap: Wrap) -> Iterator[None]:
-    """Inside the block, run ``wrap(operation, kernel)`` for this context's calls of an operation. For graph captures.
+    """Replace this context's operation calls by ``wrap(operation, kernel)`` inside the block, as graph captures do.
 
     Other threads are not affected. Interceptions nest, and may overlap in any order: an inner one gets the kernel that
     the outer one returned. A backend that is activated inside the block is active in it and after it. A runner's step

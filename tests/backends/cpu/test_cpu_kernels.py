@@ -341,7 +341,7 @@ def test_a_chosen_compiler_is_the_one_that_runs(tmp_path: Path, monkeypatch: pyt
 class TestPacking:
     @pytest.fixture(autouse=True)
     def small_weights_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packing, "SMALLEST", 1)
+        monkeypatch.setattr(packing, "MIN_BYTES", 1)
         monkeypatch.setattr(packing, "_measured", {})
 
     @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -349,7 +349,7 @@ class TestPacking:
         return torch.randn(96, 64, dtype=request.param)
 
     def gains(self, monkeypatch: pytest.MonkeyPatch, *gains: float) -> Packing:
-        monkeypatch.setattr(packing, "_gains", lambda weight, sizes: list(gains))
+        monkeypatch.setattr(packing, "_speedups", lambda weight, sizes: list(gains))
         return Packing()
 
     @pytest.mark.parametrize("rows", [0, 1, 5, 40])
@@ -387,7 +387,7 @@ class TestPacking:
             measured.append((tuple(weight.shape), sizes))
             return [2.0] * len(sizes)
 
-        monkeypatch.setattr(packing, "_gains", gains)
+        monkeypatch.setattr(packing, "_speedups", gains)
         prepares = Packing()
         for shape in ((8, 16), (8, 16), (16, 8), (8, 16)):
             prepares.prepare(torch.randn(shape), shared=False)
@@ -401,7 +401,7 @@ class TestPacking:
         self, compilation: dict[str, Any], trained: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen = set()
-        monkeypatch.setattr(packing, "_gains", lambda weight, sizes: seen.add(sizes) or [1.0] * len(sizes))
+        monkeypatch.setattr(packing, "_speedups", lambda weight, sizes: seen.add(sizes) or [1.0] * len(sizes))
         backend = hal.open({"backend": "cpu", "compilation": compilation})
         hal.load_model(trained, backend)
         assert seen == {(2, 5)}
@@ -412,14 +412,14 @@ class TestPacking:
             return x.shape[0] * (2.0 if weights[0].is_mkldnn else 2.0 * faster)
 
         monkeypatch.setattr(packing, "_seconds", seconds)
-        assert packing._gains(torch.randn(512, 256), (1, 8)) == [faster, faster]
+        assert packing._speedups(torch.randn(512, 256), (1, 8)) == [faster, faster]
 
     def test_it_is_measured_for_real(self) -> None:
-        assert all(gain > 0 for gain in packing._gains(torch.randn(512, 256), (1, 8)))
+        assert all(gain > 0 for gain in packing._speedups(torch.randn(512, 256), (1, 8)))
 
     def test_small_weights_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packing, "SMALLEST", 1 << 16)
-        monkeypatch.setattr(packing, "_gains", lambda weight, sizes: [2.0] * len(sizes))
+        monkeypatch.setattr(packing, "MIN_BYTES", 1 << 16)
+        monkeypatch.setattr(packing, "_speedups", lambda weight, sizes: [2.0] * len(sizes))
         small, large = torch.randn(64, 255), torch.randn(64, 256)
         assert Packing().prepare(small, shared=False) is small
         assert Packing().prepare(large, shared=False).is_mkldnn
@@ -435,7 +435,7 @@ class TestPacking:
         texts, params = prompts(trained), hal.SamplingParams(max_new_tokens=12)
 
         def tokens(*gains: float) -> list[tuple[int, int]]:
-            monkeypatch.setattr(packing, "_gains", lambda weight, sizes: list(gains))
+            monkeypatch.setattr(packing, "_speedups", lambda weight, sizes: list(gains))
             packing._measured.clear()
             compilation = {"compiler": compiler, "capture_sizes": [2, 4, 8]}
             backend = hal.open({"backend": "cpu", "dtype": "float32", "compilation": compilation})

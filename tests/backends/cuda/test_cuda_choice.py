@@ -91,7 +91,7 @@ def test_what_makes_triton_unusable() -> None:
     assert (missing.problem, missing.remedy) == ("triton is not installed", "pip install triton")
     assert triton_library((7, 5), present).problem == "Triton requires compute capability 8.0, and the GPU has 7.5"
     compiler = triton_library((9, 0), present, lambda name: None, {})
-    assert "no C compiler" in compiler.problem
+    assert "a C compiler, and none is on the PATH" in compiler.problem
     assert not {*missing.kernels, *compiler.kernels}
 
 

@@ -172,7 +172,10 @@ class TestTokens:
         assert bucket is not None
         bucket.static.fill(three)
         graph, host_values = bucket.graphs[0], bucket.static.host_values(three)
-        with emulator.trace() as trace, pytest.raises(HostValueError, match=r"captured over 4 blocks, .* which share"):
+        with (
+            emulator.trace() as trace,
+            pytest.raises(HostValueError, match=r"captured over 4 blocks, .* counting shared"),
+        ):
             graph.replay(**{name: each for name, each in host_values.items() if name in graph.host_values})
         assert not trace.ran(kind="graph")
         with emulator.trace() as trace:

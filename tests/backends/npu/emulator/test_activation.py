@@ -310,7 +310,7 @@ def test_without_torch_npu(clean: dict[str, str]) -> None:
 
 def test_with_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "TORCH_NPU", "2.14.0")
-    with pytest.raises(DriverUnavailable, match=r"serves torch_npu 2.14.0; this is 2.13.0"):
+    with pytest.raises(DriverUnavailable, match=r"supports torch_npu 2.14.0, and 2.13.0"):
         build.Toolchain.find()
 
 
