@@ -339,7 +339,7 @@ class TestBeginAndEnd:
                 with seen:
                     captures.end(made)
 
-        with pytest.raises(CaptureError, match=r"the innermost torch mode is Noting .* and must be _Watch"):
+        with pytest.raises(CaptureError, match=r"the innermost torch mode is Noting .* and must be Watch"):
             ends_in_it()
         TestHostValues().check(attend, graph, graph.capture(attend.twice))
 

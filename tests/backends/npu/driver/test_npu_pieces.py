@@ -221,7 +221,7 @@ class TestFaults:
         backend = opened({"max_streams": 20})
         runner = hal.Runner(Deep(), backend)
         assert backend.streams_in_graphs == 20
-        with pytest.raises(CaptureError, match="take 8 streams, and 0 are left"):
+        with pytest.raises(CaptureError, match="need 8 streams, and 0 are left"):
             hal.Runner(Deep(), backend)
         check(runner, (9,))
         caplog.clear()
