@@ -321,11 +321,11 @@ def test_a_real_cann_is_not_hidden_unless_forced(clean: dict[str, str], tmp_path
     places = {"ASCEND_HOME_PATH": tmp_path, "ASCEND_TOOLKIT_HOME": tmp_path, "LD_LIBRARY_PATH": library.parent}
     for name, value in places.items():
         environ = {**clean, name: str(value)}
-        with pytest.raises(DriverUnavailable, match=f"a real CANN is installed here .{re.escape(str(library))}"):
+        with pytest.raises(DriverUnavailable, match=f"a real CANN is installed .{re.escape(str(library))}"):
             activation.refuse_real_cann(environ)
     refused = hal("emulate", "--", sys.executable, "-c", SCRIPT, environ=environ)
     assert refused.returncode == 2
-    assert "a real CANN is installed here" in refused.stderr
+    assert "a real CANN is installed" in refused.stderr
     assert "hal emulate --force" in refused.stderr
     forced = hal("emulate", "--force", "--", sys.executable, "-c", SCRIPT, environ=environ)
     assert forced.stdout == "[2.0, 2.0, 2.0] 1\n", forced.stderr

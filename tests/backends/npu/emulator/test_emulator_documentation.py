@@ -105,7 +105,7 @@ void second() { throw DeviceError(kCode, "it " "failed: " + why()); }
         (tmp_path / "index.md").write_text(text, encoding="utf-8")
         settings = ["extensions=myst_parser,emulated", "root_doc=index", "smartquotes=0"]
         command = [sys.executable, "-m", "sphinx", "-Q", "-C", "-b", "pseudoxml", *(f"-D{each}" for each in settings)]
-        environ = {**os.environ, "PYTHONPATH": str(DOCS), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environ = {**os.environ, "PYTHONPATH": str(DOCS / "extensions"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         subprocess.run([*command, tmp_path, tmp_path / "built"], env=environ, check=True, timeout=300)
         page = re.sub(r"\s+", " ", (tmp_path / "built" / "index.pseudoxml").read_text(encoding="utf-8"))
         absent = [each for each in refusals.refusals() if re.sub(r"\s+", " ", each.reason) not in page]

@@ -216,7 +216,7 @@ def test_no_stream_left_for_a_capture(x):
 
 class TestControl:
     def test_how_often_is_known_afterwards(self):
-        with control.faults.execution("Nothing") as fault, pytest.raises(DriverError, match="after its block"):
+        with control.faults.execution("Nothing") as fault, pytest.raises(DriverError, match="only after the fault"):
             _ = fault.struck
         assert fault.struck == 0
 
