@@ -300,5 +300,5 @@ class TestWhereItIsParticular:
             if passes:
                 assert_agree(operation, torch.float32, found, right)
                 continue
-            with pytest.raises(AssertionError, match="off by one|2 times the allowed difference"):
+            with pytest.raises(AssertionError, match=r"off by one|2 times the allowed difference"):
                 assert_agree(operation, torch.float32, found, right)
