@@ -22,10 +22,10 @@ import pytest
 pytest.register_assert_rewrite("helpers")
 
 from helpers import ROOT, TESTS, separate, thorough  # noqa: E402
+from helpers.catalogue import forgetting_operations  # noqa: E402
 from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
-from hal import ops  # noqa: E402
 
 # A job in the background of a script ignores interrupts, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -99,14 +99,8 @@ def trained(repository: Path) -> Path:
 @pytest.fixture
 def forget_operations() -> Iterator[None]:
     """Take operations that a test declares out of the catalogue again, so that no other test meets them."""
-    from hal.ops.declaration import operation as declared
-
-    known = set(ops.catalogue())
-    yield
-    for name in set(ops.catalogue()) - known:
-        operation = declared._catalogue.pop(name)
-        del declared._by_function[operation.function]
-        del declared._by_node[operation.overload]
+    with forgetting_operations():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -161,7 +161,7 @@ CONFIGS = {
     "scaled positions": Case(
         config(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 2}), ConfigError, "yarn"
     ),
-    "quantised": Case(config(quantization_config={"bits": 4}), ConfigError, "quantised"),
+    "quantised": Case(config(quantization_config={"bits": 4}), ConfigError, "has no quant_method"),
     "a stop token that is none": Case(text("generation_config.json", '{"eos_token_id": "0"}'), CheckpointError, "'0'"),
     "broken generation config": Case(text("generation_config.json", "{"), CheckpointError, "cannot be read"),
 }

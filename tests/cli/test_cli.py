@@ -330,7 +330,7 @@ class TestLists:
             "raisesinopen is broken: opening it failed: opening the driver raisesinopen raised RuntimeError: the firm"
         )
         assert told in result.stdout
-        assert "opening the driver nobackend gave None, not a hal.Backend" in result.stdout
+        assert "opening the driver nobackend returned None, not a hal.Backend" in result.stdout
 
     @pytest.mark.usefixtures("drivers")
     def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -545,7 +545,7 @@ class TestTorchCompile:
             assert (ops.rms_norm(*arguments, 1e-6) == 7).all()
             assert (compiled(*arguments) == 14).all()
             cpu.activate()
-            with pytest.raises(BackendNotActive, match="compiled for the backend first, and another"):
+            with pytest.raises(BackendNotActive, match="compiled for the backend first, but another"):
                 compiled(*arguments)
             backend.activate()
             assert (compiled(*arguments) == 14).all()

@@ -72,7 +72,7 @@ def test_whatever_is_used_afterwards_says_so(trained: Path) -> None:
         lambda: runner.batch([[5]], [[1]]), lambda: runner.step(batch),
         lambda: runner.states, lambda: runner.slots, lambda: runner.model, lambda: tokens(runner), runner.__enter__,
     ):  # fmt: skip
-        with pytest.raises(ClosedError, match="this runner on the backend cpu is closed\n  remedy: make another"):
+        with pytest.raises(ClosedError, match="this runner on the backend cpu is closed\n  remedy: create another"):
             use()
     assert not backend.closed
     graph.replay()

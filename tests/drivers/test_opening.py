@@ -138,7 +138,7 @@ def test_a_kernel_for_no_operation(opens: Opens) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_backend(value: Any, opens: Opens) -> None:
-    refused(opens, lambda name: value, "opening the driver acme gave ", "not a hal.Backend")
+    refused(opens, lambda name: value, "opening the driver acme returned ", "not a hal.Backend")
 
 
 class Bare(hal.Backend):
@@ -158,7 +158,7 @@ class Whole(hal.Backend):
 
 @pytest.mark.parametrize("cls", [Bare, Half])
 def test_a_subclass_that_does_not_call_the_constructor(cls: type[hal.Backend], opens: Opens) -> None:
-    refused(opens, cls, f"gave a {cls.__name__} that has no", "call super().__init__")
+    refused(opens, cls, f"returned a {cls.__name__} without the attribute", "call super().__init__")
 
 
 @pytest.mark.parametrize("attribute", sorted({*ARGUMENTS} - {"inductor"}))

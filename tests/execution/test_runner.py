@@ -130,7 +130,7 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         ([[1]], [[1], [2]], None, "1 token lists, 2 block lists"),
         ([[1]], [[]], None, "its 0 blocks hold 0"),
         ([[1]], [[1]], [-1], "-1 tokens cached"),
-        ([[1], [2]], [[1], [2]], [0], "1 lengths"),
+        ([[1], [2]], [[1], [2]], [0], "1 cached lengths"),
         ([[1.5]], [[1]], None, r"token id \[1.5\], not integers"),
         ([[True]], [[1]], None, r"token id \[True\], not integers"),
         (["ab"], [[1]], None, "token id 'ab', not integers"),
@@ -261,7 +261,7 @@ def test_any_rows_of_logits_in_any_order(compiler: str) -> None:
     torch.testing.assert_close(runner.step(two).logits, expected[order[:2]])
     more = attrs.evolve(batch, logits_indices=torch.tensor([0, 0, 1, 2, 1]))
     torch.testing.assert_close(runner.step(more).logits, expected[[0, 0, 1, 2, 1]])
-    with pytest.raises(BatchError, match=r"kv_lens_host is \[2\], not \[3\], for 3 sequences of 3 tokens"):
+    with pytest.raises(BatchError, match=r"kv_lens_host has the shape \[2\], not \[3\], for 3 sequences of 3 tokens"):
         runner.step(attrs.evolve(batch, kv_lens_host=batch.kv_lens_host[:2]))
 
 

@@ -93,7 +93,7 @@ class TestAxes:
         )
         x, half, rows = shapes((2, 8), (2, 4), (2,))
         assert constraints.unmet_results([x], [half, rows]) is None
-        assert constraints.unmet_results([x], [half]) == "1 results, but 2 are declared"
+        assert constraints.unmet_results([x], [half]) == "the call has 1 results, but 2 are declared"
         assert "result 1 is [2, 4], but declared `...`" in str(constraints.unmet_results([x], [half, half]))
         wide = constraints.unmet_results([x], [half.double(), rows])
         assert wide == "x is float32 and result 0 is float64, but they are declared alike"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import toys
+from helpers.catalogue import forgetting_operations
 from helpers.checkpoints import random_checkpoint, write_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -41,7 +42,7 @@ def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> Iterator[None]:
     """Only while these tests run: what the package registers would change others."""
-    with toys.installed():
+    with toys.installed(), forgetting_operations():
         yield
 
 
@@ -110,7 +111,7 @@ def test_states_move_on_once_whatever_rows_of_logits_are_asked_for(tmp_path: Pat
 def test_prefixes_are_not_shared_by_a_model_with_slots(tmp_path: Path) -> None:
     backend = hal.open({"backend": "cpu", "cache": {"reuse_prefixes": True}})
     model = hal.load_model(toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM"), backend)
-    with pytest.raises(ConfigError, match="keeps matrix for each sequence"):
+    with pytest.raises(ConfigError, match="keeps matrix per sequence"):
         hal.Runner(model, backend)
 
 

@@ -43,7 +43,7 @@ class Acme(hal.Driver):
 
 from importlib.metadata import EntryPoint
 from hal.drivers import registry
-registry._entry = lambda name: Acme
+registry.DRIVERS.load = lambda name: Acme()
 """
 UNAVAILABLE = """
 from hal.errors import DriverUnavailable

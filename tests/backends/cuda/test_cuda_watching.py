@@ -115,7 +115,7 @@ def test_the_queries_of_a_decode_are_fixed(graph: CudaGraph, kernels: tuple[Kern
     with watched(graph):
         call([1] * ROWS)
     values = {"kv_lens_host": torch.ones(ROWS), "query_start_loc_host": torch.tensor([0, 2, 2, 3])}
-    with pytest.raises(HostValueError, match=r"captured with query_start_loc_host \[0, 1, 2, 3\], which no replay can"):
+    with pytest.raises(HostValueError, match=r"captured with \[0, 1, 2, 3\], which no replay can"):
         graph._launch(values)
 
 
