@@ -28,7 +28,8 @@ class NpuOptions:
         nz_cache: store the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache`` that requires
             this format. Supports a head dimension of 128 on A2 and A3. Off by default: the kernel is untested on
             hardware, and CANN 8.5 lacks it.
-        max_streams: the limit on streams held by all graphs together; None is the generation's limit.
+        max_streams: the limit on streams held by all graphs together; None is the device's
+            limit without the streams that torch_npu needs.
         static_kernels: the compiler ``npugraph_ex`` has CANN compile kernels for the shapes of each graph, and keeps
             them in ``compilation.cache_dir``. This takes minutes and requires CANN's op_compiler.
         npugraph_ex: further torch_npu options for that compiler, such as ``{"pattern_fusion_pass": false}``.

@@ -12,8 +12,9 @@ BLOCK_SIZES = (128, 256, 384, 512)
 """Cache block sizes, in tokens, that attention accepts for both prefill and decode."""
 HEAD_DIMS = tuple(range(16, 513, 16))
 CAPTURE_SIZES = (1, 2, 4, 8, 12, *range(16, 65, 8))
+DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 128
-"""Of the device's 2,048 streams, left for torch_npu's pools, its update stream and communication."""
+"""Left for torch_npu's pools, its update stream and communication; graphs may hold the others."""
 
 
 @attrs.frozen
@@ -42,7 +43,7 @@ class Generation:
             dtypes=self.dtypes,
             block_sizes=BLOCK_SIZES,
             head_dims=HEAD_DIMS,
-            max_streams=2048 - RESERVED_STREAMS if max_streams is None else max_streams,
+            max_streams=DEVICE_STREAMS - RESERVED_STREAMS if max_streams is None else max_streams,
             capture_sizes=CAPTURE_SIZES,
         )
 

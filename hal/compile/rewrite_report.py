@@ -1,4 +1,8 @@
-"""Reports of the passes applied to a graph."""
+"""Reports of the passes applied to a graph.
+
+The reasons why a rewrite was not applied come from rewrite/: match.py and node_match.py compare the structure, and
+apply_rewrite.py checks constraints, ``when``, memory and order.
+"""
 
 from __future__ import annotations
 

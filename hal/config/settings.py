@@ -1,4 +1,8 @@
-"""The configuration's attrs classes. Their docstrings document the keys."""
+"""The configuration's attrs classes. Their docstrings document the keys.
+
+A key has one name. reading.py checks keys and types, and refuses the unknown; names of compilers may have aliases, which
+drivers declare.
+"""
 
 from __future__ import annotations
 

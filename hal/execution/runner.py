@@ -1,4 +1,7 @@
-"""The runner, which an engine drives. It owns the model's states and graphs; the engine owns blocks and slots."""
+"""The runner, which an engine drives. It owns the model's states and graphs; the engine owns blocks and slots.
+
+For each step it chooses the form that runs it, such as a captured graph, or the model's Python.
+"""
 
 from __future__ import annotations
 
