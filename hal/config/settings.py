@@ -1,7 +1,7 @@
 """The configuration's attrs classes. Their docstrings document the keys.
 
-A key has one name. reading.py checks keys and types, and refuses the unknown; names of compilers may have aliases, which
-drivers declare.
+A key has one name. reading.py checks keys and types, and refuses unknown keys. Compilers may have
+aliases, which drivers declare.
 """
 
 from __future__ import annotations
