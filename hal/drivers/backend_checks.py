@@ -54,7 +54,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "graphs": (lambda value: isinstance(value, bool), "True or False"),
     "compilers": (_is_listed, "a collection of hal.Compiler"),
     "aliases": (_is_table, "a mapping from strings to compiler names"),
-    "rewrites": (_is_listed, "a collection of hal.compile.Rewrite, or of functions of a graph"),
+    "rewrites": (_is_listed, "a collection of hal.compile.rewrite.rewrite.Rewrite, or of functions of a graph"),
     "layers": (_are_layers, "a mapping from classes of hal.nn to callables that return a layer"),
     "native_names": (_is_table, "a mapping from the vendor's operation names to hal's"),
     "capabilities": (_are_texts, "a collection of strings"),
@@ -103,11 +103,11 @@ def check_rewrites(driver: str, rewrites: Sequence[Any]) -> None:
     Names must be unique.
     """
     for each in rewrites:
-        # No isinstance check for hal.compile.Rewrite: only compilers import hal.compile.
+        # No isinstance check for Rewrite: only compilers import hal.compile.
         if not (callable(each) or (hasattr(each, "pattern") and hasattr(each, "check_declared"))):
             raise DriverIncompatible(
                 f"the driver {driver} has {reprlib.repr(each)} among its rewrites",
-                "use hal.compile.Rewrite objects, or functions of a graph",
+                "use hal.compile.rewrite.rewrite.Rewrite objects, or functions of a graph",
             )
         if hasattr(each, "check_declared"):
             try:

@@ -15,13 +15,13 @@ from helpers.checkpoints import random_checkpoint
 import hal
 from hal import ops
 from hal.cli import main
-from hal.compare.backends import compare_backends
 from hal.compare.call_comparison import Evidence, transplant
+from hal.compare.compare_backends import compare_backends
 from hal.compare.compare_errors import CompareError
+from hal.compare.compare_modes import compare_modes, in_mode
 from hal.compare.comparison_results import OUTSIDE, Call
 from hal.compare.distance import worst_error
 from hal.compare.drifts import LOGITS, Drifts
-from hal.compare.modes import compare_modes, in_mode
 from hal.compare.saved_call import CALL, TENSORS, SavedCall, save
 from hal.compare.texts import Prompts
 from hal.compare.watch import layer_of

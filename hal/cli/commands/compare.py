@@ -75,13 +75,13 @@ def command(
     opened = Checkpoint.open(checkpoint)
     prompted = _prompts(opened, texts, max_new_tokens)
     if modes:
-        from hal.compare.modes import compare_modes
+        from hal.compare.compare_modes import compare_modes
 
         (backend,) = _opened(named or [settings.get("backend", "auto")], settings, emulate)
         backend.activate()
         found = compare_modes(opened, backend, modes, prompted)
     else:
-        from hal.compare.backends import compare_backends
+        from hal.compare.compare_backends import compare_backends
 
         # Two backends run eagerly, whatever the environment's compilation is.
         first, second = _opened(named, {**settings, "compilation": {}}, emulate)

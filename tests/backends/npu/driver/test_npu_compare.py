@@ -17,7 +17,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.cli import main
-from hal.compare.backends import compare_backends
+from hal.compare.compare_backends import compare_backends
 from hal.compare.saved_call import SavedCall
 from hal.compare.texts import Prompts
 from hal.ops.tolerance import assert_agree

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
-from hal.compare.backends import configure
+from hal.compare.compare_backends import configure
 from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import Comparison, Row
 from hal.compare.drifts import LOGITS, Drifts
