@@ -105,7 +105,7 @@ class TracedStep:
         """The conditions on sizes, such as ``s0 <= 2``, that held while the model's Python code was traced."""
         return [str(guard.expr) for guard in self._guards]
 
-    def demand_any_size(self, model: object) -> None:
+    def check_any_size(self, model: object) -> None:
         """Raise CompileError if a condition holds for some sizes from two on, but not for all."""
         more = {
             symbol: sympy.Symbol(f"more_{symbol}", integer=True, nonnegative=True) + 2 for symbol in self._symbols()
@@ -118,7 +118,7 @@ class TracedStep:
             )
 
     @property
-    def pinned(self) -> list[str]:
+    def specialised_axes(self) -> list[str]:
         """The axes that the trace specialised to the example's size, such as ``blocks = 7``."""
         shapes: Any = self.mode.shape_env
         return [

@@ -196,7 +196,7 @@ class CompileCache:
         if not private_folder(self.folder):
             raise ConfigError(
                 f"the cache folder {self.folder} belongs to user {self.folder.stat().st_uid} or is writable for other "
-                "users, and cached code is executed",
+                "users, but hal executes the code in it",
                 f"set {CACHE_DIR} to a folder that belongs to you",
             )
 

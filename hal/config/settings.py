@@ -21,7 +21,7 @@ def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
             raise ValueError(f"must be at least 1, not {number}")
 
 
-def _some(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...] | None) -> None:
+def _non_empty(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...] | None) -> None:
     if value is not None and not value:
         raise ValueError("must name at least one operation; leave the key out for the default")
 
@@ -39,7 +39,7 @@ class PhaseConfig:
     """
 
     compiler: str | None = None
-    splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_some)
+    splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_non_empty)
     passes: dict[str, bool] | None = None
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)
@@ -71,7 +71,7 @@ class CompilationConfig:
     """
 
     compiler: str = "eager"
-    splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_some)
+    splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_non_empty)
     passes: dict[str, bool] = attrs.field(factory=dict)
     capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
     max_capture_size: int | None = attrs.field(default=None, validator=_positive)

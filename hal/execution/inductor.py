@@ -80,10 +80,10 @@ class InductorForm(Form):
         sizes = StepSizes(sequences, queries)
         step = trace_step(context.model, context.states, sizes, whole=context.backend.inductor or ())
         if sequences > 1:
-            step.demand_any_size(context.model)
+            step.check_any_size(context.model)
         log.info("compiling steps of %s", "one sequence" if sequences == 1 else "two or more sequences")
         compiled = compile_step(step)
-        if pinned := step.pinned:
+        if pinned := step.specialised_axes:
             raise CompileError(
                 f"the step cannot be compiled for other sizes than the example's: it fixes {', '.join(pinned)}",
                 "add kernels for the operations that it runs, or use the compiler graph",

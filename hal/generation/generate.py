@@ -136,7 +136,7 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                     **_slots(runner, admitted),
                 )
                 chosen = _step(runner, admitted, batch)
-                _remember(runner, admitted)  # After the step: if the device failed, its blocks must not be reused.
+                _remember(runner, admitted)  # After the step, which surfaces failures of the device.
                 yield from _append(admitted, chosen)
             elif not running:
                 raise BatchError(

@@ -206,8 +206,8 @@ class Fixes(Stateless):
 
 def test_a_size_that_the_model_fixes_shows() -> None:
     step = trace_step(Fixes(), states_of(Fixes()), StepSizes(4), whole=())
-    assert "sequences = 4" in step.pinned
-    assert not [each for each in step.pinned if each.startswith("blocks")]
+    assert "sequences = 4" in step.specialised_axes
+    assert not [each for each in step.specialised_axes if each.startswith("blocks")]
 
 
 def test_a_step_for_one_size_alone_runs_no_others(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def readings(node: fx.Node) -> Iterator[Reading]:
     target, given = target_of(node), operands(node)
     yield Reading(target, given, node, True)
     if target in RESPELLED and _keeps_dtype(node):
-        for other, arguments in _respelled(target, given, value(node).dtype):
+        for other, arguments in _equivalent_calls(target, given, value(node).dtype):
             yield Reading(other, arguments, node, False)
 
 
@@ -140,7 +140,7 @@ def is_unit_factor(node: fx.Node) -> bool:
     return len(node.args[0].users) == 1  # type: ignore[union-attr]
 
 
-def _respelled(target: Any, given: list[Any], dtype: torch.dtype) -> Iterator[tuple[Any, list[Any]]]:
+def _equivalent_calls(target: Any, given: list[Any], dtype: torch.dtype) -> Iterator[tuple[Any, list[Any]]]:
     first, *rest = given
     if target in (aten.add.Tensor, aten.sub.Tensor):
         yield from _sums(target, first, *rest)

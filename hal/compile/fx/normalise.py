@@ -155,7 +155,7 @@ class _Normaliser:
         return made
 
     def through_view(self, view: fx.Node, dim: int, start: int, end: int, node: fx.Node | None) -> fx.Node | None:
-        """Return a slice of a view as a view of a slice, or None if it is none."""
+        """Return a slice of a view as a view of a slice, or None if there is no such slice."""
         source: Any = view.args[0]
         outer, inner = list(value(source).shape), list(value(view).shape)
         step = _product(inner[dim + 1 :])

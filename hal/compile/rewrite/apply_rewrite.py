@@ -16,7 +16,7 @@ from hal.compile.fx.alias_analysis import AliasAnalysis, may_overlap, written
 from hal.compile.fx.normalise import same_shape, value
 from hal.compile.rewrite.match import Match, Matcher, NearMiss
 from hal.compile.rewrite.pattern import outputs_of, signature, trace_function
-from hal.compile.rewrite.proof_samples import as_list, demand_alike
+from hal.compile.rewrite.proof_samples import as_list, check_same_results
 from hal.compile.rewrite.rewrite import Rewrite, prepare
 from hal.compile.rewrite_report import PassReport
 from hal.errors import CompileError
@@ -113,9 +113,9 @@ class Rewriting:
             return self._put_function(match, values)
         made = [self._graph.call_function(replacement, match.arguments)]
         known = self._fake(values)
-        self._demand_alike(match, as_list(known))
+        self._check_same_results(match, as_list(known))
         pairs = zip(match.outputs, as_list(known), strict=True)
-        fakes = [value(output) if self._is_new(output, fake) else self._anew(fake) for output, fake in pairs]
+        fakes = [value(output) if self._is_new(output, fake) else self._empty_like(fake) for output, fake in pairs]
         if not isinstance(known, (tuple, list)):
             made[0].meta["val"] = fakes[0] if fakes else None
             return made, made[: len(fakes)]
@@ -136,12 +136,12 @@ class Rewriting:
                 copies[node] = self._graph.node_copy(node, copies.__getitem__)
         made = [copy for node, copy in copies.items() if node.op == "call_function"]
         results = [copies[each] for each in outputs_of(traced)]
-        self._demand_alike(match, [value(each) for each in results])
+        self._check_same_results(match, [value(each) for each in results])
         return made, results
 
-    def _demand_alike(self, match: Match, given: Sequence[Any]) -> None:
+    def _check_same_results(self, match: Match, given: Sequence[Any]) -> None:
         try:
-            demand_alike(given, [value(each) for each in match.outputs])
+            check_same_results(given, [value(each) for each in match.outputs])
         except CompileError as error:
             names = ", ".join(each.name for each in match.outputs)
             raise CompileError(
@@ -161,7 +161,7 @@ class Rewriting:
         made = [self._memory.made_by(place) for place in self._memory.places(output)] if self._memory else []
         return made == [output] and same_shape(value(output).stride(), fake.stride())
 
-    def _anew(self, fake: Tensor) -> Tensor:
+    def _empty_like(self, fake: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad(), self._mode:
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 

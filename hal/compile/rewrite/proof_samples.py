@@ -55,7 +55,7 @@ def check_sides(
             fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in sample]
             with torch.inference_mode(False), torch.no_grad(), mode:
                 given = [as_list(side(*fakes)) for side in (replacement, pattern)]
-            demand_alike(*given)
+            check_same_results(*given)
 
 
 def as_list(given: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def as_list(given: Any) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, (tuple, list)) else [given]
 
 
-def demand_alike(given: Sequence[Any], expected: Sequence[Any]) -> None:
+def check_same_results(given: Sequence[Any], expected: Sequence[Any]) -> None:
     """Raise CompileError unless a replacement returns as many tensors as its pattern, of the same shapes and dtypes."""
     alike = len(given) == len(expected) and all(
         isinstance(one, Tensor) and one.dtype == other.dtype and same_shape(one.shape, other.shape)

@@ -48,7 +48,7 @@ class PiecewiseForm(TokenForm):
         backend = context.backend
         step = optimise_model(context.model, context.states, StepSizes(None), backend, context.config.passes)
         self.optimised = step
-        step.traced.demand_any_size(context.model)
+        step.traced.check_any_size(context.model)
         at = backend.splitting_ops(context.config)
         present = {name for node in step.traced.graph.graph.nodes if (name := operation_of(node)) is not None}
         if missing := sorted(at - present):

@@ -22,7 +22,7 @@ from hal.errors import CaptureError, ConfigError
 from hal.execution.capture.captured_form import Bucket
 from hal.execution.capture.token_form import TokenForm
 from hal.execution.check_logits import check_logits
-from hal.execution.pieces.split_calls import Cut, Kind, SplitCall, cut_to, note_calls, tensors_of
+from hal.execution.pieces.split_calls import Cut, Kind, SplitCall, cut_to, record_calls, tensors_of
 from hal.execution.pieces.splitting_capture import Part, Splitter
 from hal.ops.declaration.axes import ROWS, TOKENS
 from hal.ops.declaration.operation import Operation
@@ -50,7 +50,7 @@ class PiecewiseEagerForm(TokenForm):
         self._wanted: dict[int, Tensor] = {}
         batch = self._batch(most)
         with torch.inference_mode():
-            self._calls = note_calls(partial(context.eagerly, batch), self._at, self._reader(batch))
+            self._calls = record_calls(partial(context.eagerly, batch), self._at, self._reader(batch))
             self._check_called()
             self._memory = self._make_memory()
         self.num_graphs = len(self._calls) + 1
@@ -96,7 +96,7 @@ class PiecewiseEagerForm(TokenForm):
         )
         bucket.parts, pool = splitter.capture(partial(context.eagerly, batch), pool)
         if len(bucket.parts) <= len(self._calls):
-            raise self._another(batch, None, len(bucket.parts) - 1)
+            raise self._different_call(batch, None, len(bucket.parts) - 1)
         check_logits(context.model, bucket.graphs[-1].outputs, batch)  # A step takes as many rows as it requests.
         return pool
 
@@ -107,14 +107,14 @@ class PiecewiseEagerForm(TokenForm):
         if expected is None or (call.operation.name, call.kinds, kinds) != (
             expected.operation, expected.kinds, [kind for kind, _ in expected.results]
         ):  # fmt: skip
-            raise self._another(batch, call, index)
+            raise self._different_call(batch, call, index)
         memory = [self._memory[pair] for pair in zip(kinds, expected.places, strict=True)]
         if any(each.numel() < result.numel() for each, result in zip(memory, results, strict=True)):
-            raise self._another(batch, call, index)
+            raise self._different_call(batch, call, index)
         given = [each[: prod(result.shape)].view(result.shape) for each, result in zip(memory, results, strict=True)]
         return tuple(zip(given, call.result_cuts(results, _sizes(batch)), strict=True))
 
-    def _another(self, batch: Batch, call: SplitCall | None, index: int) -> CaptureError:
+    def _different_call(self, batch: Batch, call: SplitCall | None, index: int) -> CaptureError:
         found = "nothing" if call is None else call.operation.name
         expected = self._calls[index].operation if index < len(self._calls) else "nothing"
         return CaptureError(

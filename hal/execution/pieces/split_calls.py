@@ -147,7 +147,7 @@ def cut_to(tensor: Tensor, cut: Cut, sizes: Mapping[str, int]) -> Tensor:
 
 
 @attrs.frozen
-class Noted:
+class RecordedCall:
     """A call, as recorded in an eager step.
 
     Attributes:
@@ -163,15 +163,15 @@ class Noted:
     places: tuple[int, ...]
 
 
-def note_calls(
+def record_calls(
     run: Callable[[], Any], at: Collection[str], read: Callable[[Operation, Mapping[str, Any]], SplitCall]
-) -> list[Noted]:
+) -> list[RecordedCall]:
     """Run a step once, eagerly, and return the calls of the operations ``at``, with the lifetimes of their results.
 
     Raises:
         CompileError: see :meth:`SplitCall.read`.
     """
-    calls: list[Noted] = []
+    calls: list[RecordedCall] = []
     alive: list[StorageWeakRef] = []
 
     def wrap(operation: Operation, kernel: Kernel) -> Kernel:
@@ -187,7 +187,7 @@ def note_calls(
                 alive[place : place + 1] = [StorageWeakRef(result.untyped_storage())]
                 places.append(place)
             kinds = zip(call.result_kinds(results), [each.numel() for each in results], strict=True)
-            calls.append(Noted(operation.name, call.kinds, tuple(kinds), tuple(places)))
+            calls.append(RecordedCall(operation.name, call.kinds, tuple(kinds), tuple(places)))
             return found
 
         return noted if operation.name in at else kernel
@@ -198,5 +198,5 @@ def note_calls(
 
 
 def tensors_of(found: Any) -> list[Tensor]:
-    """The tensors of a result, in order."""
+    """Return the tensors of a result, in order."""
     return [each for each in tree_iter(found) if isinstance(each, Tensor)]
