@@ -1,7 +1,7 @@
 """hal: a hardware abstraction layer for running language models on PyTorch.
 
-Model authors code against :mod:`hal.ops` and :mod:`hal.nn`, vendors subclass :class:`hal.Driver`, and engines call
-:func:`hal.open`, :func:`hal.load_model` and :class:`hal.Runner`. Names load when they are first used.
+Model authors use :mod:`hal.ops` and :mod:`hal.nn`, vendors subclass :class:`hal.Driver`, and engines call
+:func:`hal.open`, :func:`hal.load_model` and :class:`hal.Runner`. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from hal.version import API_VERSION, __version__
 
 if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ:
-    # `import torch` imports every vendor package it finds, and fails if one of them does. A driver imports its own when
-    # it is opened, so torch is imported without them; the variable is restored for whoever comes after.
+    # `import torch` imports every installed vendor package, and fails if one of them does. Drivers import their own
+    # when they are opened, so torch is imported without them here. Later code gets the original environment.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
         import torch as _torch  # noqa: F401
     except (ImportError, OSError):
-        pass  # Whatever uses torch meets the error when it imports it; `hal doctor` does not, and tells of it.
+        pass  # Code that uses torch raises the error when it imports it; `hal doctor` reports it without torch.
     finally:
         del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
 

@@ -1,4 +1,4 @@
-"""The error family. Every error says what was asked, what was found, and what to do about it."""
+"""The exception classes. Every error has a problem and a remedy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class HalError(Exception):
-    """Base of every error that hal raises on purpose.
+    """Base of all errors that hal raises.
 
     Args:
-        problem: what was asked and what was found, in one sentence or two.
-        remedy: what the reader can do about it.
+        problem: the invalid value or state, and the rule that it violates, in one or two sentences.
+        remedy: the action that fixes it, such as a command or a configuration key.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -24,11 +24,11 @@ class HalError(Exception):
 
 
 class ConfigError(HalError):
-    """A configuration that cannot be read, or that asks for what does not exist."""
+    """A configuration is invalid, or asks for an unsupported feature."""
 
 
 class DriverError(HalError):
-    """Something about a driver; the subclasses say what."""
+    """A driver failed; see the subclasses."""
 
 
 class DriverNotFound(DriverError):
@@ -36,15 +36,15 @@ class DriverNotFound(DriverError):
 
 
 class DriverUnavailable(DriverError):
-    """The driver is installed but cannot run here: its probe said no, or raised."""
+    """The driver is installed but cannot run on this machine."""
 
 
 class DriverIncompatible(DriverError):
-    """The driver was written for another version of the driver API, or lacks a part of it."""
+    """The driver does not match this release's driver API."""
 
 
 class OperationError(HalError):
-    """An operation was declared or called in a way that its declaration forbids."""
+    """The declaration of an operation is invalid, or a call violates it."""
 
 
 class UnknownOperation(OperationError, AttributeError):
@@ -52,7 +52,7 @@ class UnknownOperation(OperationError, AttributeError):
 
 
 class MissingKernel(OperationError):
-    """Strict mode: the active driver has no kernel for an operation that was called."""
+    """The active backend has no kernel for an operation, and the configuration is strict."""
 
 
 class GraphError(HalError):
@@ -64,15 +64,15 @@ class CaptureError(GraphError):
 
 
 class HostValueError(GraphError):
-    """A replay was given host values of a wrong name, number, shape or dtype. Nothing was launched."""
+    """The host values of a replay have a wrong name, shape or dtype. Nothing was launched."""
 
 
 class DeviceError(HalError):
-    """The device failed at work that it had been given; it is reported where the host next waits."""
+    """The device failed. Asynchronous failures are raised where the host next waits."""
 
 
 class DeviceOutOfMemory(DeviceError):
-    """The device has no memory left for what was asked."""
+    """The device has too little free memory."""
 
     REMEDY = (
         "lower cache.num_tokens, max_prefill_tokens or compilation.max_capture_size, or give the device fewer sequences"
@@ -80,47 +80,47 @@ class DeviceOutOfMemory(DeviceError):
 
 
 class CompileError(HalError):
-    """A model cannot be traced, or a compiler failed on it."""
+    """A model cannot be traced or compiled."""
 
 
 class CheckpointError(HalError):
-    """A checkpoint that is missing, damaged, unsafe, or does not fit its model."""
+    """A checkpoint is missing, damaged or unsafe, or does not match its model."""
 
 
 class ModelError(HalError):
-    """A model class that does not do what :class:`hal.nn.CausalLM` asks of it, or that cannot be imported."""
+    """A model class cannot be imported, or does not implement the interface of :class:`hal.nn.CausalLM`."""
 
 
 class BatchError(HalError):
-    """A batch or prompt that the model or the cache cannot take."""
+    """A batch or prompt is invalid for the model or the cache."""
 
 
 class BackendNotActive(HalError):
-    """A runner was used while another backend than its own is active."""
+    """A runner was used while another backend was active."""
 
 
 class ClosedError(HalError):
-    """A backend, or a runner, cache or graph of it, was used after it had been closed."""
+    """A closed backend, or a runner, cache or graph of one, was used."""
 
 
 class NumericsError(HalError):
-    """A computation gave NaN where a number is needed."""
+    """A computation returned NaN."""
 
 
 def said(error: BaseException) -> str:
-    """Return the type and the message of an exception that is not hal's."""
+    """Return the type and message of an exception, as text."""
     return f"{type(error).__name__}: {error}"
 
 
 LISTED = 40
-"""Names that a message lists; a checkpoint has thousands."""
+"""Maximum number of names in a message; a checkpoint has thousands."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message: the known name most like ``name``, then the first of the known."""
+    """Return a suggestion for an error message: the known name most similar to ``name``, then the first known names."""
     names = sorted(known)
     if not names:
-        return "there are none"
+        return "none are known"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
     more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""

@@ -9,7 +9,7 @@ from torch.nn import functional
 from hal import ops
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.quantization import accumulated
+from hal.ops.quantization import int8_matmul
 
 MIN_ROWS, MULTIPLE = 17, 8
 """torch._int_mm's limits: the minimum rows of the left matrix, and the divisor of its other dimensions."""
@@ -19,7 +19,7 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.T`` in int32, from cuBLAS if it supports the weight, otherwise from the reference."""
     out_features, width = weight.shape
     if out_features % MULTIPLE or width % MULTIPLE or not weight.numel():
-        return accumulated(x, weight)
+        return int8_matmul(x, weight)
     rows = x.reshape(-1, width)
     count = rows.shape[0]
     if not count:

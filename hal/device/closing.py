@@ -52,7 +52,7 @@ class Uses:
         with self:
             pass
 
-    def check_not_mine(self) -> None:
+    def check_not_in_use_by_this_thread(self) -> None:
         """Raise ClosedError if a call of this thread uses the resource: closing would wait for itself forever."""
         if threading.get_ident() in self._threads:
             raise ClosedError(
@@ -130,7 +130,7 @@ class Closable(ABC):
 
     def _check_closable(self) -> None:
         """Raise ClosedError if a call of this thread uses the object."""
-        self.uses.check_not_mine()
+        self.uses.check_not_in_use_by_this_thread()
 
     @abstractmethod
     def _free(self) -> None:

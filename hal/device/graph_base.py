@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.device.capture_lock import CAPTURING
 from hal.device.host_values import HostValue, HostValues
-from hal.device.memory import lacking_memory
+from hal.device.memory import out_of_memory_message
 from hal.device.stream import Stream
 from hal.errors import CaptureError, ClosedError, DeviceError, DeviceOutOfMemory, GraphError, HalError
 
@@ -148,7 +148,7 @@ class GraphBase(ABC):
             Another HalError, such as DeviceError, replaces only exceptions of the driver's methods. The default
             recognises torch's out-of-memory exceptions.
         """
-        if what := lacking_memory(error):
+        if what := out_of_memory_message(error):
             return CaptureError(f"a capture failed: {what}", MEMORY_REMEDY)
         return None
 

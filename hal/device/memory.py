@@ -27,7 +27,7 @@ class MemoryStats:
     total: int
 
 
-def lacking_memory(error: BaseException) -> str:
+def out_of_memory_message(error: BaseException) -> str:
     """Return the message of a device's or the host's out-of-memory exception; empty for any other exception."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device has no memory left: {str(error).strip().partition(chr(10))[0]}"

@@ -27,7 +27,7 @@ class ReferenceFallbacks:
 
     def __init__(self, name: str, strict: Callable[[], bool]) -> None:
         self._name, self._strict = name, strict
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, operation: Operation, body: Kernel) -> Kernel:
         """Return a function that runs ``body`` for ``operation``."""
@@ -38,8 +38,8 @@ class ReferenceFallbacks:
                     f"the backend {self._name} has no kernel for {operation.name}, and the configuration is strict",
                     "choose a driver that has the kernel (`hal ops` lists them), or set strict to false",
                 )
-            if operation.name not in self._said:
-                self._said.add(operation.name)
+            if operation.name not in self._logged:
+                self._logged.add(operation.name)
                 log.info("%s has no kernel for %s; its reference implementation runs", self._name, operation.name)
             operation.replace(missing, body)
             return body(*args, **kwargs)

@@ -18,7 +18,7 @@ from hal.device.captures import Captures
 from hal.device.closing import Closable
 from hal.device.device import Device
 from hal.device.graph import Graph
-from hal.device.memory import lacking_memory
+from hal.device.memory import out_of_memory_message
 from hal.device.stream import Stream
 from hal.errors import ConfigError, DeviceError, DeviceOutOfMemory, HalError
 from hal.step.state import StateMemory, StateSpec, canonical_states
@@ -72,7 +72,7 @@ class BackendResources(Closable):
         Runners raise the result, so that callers handle :class:`~hal.errors.DeviceError` on every device. The default
         handles torch's device exceptions.
         """
-        if what := lacking_memory(error):
+        if what := out_of_memory_message(error):
             return DeviceOutOfMemory(what, DeviceOutOfMemory.REMEDY)
         if isinstance(error, torch.AcceleratorError):
             return DeviceError(f"the device failed: {error}", "rerun the step; restart the process if it fails again")
@@ -116,7 +116,7 @@ class BackendResources(Closable):
         super()._check_closable()
         check_not_capturing()
         for runner in list(self.runners):
-            runner.uses.check_not_mine()
+            runner.uses.check_not_in_use_by_this_thread()
 
     def _free(self) -> None:
         with ExitStack() as stack:  # runs every callback, even if one raises

@@ -148,7 +148,7 @@ def quant_linear_static(
     Returns:
         ``[..., out_features]``, of dtype.
     """
-    sums = accumulated(x, weight)
+    sums = int8_matmul(x, weight)
     if quant_bias is not None:
         sums = sums + quant_bias
     return (sums.float() * deq_scale).to(dtype)
@@ -195,13 +195,13 @@ def quant_linear_dynamic(
     Returns:
         ``[..., out_features]``, of dtype.
     """
-    values = accumulated(x, weight).float() * weight_scale * x_scale.unsqueeze(-1)
+    values = int8_matmul(x, weight).float() * weight_scale * x_scale.unsqueeze(-1)
     if bias is not None:
         values = values + bias
     return values.to(dtype)
 
 
-def accumulated(x: Tensor, weight: Tensor) -> Tensor:
+def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.T`` in int32. Devices other than the CPU compute it exactly in float64."""
     kind = torch.int32 if x.device.type == "cpu" else torch.float64
     return (x.to(kind) @ weight.to(kind).t()).to(torch.int32)

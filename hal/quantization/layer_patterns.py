@@ -25,7 +25,7 @@ SECONDS = 1.0
 """Limit of the total CPU time of an expression's slow matches, over all names."""
 SLOW = 1e-3
 """CPU seconds from which a match counts as slow. A usual one takes microseconds."""
-MOST = 100_000
+MAX_PARTS = 100_000
 """Maximum number of characters of an expression after expansion of its repeats; each takes about 300 bytes."""
 _TOKEN = re.compile(
     r"""
@@ -105,8 +105,8 @@ class LayerPattern:
                 case _:
                     last = len(token.group())
                     size += last
-            if size > MOST:
-                raise ConfigError(f"{self._named} has more than {MOST} parts after expansion of repeats", SIMPLER)
+            if size > MAX_PARTS:
+                raise ConfigError(f"{self._named} has more than {MAX_PARTS} parts after expansion of repeats", SIMPLER)
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(f"{self._named} has {what!r:.30}, which hal does not support", READ)

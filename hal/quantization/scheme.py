@@ -140,7 +140,7 @@ class Scheme(ABC):
         raise NotImplementedError
 
 
-def zeros(name: str, what: str, values: Tensor | None) -> None:
+def check_symmetric(name: str, what: str, values: Tensor | None) -> None:
     """Raise CheckpointError unless all ``values`` are 0, as for symmetrically quantised weights."""
     if values is not None and bool(values.double().ne(0).any()):
         raise CheckpointError(

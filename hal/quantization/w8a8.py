@@ -22,7 +22,7 @@ from hal.quantization.int8_arithmetic import (
     quantize_weight,
 )
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, int8_row_sums, zeros
+from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, int8_row_sums
 
 _SPELLINGS: Mapping[str, Any] = {
     COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}),
@@ -70,10 +70,10 @@ class W8A8(Scheme):
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> StaticLayer:  # noqa: A002
         assert statistics is not None
         if format == COMPRESSED_TENSORS:
-            zeros(name, "weight_zero_point", tensors.get("weight_zero_point"))
+            check_symmetric(name, "weight_zero_point", tensors.get("weight_zero_point"))
             activation = input_activation(name, tensors["input_scale"], tensors.get("input_zero_point"))
             return fold(name, activation, tensors["weight_scale"].flatten(), statistics, tensors.get("bias"))
-        zeros(name, "weight_offset", tensors.get("weight_offset"))
+        check_symmetric(name, "weight_offset", tensors.get("weight_offset"))
         activation = input_activation(name, tensors["input_scale"], tensors["input_offset"])
         deq_scale = tensors["deq_scale"].flatten()
         if deq_scale.dtype == torch.int64:

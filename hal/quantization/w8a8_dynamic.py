@@ -12,7 +12,7 @@ from hal.nn import DynamicQuantizedLinear, Linear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.int8_arithmetic import Activation, DynamicLayer, merge_dynamic, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, zeros
+from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric
 
 _OFFSET = {COMPRESSED_TENSORS: "weight_zero_point", MODELSLIM: "weight_offset"}
 
@@ -46,7 +46,7 @@ class W8A8Dynamic(Scheme):
         return found
 
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> DynamicLayer:  # noqa: A002
-        zeros(name, _OFFSET[format], tensors.get(_OFFSET[format]))
+        check_symmetric(name, _OFFSET[format], tensors.get(_OFFSET[format]))
         bias = tensors.get("bias")
         scale = tensors["weight_scale"].flatten().float()
         return DynamicLayer(name, scale, None if bias is None else bias.flatten().float())

@@ -302,8 +302,8 @@ def test_what_the_block_raised_comes_first() -> None:
 def test_uses_nest_and_count_by_thread() -> None:
     uses = Uses("it", "open it")
     with uses, uses, pytest.raises(ClosedError, match="a call that uses it tried to close it"):
-        uses.check_not_mine()
-    uses.check_not_mine()
+        uses.check_not_in_use_by_this_thread()
+    uses.check_not_in_use_by_this_thread()
     uses.end()
     with pytest.raises(ClosedError, match="it is closed\n  remedy: open it"), uses:
         raise AssertionError

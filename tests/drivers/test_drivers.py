@@ -386,7 +386,7 @@ class TestChoices:
             ({"compilers": (1,)}, "1 among its compilers"),
             ({"capabilities": "abc"}, "capabilities = 'abc'"),
             ({"inductor": "linear"}, "inductor = 'linear'"),
-            ({"rewrites": ["foo"]}, r"'foo' among its rewrites\n  remedy: use hal\.compile\.Rewrite"),
+            ({"rewrites": ["foo"]}, r"'foo' among its rewrites\n  remedy: use hal\.compile\.rewrite\.rewrite\.Rewrite"),
         ],
     )
     def test_what_is_no_name_and_no_rewrite(self, cpu: hal.Backend, given: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from hal.compile.rewrite.proof_samples import as_list, violations
 from hal.compile.rewrite.rewrite import Rewrite, prepare
 from hal.compile.rewrite_report import PassReport
 from hal.errors import CompileError
-from hal.ops.declaration.sample_coverage import lacking
+from hal.ops.declaration.sample_coverage import uncovered_axes
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.tolerance import assert_agree
 
@@ -47,7 +47,7 @@ def check_rewrite(
         CompileError: a check failed. The error names the rewrite, the check and the sample.
     """
     rewrite.check_declared()
-    if problems := list(lacking(rewrite.constraints, rewrite.samples(Draw()))):
+    if problems := list(uncovered_axes(rewrite.constraints, rewrite.samples(Draw()))):
         raise _failed(
             rewrite, "its samples", "; ".join(problems), "add samples of other sizes, or declare the sizes as equal"
         )

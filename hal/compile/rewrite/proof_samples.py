@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal.compile.fx.normalise import same_shape
 from hal.errors import CompileError
 from hal.ops.declaration.axes import LEADING, Axis
-from hal.ops.declaration.constraints import Constraints, sizes_shown
+from hal.ops.declaration.constraints import Constraints, format_shape
 from hal.ops.declaration.dtypes import FLOATING, Dtypes, shown
 from hal.ops.declaration.samples import Draw, Sample
 
@@ -78,7 +78,7 @@ def check_same_results(given: Sequence[Any], expected: Sequence[Any]) -> None:
 
 def _tensors(values: Sequence[Any]) -> str:
     said = [
-        f"{shown([each.dtype])} {sizes_shown(each.shape)}" if isinstance(each, Tensor) else repr(each)
+        f"{shown([each.dtype])} {format_shape(each.shape)}" if isinstance(each, Tensor) else repr(each)
         for each in values
     ]
     return ", ".join(said) or "nothing"

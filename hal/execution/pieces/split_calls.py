@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from hal import ops
 from hal.errors import CompileError
 from hal.ops.declaration.axes import BLOCKS, LEADING, ROWS, SEQUENCES, STEP_AXES, TOKENS, Shape
-from hal.ops.declaration.constraints import sizes_shown
+from hal.ops.declaration.constraints import format_shape
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 
@@ -119,7 +119,7 @@ class SplitCall:
         shape, operation = tuple(tensor.shape), self.operation.name
         if not self.cut_to_step:
             return ()
-        what = f"{operation} runs on the tokens of a step, and declares {name}, {sizes_shown(shape)}, as "
+        what = f"{operation} runs on the tokens of a step, and declares {name}, {format_shape(shape)}, as "
         remedy = f'let {operation} declare its axis "{TOKENS}"; or use the compiler "piecewise" or "eager"'
         first, found = len(shape) - len(declared.axes), []
         if first:
@@ -129,7 +129,7 @@ class SplitCall:
             if axis.name in (TOKENS, ROWS) and not axis.sizes:
                 if shape[dim] != sizes[axis.name]:
                     raise CompileError(
-                        f"{operation} is called with {name} {sizes_shown(shape)}, declared `{declared.text}`, in a "
+                        f"{operation} is called with {name} {format_shape(shape)}, declared `{declared.text}`, in a "
                         f"step of {sizes[axis.name]} {axis.name}",
                         f'give it one row per element of {axis.name}, or use the compiler "piecewise" or "eager"',
                     )

@@ -155,7 +155,7 @@ class _Sizes:
             if self.leading is None:
                 self.leading = name, front
             elif not same_sizes(front, self.leading[1]):
-                return f"where {LEADING} is {sizes_shown(self.leading[1])} in {self.leading[0]}"
+                return f"where {LEADING} is {format_shape(self.leading[1])} in {self.leading[0]}"
         for axis, size in _own(shape, found):
             if axis.name is None:
                 continue
@@ -184,9 +184,9 @@ def _own(shape: Shape, sizes: tuple[Any, ...]) -> Iterator[tuple[Axis, Any]]:
 
 
 def _declared(name: str, shape: Shape, sizes: tuple[Any, ...]) -> str:
-    return f"{name} is {sizes_shown(sizes)}, but declared `{shape.text}`"
+    return f"{name} is {format_shape(sizes)}, but declared `{shape.text}`"
 
 
-def sizes_shown(shape: Iterable[Any]) -> str:
+def format_shape(shape: Iterable[Any]) -> str:
     """Return a shape as text, such as ``[2, 3]``."""
     return f"[{', '.join(map(str, shape))}]"

@@ -107,7 +107,7 @@ def read_constraints(
     )
 
 
-UNSAID = "unsaid"
+NOT_DECLARED = "unsaid"
 """The default of ``rowwise``, which is an error, so that declarations are explicit."""
 
 
@@ -117,7 +117,7 @@ def check_rowwise(name: str, constraints: Constraints, rowwise: str | None) -> N
         return
     inputs = [shape for _, shape in constraints.shapes if rowwise in shape.names]
     known = sorted({each for _, shape in constraints.shapes for each in shape.names})
-    if rowwise == UNSAID:
+    if rowwise == NOT_DECLARED:
         raise OperationError(
             f"{name} does not declare rowwise, the axis over which it computes row by row",
             f"declare one of {', '.join(known)}: rowwise={(known or ['tokens'])[0]!r}, or rowwise=None",

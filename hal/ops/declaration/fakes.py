@@ -20,7 +20,7 @@ _known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 """Results by the metadata of arguments, by fake mode, because symbolic sizes belong to one trace."""
 
 
-def remembering(fake: Kernel) -> Kernel:
+def cached_fake(fake: Kernel) -> Kernel:
     """Cache ``fake`` by the metadata of its arguments. Its outputs are contiguous, and alias nothing."""
 
     def remembered(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops.declaration import torch_library
-from hal.ops.declaration.declaration_checks import UNSAID, check_declaration, check_rowwise, read_constraints
+from hal.ops.declaration.declaration_checks import NOT_DECLARED, check_declaration, check_rowwise, read_constraints
 from hal.ops.declaration.generated_function import generate_function
 from hal.ops.declaration.rebind import rebind
 from hal.ops.declaration.samples import Draw, Sample
@@ -184,7 +184,7 @@ def op(
     samples: Callable[[Draw], Iterable[Sample]],
     axes: Mapping[str, Any] | None = None,
     dtypes: Mapping[str, Any] | None = None,
-    rowwise: str | None = UNSAID,
+    rowwise: str | None = NOT_DECLARED,
     state: Sequence[str] = (),
     mutates: Sequence[str] = (),
     buffers: Sequence[str] = (),

@@ -10,7 +10,7 @@ from hal.ops.declaration.constraints import Constraints
 from hal.ops.declaration.samples import Sample
 
 
-def lacking(constraints: Constraints, samples: Iterable[Sample]) -> Iterator[str]:
+def uncovered_axes(constraints: Constraints, samples: Iterable[Sample]) -> Iterator[str]:
     """Yield a sentence for each axis that no sample proves to be free.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hal.errors import OperationError
-from hal.ops.declaration.fakes import remembering
+from hal.ops.declaration.fakes import cached_fake
 from hal.ops.kernels.kernel_table import Kernel
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -47,7 +47,7 @@ def register(operation: Registrable) -> OpOverload:
     library.define(operation.name + schema)
     run = _implementation(operation, lambda: operation.kernel_of_node)
     library.impl(operation.name, run, "CompositeExplicitAutograd")
-    fake = remembering(_implementation(operation, lambda: operation.reference))
+    fake = cached_fake(_implementation(operation, lambda: operation.reference))
     torch.library.register_fake(operation.qualified_name, fake, lib=library)
     overload: OpOverload = getattr(getattr(torch.ops, operation.namespace), operation.name).default
     # Importing Dynamo takes over a second, and only compilers need it.

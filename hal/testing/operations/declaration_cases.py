@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.sample_coverage import lacking
+from hal.ops.declaration.sample_coverage import uncovered_axes
 from hal.ops.declaration.samples import Draw
 from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.operations.calls import (
@@ -37,7 +37,7 @@ def check_declaration(operation: Operation) -> None:
     """
     problems = list(_of_samples(operation))
     if not problems:
-        problems += lacking(operation.constraints, operation.samples(Draw()))
+        problems += uncovered_axes(operation.constraints, operation.samples(Draw()))
         problems += _of_writes(operation)
         problems += _of_state(operation)
         problems += _of_rows(operation)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import toys
+from helpers.catalogue import forgetting_operations
 
 import hal
 from hal.errors import CaptureError
@@ -34,7 +35,7 @@ def configured(architecture: str, mode: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> Iterator[None]:
     """Only while these tests run: what the package registers would change others."""
-    with toys.installed():
+    with toys.installed(), forgetting_operations():
         yield
 
 
