@@ -118,17 +118,19 @@ class Plugins(Generic[T]):
             ) from error
 
     def load_all(self) -> Loaded[T]:
-        """Load every plugin, once for each ``sys.path``. A broken one logs a warning and is skipped."""
+        """Load every plugin, once for each ``sys.path``. A broken one is skipped, with a warning the first time."""
         found = registered(self.group)
         if self._loaded is None or self._loaded[0] is not found:
             plugins: dict[str, T] = {}
             errors: dict[str, HalError] = {}
+            warned = set() if self._loaded is None else {str(each) for each in self._loaded[1].errors.values()}
             for name in self.names():
                 try:
                     plugins[name] = self.load(name)
                 except HalError as error:
                     errors[name] = error
-                    log.warning("%s; remedy: %s", error.problem, error.remedy)
+                    if str(error) not in warned:
+                        log.warning("%s; remedy: %s", error.problem, error.remedy)
             self._loaded = found, Loaded(plugins, errors)
         return self._loaded[1]
 

@@ -34,7 +34,8 @@ def script(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """What jedi makes of a source in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jedi.settings, "cache_directory", str(tmp_path_factory.mktemp("jedi")))
-        project, environment = jedi.Project(repository), jedi.InterpreterEnvironment()
+        # A process of its own, as in editors: in this one pytest's import hook would hide the sources.
+        project, environment = jedi.Project(repository), jedi.create_environment(sys.executable, safe=False)
         yield lambda source: jedi.Script(source, project=project, environment=environment)
 
 
