@@ -107,7 +107,7 @@ class NumericsError(HalError):
     """A computation returned NaN."""
 
 
-def said(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Return the type and message of an exception, as text."""
     return f"{type(error).__name__}: {error}"
 

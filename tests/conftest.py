@@ -1,4 +1,4 @@
-"""Fixtures that many tests share."""
+"""Fixtures shared by many tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# All of these are read when torch is imported, or before. torch would import torch_npu, which fails without a CANN.
+# These are read when torch is imported, or before. torch would import torch_npu, which fails without CANN.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-# Workers of pytest-xdist have the cores, so each has one thread, and Inductor's own workers would only import torch.
+# Workers of pytest-xdist use the cores, so each has one thread, and Inductor's workers would only import torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -27,12 +27,12 @@ from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
 
-# A job in the background of a script ignores interrupts, and so would the processes that tests interrupt.
+# A script's background job ignores interrupts, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tracing makes millions of objects that live on. If every 700 new ones are searched for cycles, as by default, that is
-# a tenth of the suites' time.
+# Tracing creates millions of long-lived objects. Garbage collection every 700 objects, the default, takes a tenth of
+# the suite's time.
 gc.set_threshold(20_000, 10, 10)
 
 
@@ -41,14 +41,14 @@ THOROUGH: pytest.StashKey[tuple[Counter[tuple[str, str]], int]] = pytest.StashKe
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Make this the process that the tests it was started for need, or refuse to."""
+    """Prepare this process for the tests in the arguments, or refuse the combination."""
     kind = separate.check(config.args, config.invocation_params.dir)
     if kind == separate.CORE:
-        # transformers imports torch_npu wherever that is installed, and without CANN the import fails: out of sight.
+        # transformers imports torch_npu if it is installed, and without CANN the import fails, so hide it.
         sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
     elif not separate.unavailable():
         if kind == "backends/npu/driver":
-            # One that is refused must not stop torch_npu's queue for the tests after it.
+            # A refused operation must not stop torch_npu's queue for later tests.
             os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
         separate.activate()
     if config.pluginmanager.hasplugin("cacheprovider"):
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Files that import torch_npu are skipped where it is not installed."""
+    """Skip files that import torch_npu if it is not installed."""
     if separate.kind_of(module_path) == separate.CORE or not separate.unavailable():
         return None
     return separate.Unavailable.from_parent(parent, path=module_path)
@@ -64,14 +64,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves out, before -m chooses by marks."""
+    """Mark the tests that `make test` leaves out, before -m selects by mark."""
     ours = [item for item in items if item.path.is_relative_to(TESTS)]
     thorough.mark(ours, complete=not any("::" in argument for argument in config.args))
     config.stash[THOROUGH] = thorough.reasons(ours), len(ours)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Name what is not in this run, although its folder is."""
+    """Name the folders whose tests are not in this run."""
     return [
         f"not in this run, but by itself: pytest {folder}"
         for folder in separate.left_out(config.args, config.invocation_params.dir)
@@ -80,36 +80,36 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.fixture
 def cpu() -> hal.Backend:
-    """The CPU backend, active."""
+    """Return the CPU backend, active."""
     return hal.open("cpu")
 
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The root of the checkout."""
+    """Return the root of the checkout."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def trained(repository: Path) -> Path:
-    """The trained checkpoint."""
+    """Return the trained checkpoint."""
     return repository / "checkpoints" / "tiny-python"
 
 
 @pytest.fixture
 def forget_operations() -> Iterator[None]:
-    """Take operations that a test declares out of the catalogue again, so that no other test meets them."""
+    """Remove operations that a test declares from the catalogue, so that they do not affect other tests."""
     with forgetting_operations():
         yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--thorough``."""
+    """Add ``--thorough``."""
     parser.addoption("--thorough", action="store_true", help="count what `make test` leaves to `make test-all`")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Count it, by file and reason."""
+    """Print the number of thorough cases, by file and reason."""
     if config.option.thorough:
         found, total = config.stash[THOROUGH]
         for (file, reason), count in sorted(found.items()):

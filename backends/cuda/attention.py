@@ -59,7 +59,7 @@ class ByLength:
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, sequences = query.shape[0], kv_lens.shape[0]
-        # Comparing shapes recognises a decode without reading lengths.
+        # Comparing shapes recognizes a decode without reading lengths.
         long = tokens > sequences and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
         attend = self._long if long else self.captured
         attended: Tensor = attend(

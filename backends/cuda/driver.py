@@ -1,4 +1,4 @@
-"""The CUDA driver. It probes without torch, and initialises CUDA when it is opened."""
+"""The CUDA driver. It probes without torch, and initializes CUDA when it is opened."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class CudaDriver(Driver):
         return probe()
 
     def open(self, options: Mapping[str, Any]) -> CudaBackend:
-        """Initialise CUDA, open the device, and choose a kernel for each operation.
+        """Initialize CUDA, open the device, and choose a kernel for each operation.
 
         Raises:
             ConfigError: an option is invalid, or requests a device or library that the machine lacks.

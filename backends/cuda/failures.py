@@ -24,7 +24,7 @@ CAPTURE_REMEDIES = (
     ("would result in a merge of separate capture", "it depends on two captures", "capture one graph at a time"),
     ("capture sequence from another thread", "it ends on another thread than it began on", "capture in one thread"),
     ("not permitted when stream is capturing",
-     "it synchronises, allocates outside torch or makes another call that a capture does not allow, such as a read "
+     "it synchronizes, allocates outside torch or makes another call that a capture does not allow, such as a read "
      "back to the host", _MOVE),
     ("not permitted on an event last recorded in a capturing stream",
      "it waits on the host for an event recorded in the capture", _MOVE),

@@ -90,12 +90,13 @@ def built_for(file: Path) -> tuple[str | None, str]:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         return None, f"the CUDA version of torch cannot be read: {error}"
-    said = dict(re.findall(r"""^(\w+)\s*(?::[^=]*)?=\s*['"]([^'"]*)['"]""", text, re.MULTILINE))
-    version = said.get("__version__", "of an unknown version")
-    if "cuda" in said:
-        return said["cuda"], ""
+    fields = dict(re.findall(r"""^(\w+)\s*(?::[^=]*)?=\s*['"]([^'"]*)['"]""", text, re.MULTILINE))
+    version = fields.get("__version__", "of an unknown version")
+    if "cuda" in fields:
+        return fields["cuda"], ""
     other = next(
-        (f"for {name.upper() if name == 'xpu' else 'ROCm'}" for name in ("rocm", "hip", "xpu") if name in said), ""
+        (f"for {name.upper() if name == 'xpu' else 'ROCm'}" for name in ("rocm", "hip", "xpu") if name in fields),
+        "",
     )
     return None, f"the installed torch {version} is a build {other or 'for the CPU only'}"
 
@@ -105,7 +106,7 @@ def loadable(environ: Mapping[str, str] = os.environ, cache: Path = CACHE) -> bo
     if any((folder / LIBRARY).exists() for folder in _folders(environ, cache)):
         return True
     try:
-        ctypes.CDLL(LIBRARY)  # does not initialise CUDA
+        ctypes.CDLL(LIBRARY)  # does not initialize CUDA
     except OSError:
         return False
     return True

@@ -25,7 +25,7 @@ CAPTURE_REMEDIES = {
     107024: ("it depends on work that was not captured", "launch all of it inside the captured function"),
     107025: ("it leaves a stream that was not joined", "make the capturing stream wait for every stream it forked"),
     107026: ("it depends on two captures", "capture one graph at a time"),
-    107027: ("it synchronises with or queries a stream that is being captured", _NOT_CAPTURED),
+    107027: ("it synchronizes with or queries a stream that is being captured", _NOT_CAPTURED),
     107028: ("it uses an event recorded in the capture in a call that a capture does not allow", _NOT_CAPTURED),
     107029: ("it waits outside the capture for an event recorded in it", _NOT_CAPTURED),
     107030: ("it makes a call that a capture does not allow, such as a read back to the host or a copy from unpinned "

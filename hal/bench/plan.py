@@ -121,7 +121,7 @@ class Setting:
     def weight_bytes(self) -> int:
         """Return the size of all weights in bytes; tied weights count once."""
         parameters = sum(each.numel() for each in self.meta.parameters()) * self.dtype.itemsize
-        return parameters + sum(each.nbytes for each in self.meta.buffers())  # quantised weights, with their scales
+        return parameters + sum(each.nbytes for each in self.meta.buffers())  # quantized weights, with their scales
 
 
 def prepare(plan: Plan) -> Setting:

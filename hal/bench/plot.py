@@ -27,8 +27,8 @@ def plot(result: Result, file: Path) -> None:
         for place, each in enumerate(measured):
             summary = each.summary
             below, above = summary.median - summary.first_quartile, summary.third_quartile - summary.median
-            colour = "tab:blue" if each.contender.startswith("hal ") else "tab:gray"
-            axes.bar(place, summary.median * 1e3, yerr=[[below * 1e3], [above * 1e3]], capsize=4, color=colour)
+            color = "tab:blue" if each.contender.startswith("hal ") else "tab:gray"
+            axes.bar(place, summary.median * 1e3, yerr=[[below * 1e3], [above * 1e3]], capsize=4, color=color)
         axes.axhline(floor.seconds * 1e3, color="black", linestyle="--", label="floor")
         axes.set_xticks(range(len(measured)), [each.contender for each in measured], rotation=45, ha="right")
         axes.set_title(f"batch {floor.batch_size}")

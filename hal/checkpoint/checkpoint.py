@@ -105,7 +105,7 @@ class Checkpoint:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantisation of the weights, from config.json or a file beside it; None if they are unquantised.
+        """The quantization of the weights, from config.json or a file beside it; None if they are unquantized.
 
         Raises:
             ConfigError: hal does not support it.
@@ -115,7 +115,7 @@ class Checkpoint:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """The content of config.json without the quantisation keys, which only the loader reads."""
+        """The content of config.json without the quantization keys, which only the loader reads."""
         return {key: value for key, value in self.config.items() if key not in KEYS}
 
     @property

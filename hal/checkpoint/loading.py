@@ -36,7 +36,7 @@ def load_model(
 ) -> CausalLM:
     """Load a checkpoint onto a backend's device.
 
-    Quantised layers stay quantised: the layers of their schemes replace the linear ones. If the backend replaces layers
+    Quantized layers stay quantized: the layers of their schemes replace the linear ones. If the backend replaces layers
     (``Backend.layers``), the model contains the replacements, and runs on that backend only.
 
     Args:
@@ -78,7 +78,7 @@ def load_model(
 
 
 def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = None) -> CausalLM:
-    """Return the checkpoint's model on the meta device, without values and with its quantised layers.
+    """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.

@@ -1,4 +1,4 @@
-"""Quantised layers of a model during loading: they replace linear layers, and their schemes finish them."""
+"""Quantized layers of a model during loading: they replace linear layers, and their schemes finish them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hal.quantization.scheme import Scheme, TensorSpec
 
 
 def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """Yield the layers that a checkpoint quantises by default: all linear ones except the output projection."""
+    """Yield the layers that a checkpoint quantizes by default: all linear ones except the output projection."""
     for path, module in model.named_modules():
         ours = type(module) in (Linear, MergedLinear)  # A subclass computes something else, and stays.
         if isinstance(module, Linear) and ours and path.rpartition(".")[2] != model.output_projection:
@@ -56,20 +56,20 @@ class _Layer:
 
 
 class QuantizedLayers:
-    """The quantised layers of a model.
+    """The quantized layers of a model.
 
     The constructor puts them into the model, without values. The loader fills the weights. :meth:`keep` receives the
     other tensors of the layers, and :meth:`observe` the rows of the weights. From these, :meth:`finish` lets the
     schemes compute the remaining tensors.
 
     Args:
-        model: without values. Its quantised linear layers are replaced.
-        checkpoint: describes which layers are quantised.
+        model: without values. Its quantized linear layers are replaced.
+        checkpoint: describes which layers are quantized.
 
     Raises:
-        CheckpointError: the checkpoint does not say how a layer is quantised, or quantises the parts of a merged layer
+        CheckpointError: the checkpoint does not say how a layer is quantized, or quantizes the parts of a merged layer
             differently.
-        ConfigError: hal does not support its quantisation.
+        ConfigError: hal does not support its quantization.
     """
 
     def __init__(self, model: CausalLM, checkpoint: Checkpoint) -> None:
@@ -81,7 +81,7 @@ class QuantizedLayers:
             return
         self._format = quantization.format
         layers = list(linear_layers(model))
-        # The output projection is quantised only if the checkpoint holds it in int8.
+        # The output projection is quantized only if the checkpoint holds it in int8.
         name = model.output_projection
         head, output = checkpoint.tensors.get(f"{name}.weight"), getattr(model, name, None)
         if head is not None and not head.is_floating_point and isinstance(output, Linear):
@@ -95,8 +95,8 @@ class QuantizedLayers:
         if len({each and each.name for each in schemes.values()}) > 1:
             found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
             raise CheckpointError(
-                f"layers that are merged into one are quantised differently: {found}",
-                "quantise all of them in the same way, or none",
+                f"layers that are merged into one are quantized differently: {found}",
+                "quantize all of them in the same way, or none",
             )
         scheme = schemes[names[0][0]]
         if scheme is None:
@@ -131,7 +131,7 @@ class QuantizedLayers:
         self._parts[layer].values[suffix] = values.clone()  # The values are mapped from a file.
 
     def observe(self, name: str, rows: Tensor) -> None:
-        """Receive rows of any tensor, in order. Only those of quantised weights are used."""
+        """Receive rows of any tensor, in order. Only those of quantized weights are used."""
         layer, _, suffix = name.rpartition(".")
         if suffix == "weight" and (part := self._parts.get(layer)) is not None:
             statistics = part.scheme.row_statistics(rows)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hal.config.untrusted_files import AGAIN, is_plain_name, is_there, read_json, regular_file, shown
+from hal.config.untrusted_files import AGAIN, format_name, is_plain_name, is_there, read_json, regular_file
 from hal.errors import LISTED, CheckpointError
 
 Item = TypeVar("Item")
@@ -26,7 +26,7 @@ DTYPES = {
     "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""The supported dtypes, by safetensors name. 8-bit ones are read only where a quantisation scheme binds them."""
+"""The supported dtypes, by safetensors name. 8-bit ones are read only where a quantization scheme binds them."""
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 """Dtypes of unscaled numbers, which can be rounded to one another."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -79,10 +79,10 @@ def weight_files(folder: Path) -> list[Path]:
         # A name that contains a path could point anywhere on the machine.
         if outside := [name for name in names if not (is_plain_name(name) and name.endswith(".safetensors"))]:
             raise CheckpointError(
-                f"{index.name} names {shown(outside[0])}, which is no safetensors file of the folder", AGAIN
+                f"{index.name} names {format_name(outside[0])}, which is no safetensors file of the folder", AGAIN
             )
         if missing := [name for name in names if not is_there(folder / name)]:
-            listed = ", ".join(map(shown, missing[:LISTED]))
+            listed = ", ".join(map(format_name, missing[:LISTED]))
             more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
             raise CheckpointError(f"{folder} lacks {listed}{more}, which {index.name} names", "download it again")
         return [folder / name for name in names]

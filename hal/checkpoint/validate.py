@@ -49,7 +49,7 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
         raise CheckpointError(
             f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}",
             "check that config.json and the weights belong together"
-            + (f"; no file describes how the {undescribed} weights are quantised" if undescribed else ""),
+            + (f"; no file describes how the {undescribed} weights are quantized" if undescribed else ""),
         )
 
 

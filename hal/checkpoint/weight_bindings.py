@@ -108,7 +108,7 @@ class Binding:
             ConfigError: the ranks cannot share the tensor equally.
         """
         weight, axes = self.weight, tuple(self.weight.axes.split())
-        if not weight.sources:  # A quantisation scheme computes it.
+        if not weight.sources:  # A quantization scheme computes it.
             return ()
         if len(axes) != self.tensor.dim():
             raise ModelError(

@@ -11,7 +11,7 @@ from hal.cli.console import print_table
 from hal.cli.stdout import echo
 
 if TYPE_CHECKING:
-    from hal.compile.optimise import OptimisedStep, Stage
+    from hal.compile.optimize import OptimizedStep, Stage
     from hal.compile.split import SplitStep
     from hal.config import CompilationConfig
     from hal.drivers.backend import Backend
@@ -65,7 +65,7 @@ def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
 
 def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     """Print the step that Inductor receives."""
-    from hal.compile.optimise import stage_of
+    from hal.compile.optimize import stage_of
     from hal.compile.trace import StepSizes, trace_step
 
     began = time.perf_counter()
@@ -103,24 +103,24 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
     return (*step.stages, *later), split
 
 
-def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, float]:
+def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, float]:
     """Return the rewritten step, and the seconds after the rewrites."""
-    from hal.execution.optimised_model import OptimisedModel
+    from hal.execution.optimized_model import OptimizedModel
     from hal.step import StepShape
 
     began, shape = time.perf_counter(), StepShape.uniform(size)
-    decoder = OptimisedModel(_context(model, on, 2))
+    decoder = OptimizedModel(_context(model, on, 2))
     decoder.prepare(shape)
-    step = decoder.optimised[shape]
+    step = decoder.optimized[shape]
     return step, time.perf_counter() - began - sum(each.seconds for each in step.stages)
 
 
-def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimisedStep, SplitStep]:
+def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, SplitStep]:
     with _capturing_only(on, size), on.explaining():
         pieces = _form(model, on, size)
-    assert pieces.optimised is not None  # it would have raised otherwise
+    assert pieces.optimized is not None  # it would have raised otherwise
     assert pieces.split is not None
-    return pieces.optimised, pieces.split
+    return pieces.optimized, pieces.split
 
 
 def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
@@ -178,9 +178,9 @@ def _print_stages(
     print_table(("stage", "calls", "seconds"), rows)
 
 
-def _rewrites(step: OptimisedStep, on: Backend) -> list[tuple[str, ...]]:
+def _rewrites(step: OptimizedStep, on: Backend) -> list[tuple[str, ...]]:
     """Return a row per pass. A function has no match counts, and may not report its number of changes."""
-    from hal.compile.optimise import all_passes
+    from hal.compile.optimize import all_passes
     from hal.compile.rewrite.rewrite import Rewrite
 
     rewrites = {each.name for each in all_passes(on) if isinstance(each, Rewrite)}

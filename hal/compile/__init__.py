@@ -4,6 +4,6 @@
 - ``rewrite`` declares, finds, applies and checks rewrites. ``pass_manager`` runs them in order, and ``rewrite_report``
   reports on them.
 - ``fx.clean`` removes redundant nodes. ``lower`` turns a graph into a function, ``split`` into several.
-- ``optimise`` runs all stages. ``inductor_backend`` compiles a graph with Inductor; ``dynamo_backend`` is the backend
+- ``optimize`` runs all stages. ``inductor_backend`` compiles a graph with Inductor; ``dynamo_backend`` is the backend
   ``hal`` of ``torch.compile``.
 """

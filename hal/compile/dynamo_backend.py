@@ -1,6 +1,6 @@
 """The ``torch.compile`` backend ``hal``, which applies the active backend's passes to the graphs of Dynamo.
 
-A graph is traced again without functionalisation, so caches are written in place. It is then rewritten and lowered like
+A graph is traced again without functionalization, so caches are written in place. It is then rewritten and lowered like
 a runner's step. Nothing is captured; only runners capture graphs.
 """
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.fx.make_graph import make_graph
 from hal.compile.lower import hoist_preparations, lower
-from hal.compile.optimise import chosen_passes, wanted_rewrites
+from hal.compile.optimize import chosen_passes, wanted_rewrites
 from hal.compile.pass_manager import PassManager
 from hal.drivers.backend import active_backend
 from hal.errors import BackendNotActive, CompileError, ConfigError, nearest
@@ -61,7 +61,7 @@ def backend(
     for each in (*chosen_passes(active, given.get("passes", {})), *CLEANUPS):
         manager.add(each)
     report = manager.apply()
-    log.info("optimised a graph of Dynamo:\n%s", report)
+    log.info("optimized a graph of Dynamo:\n%s", report)
     for warning in report.missed(wanted_rewrites(active, given.get("passes", {}))):
         log.warning("a graph of Dynamo: %s", warning)
     if hoist_preparations(graph.graph, active, mode):

@@ -12,8 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal.compile.fx.alias_analysis import PURE
-from hal.compile.fx.normalise import normalise
-from hal.compile.rewrite.apply_rewrite import Rewriting
+from hal.compile.fx.normalize import normalize
+from hal.compile.rewrite.apply_rewrite import RewriteApplication
 from hal.compile.rewrite.rewrite import Rewrite, prepare
 from hal.compile.rewrite_report import PassReport, Report
 from hal.errors import CompileError
@@ -50,7 +50,7 @@ class PassManager:
                     f"the rewrite {which.name} takes no options, but got {', '.join(options)}", "leave them out"
                 )
             prepare(which)
-            self._passes.append((which.name, lambda: Rewriting(which, self._graph, self._mode).run()))
+            self._passes.append((which.name, lambda: RewriteApplication(which, self._graph, self._mode).run()))
         elif callable(which):
             name = getattr(which, "__name__", repr(which))
             self._passes.append((name, lambda: self._call(name, which, options)))
@@ -67,7 +67,7 @@ class PassManager:
         Raises:
             CompileError: a pass raised, or a replacement returns other shapes or dtypes than its pattern.
         """
-        normalise(self._graph.graph)
+        normalize(self._graph.graph)
         reports = [run() for _, run in self._passes]
         self._graph.graph.lint()
         self._graph.recompile()
@@ -86,7 +86,7 @@ class PassManager:
             raise CompileError(
                 f"the pass {name} failed{at}: {type(error).__name__}: {error}", "correct the pass, or leave it out"
             ) from error
-        normalise(self._graph.graph)
+        normalize(self._graph.graph)
         changes = result if type(result) is int else None
         return PassReport(name, (), (), time.perf_counter() - start, changes=changes)
 

@@ -47,7 +47,7 @@ class Report:
     def __getitem__(self, name: str) -> PassReport:
         return next(each for each in self.passes if each.name == name)
 
-    def unfired(self, expected: Mapping[str, int] | None = None) -> list[str]:
+    def below_expected(self, expected: Mapping[str, int] | None = None) -> list[str]:
         """Return a warning, with the reasons, for each rewrite that was applied less often than expected.
 
         Args:

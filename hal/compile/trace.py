@@ -1,6 +1,6 @@
 """Tracing of a model's step into one graph: some operations stay nodes, the others are traced through.
 
-The trace runs the model once on fake tensors. It does not functionalise, so mutations stay and a cache is written in
+The trace runs the model once on fake tensors. It does not functionalize, so mutations stay and a cache is written in
 place. The graph's inputs are the batch's tensors, the weights and the states.
 """
 
@@ -118,8 +118,8 @@ class TracedStep:
             )
 
     @property
-    def specialised_axes(self) -> list[str]:
-        """The axes that the trace specialised to the example's size, such as ``blocks = 7``."""
+    def specialized_axes(self) -> list[str]:
+        """The axes that the trace specialized to the example's size, such as ``blocks = 7``."""
         shapes: Any = self.mode.shape_env
         return [
             f"{name} = {known}" for name, size in self.sizes.items()

@@ -1,4 +1,4 @@
-"""The registry of plugins: drivers, compilers, quantisation schemes, models and commands of installed packages.
+"""The registry of plugins: drivers, compilers, quantization schemes, models and commands of installed packages.
 
 A package registers a plugin under a name in an entry-point group. :class:`Plugins` finds and loads those of one group.
 """
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from hal.errors import ConfigError, HalError, nearest, said
+from hal.errors import ConfigError, HalError, describe_exception, nearest
 
 T = TypeVar("T")
 log = logging.getLogger("hal.config")
@@ -112,7 +112,7 @@ class Plugins(Generic[T]):
             raise _naming_source(error, plugin) from error.__cause__
         except (Exception, SystemExit) as error:
             raise self._error(
-                f"creating the {self.kind} {name} failed: {said(error)}",
+                f"creating the {self.kind} {name} failed: {describe_exception(error)}",
                 f"report it to the authors of {plugin.source}; for its authors: {plugin.entry.attr}() must take no "
                 "arguments and do no work",
             ) from error
@@ -160,7 +160,7 @@ class Plugins(Generic[T]):
             raise
         except (Exception, SystemExit) as error:  # The import runs foreign code, which may raise anything.
             raise self._error(
-                f"the {self.kind} {plugin.name} cannot be imported: {said(error)}",
+                f"the {self.kind} {plugin.name} cannot be imported: {describe_exception(error)}",
                 f"reinstall or update {plugin.source}; for its authors: correct the entry point "
                 f"{plugin.name} = {plugin.target} in {self.group}, or what it imports",
             ) from error

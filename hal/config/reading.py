@@ -65,7 +65,7 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
     known = set(_keys(cls))
     if config.get("quantization_config") not in (None, {}):
         raise ConfigError(
-            "config.json has a quantization_config, and this model reads unquantised weights",
+            "config.json has a quantization_config, and this model reads unquantized weights",
             "load the checkpoint with hal.load_model, or use one in float32, bfloat16 or float16",
         )
     unread = sorted(key for key in config if key not in known | INERT_MODEL_KEYS and config[key] is not None)

@@ -69,7 +69,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def shown(name: str) -> str:
+def format_name(name: str) -> str:
     """Return a name for errors. Foreign names may have any length and any characters."""
     return f"{name[:60]!r}... ({len(name)} characters)" if len(name) > 80 else repr(name)
 
@@ -82,10 +82,12 @@ def _regular(file: Path) -> tuple[Path, int]:
             os.close(os.open(file, os.O_RDONLY))  # Check access: safetensors reports an unreadable file as missing.
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"its path is not valid Unicode ({error})"
-        raise CheckpointError(f"{shown(file.name)} in {file.parent} cannot be read: {reason}", AGAIN) from None
+        raise CheckpointError(f"{format_name(file.name)} in {file.parent} cannot be read: {reason}", AGAIN) from None
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
-        raise CheckpointError(f"{shown(file.name)} in {file.parent} is {kind}, not a file", f"remove it, or {AGAIN}")
+        raise CheckpointError(
+            f"{format_name(file.name)} in {file.parent} is {kind}, not a file", f"remove it, or {AGAIN}"
+        )
     return file, found.st_size
 
 

@@ -36,7 +36,7 @@ class Graph(GraphBase):
     """One captured graph.
 
     A driver implements ``_begin``, ``_end``, ``_abandon``, ``_launch``, ``_release`` and ``dump``. It may override
-    ``_capture_context`` for the context of captures, ``_let_go`` to support ``hold``, and ``_explain`` to recognise the
+    ``_capture_context`` for the context of captures, ``_let_go`` to support ``hold``, and ``_explain`` to recognize the
     vendor's exceptions that are capture failures.
     """
 
@@ -46,8 +46,8 @@ class Graph(GraphBase):
         """Call ``fn`` once, and record its launches. Waits for a capture of another thread to end.
 
         An exception of ``fn`` propagates as the same object, whatever its type, including KeyboardInterrupt and
-        HalErrors. The exception is a failure that the capture causes: a synchronising call, an operation that cannot be
-        captured, or no stream or memory left. The driver recognises these by the vendor's exceptions, and raises
+        HalErrors. The exception is a failure that the capture causes: a synchronizing call, an operation that cannot be
+        captured, or no stream or memory left. The driver recognizes these by the vendor's exceptions, and raises
         CaptureError. A failure at the begin or the end of the capture also raises CaptureError, unless ``fn`` raised
         before: then its exception propagates, with a note about the later failure.
 

@@ -146,7 +146,7 @@ class GraphBase(ABC):
         Returns:
             None if the exception is unknown. CaptureError if the capture is the cause, including lack of memory.
             Another HalError, such as DeviceError, replaces only exceptions of the driver's methods. The default
-            recognises torch's out-of-memory exceptions.
+            recognizes torch's out-of-memory exceptions.
         """
         if what := out_of_memory_message(error):
             return CaptureError(f"a capture failed: {what}", MEMORY_REMEDY)

@@ -60,8 +60,8 @@ def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.
         ending = run_python([package_file("torch_facts.py"), str(file)], seconds, environ)
         if ending.code == 0 and file.exists():
             return findings.Torch(**json.loads(file.read_text(encoding="utf-8"))), ""
-    said = next((line for line in reversed(ending.log) if line.strip()), "")
-    return findings.Torch(), f"{ending}: {said}" if said else str(ending)
+    last_line = next((line for line in reversed(ending.log) if line.strip()), "")
+    return findings.Torch(), f"{ending}: {last_line}" if last_line else str(ending)
 
 
 def packages(drivers: Iterable[findings.Driver]) -> list[findings.Package]:

@@ -257,7 +257,7 @@ class Backend(BackendResources):
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         """Return a weight in the form that this backend's kernels take; called once per weight and use, at load.
 
-        Layers declare the weights of an operation with :class:`hal.nn.Weight`; quantisation schemes declare theirs.
+        Layers declare the weights of an operation with :class:`hal.nn.Weight`; quantization schemes declare theirs.
         Decide by ``use``, and return the weights of unknown operations, such as another package's, unchanged.
 
         Args:

@@ -33,7 +33,7 @@ class Form(ABC):
         """
 
     def stages(self, shape: StepShape) -> tuple[Any, ...]:
-        """Return the stages after the rewrites, as ``hal.compile.optimise.Stage`` objects, for ``hal explain``."""
+        """Return the stages after the rewrites, as ``hal.compile.optimize.Stage`` objects, for ``hal explain``."""
         return ()
 
     def close(self) -> None:  # noqa: B027 (most forms hold nothing to free explicitly)

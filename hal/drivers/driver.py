@@ -57,7 +57,7 @@ class Driver(ABC):
     def probe(self) -> Probe:
         """Return whether the driver can run on this machine, within 50 ms.
 
-        Must not import the vendor's packages (``importlib.util.find_spec`` is enough) nor initialise hardware.
+        Must not import the vendor's packages (``importlib.util.find_spec`` is enough) nor initialize hardware.
         """
 
     def probe_for(self, options: Mapping[str, Any]) -> Probe:

@@ -12,7 +12,7 @@ from hal.config import Config
 from hal.drivers.backend import Backend
 from hal.drivers.backend_checks import check_opened
 from hal.drivers.driver import Driver, Probe
-from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, said
+from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, describe_exception
 
 REPORT = "report it to the driver's vendor"
 
@@ -54,7 +54,7 @@ def configure_backend(backend: Backend, settings: Config) -> None:
         raise
     except Exception as error:  # raised by an override in the driver
         raise DriverError(
-            f"configuring the backend of the driver {backend.name} raised {said(error)}",
+            f"configuring the backend of the driver {backend.name} raised {describe_exception(error)}",
             f"{REPORT}, or choose another backend",
         ) from error
 
@@ -85,7 +85,8 @@ def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
         ) from error
     except (Exception, SystemExit) as error:
         raise DriverError(
-            f"opening the driver {driver.name} raised {said(error)}", f"{REPORT}, or choose another backend"
+            f"opening the driver {driver.name} raised {describe_exception(error)}",
+            f"{REPORT}, or choose another backend",
         ) from error
     if not isinstance(backend, Backend):
         raise DriverIncompatible(

@@ -24,13 +24,13 @@ class GraphCompiler(_Capturing):
     reads = frozenset({"passes", "torch_compile_max_bs", "queries"})
 
     def make(self, context: FormContext) -> Form:
-        from hal.execution.capture.full_graph import FullGraphForm, OptimisedGraphs
+        from hal.execution.capture.full_graph import FullGraphForm, OptimizedGraphs
 
-        return FullGraphForm(context, OptimisedGraphs(context))
+        return FullGraphForm(context, OptimizedGraphs(context))
 
 
 class PiecewiseCompiler(_Capturing):
-    """Captures the optimised step in pieces, between the splitting operations."""
+    """Captures the optimized step in pieces, between the splitting operations."""
 
     name = "piecewise"
     reads = frozenset({"splitting_ops", "passes"})

@@ -83,7 +83,7 @@ class InductorForm(Form):
             step.check_any_size(context.model)
         log.info("compiling steps of %s", "one sequence" if sequences == 1 else "two or more sequences")
         compiled = compile_step(step)
-        if pinned := step.specialised_axes:
+        if pinned := step.specialized_axes:
             raise CompileError(
                 f"the step cannot be compiled for other sizes than the example's: it fixes {', '.join(pinned)}",
                 "add kernels for the operations that it runs, or use the compiler graph",

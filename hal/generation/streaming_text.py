@@ -1,4 +1,4 @@
-"""Streaming detokenisation."""
+"""Streaming detokenization."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Maps tokens to normalised hidden states. All layers share one cos and sin."""
+    """Maps tokens to normalized hidden states. All layers share one cos and sin."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()

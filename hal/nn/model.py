@@ -26,7 +26,7 @@ class CausalLM(nn.Module):
         max_length: the maximum sequence length, in tokens.
         states: the states of each layer, by name; an empty mapping for a layer without state.
         batch_type: the class of its batches: :class:`hal.Batch`, or a subclass with more fields.
-        output_projection: the name of the module that computes the logits, which stays unquantised.
+        output_projection: the name of the module that computes the logits, which stays unquantized.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.
         ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
@@ -44,7 +44,7 @@ class CausalLM(nn.Module):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Mapping[str, Any]) -> CausalLM:
-        """Build the model from a checkpoint's config.json, on the default device, with uninitialised weights.
+        """Build the model from a checkpoint's config.json, on the default device, with uninitialized weights.
 
         Raises:
             ConfigError: the model does not support the config.

@@ -1,4 +1,4 @@
-"""Int8 projections, which replace :class:`~hal.nn.Linear` layers that a checkpoint quantises."""
+"""Int8 projections, which replace :class:`~hal.nn.Linear` layers that a checkpoint quantizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QuantizedLinear(nn.Module):
     """A projection with an int8 weight, and one scale per row.
 
     Its tensors are buffers, so that all parameters of a model have its compute dtype. A subclass declares them in
-    ``weights``. The quantisation scheme that inserted the layer fills those without sources.
+    ``weights``. The quantization scheme that inserted the layer fills those without sources.
 
     Args:
         linear: the layer to replace.
@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Module):
 
 
 class StaticQuantizedLinear(QuantizedLinear):
-    """An int8 projection whose activations are quantised with the checkpoint's scale and offset.
+    """An int8 projection whose activations are quantized with the checkpoint's scale and offset.
 
     Attributes:
         input_scale: ``[in_features]``, float32: one value, repeated for kernels that fuse a norm.
@@ -66,7 +66,7 @@ class StaticQuantizedLinear(QuantizedLinear):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its tensors. The quantisation scheme fills all but the weight."""
+        """The declarations of its tensors. The quantization scheme fills all but the weight."""
         operation, out = "quant_linear_static", "out_features"
         cut = self.shard if self.shard == out else None
         return {
@@ -87,7 +87,7 @@ class StaticQuantizedLinear(QuantizedLinear):
 
 
 class DynamicQuantizedLinear(QuantizedLinear):
-    """An int8 projection whose activations are quantised with a scale per token, from the token's largest element.
+    """An int8 projection whose activations are quantized with a scale per token, from the token's largest element.
 
     Attributes:
         weight_scale: ``[out_features]``, float32.
@@ -103,7 +103,7 @@ class DynamicQuantizedLinear(QuantizedLinear):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its tensors. The quantisation scheme fills all but the weight."""
+        """The declarations of its tensors. The quantization scheme fills all but the weight."""
         out = "out_features"
         cut = self.shard if self.shard == out else None
         return {

@@ -68,7 +68,7 @@ class Weight:
     ``experts.3.up_proj.weight`` is below the layer, and ``.q_proj.weight``, with a leading dot, is beside it.
 
     Attributes:
-        sources: names of checkpoint tensors, in the order in which ``assemble`` takes them. If empty, the quantisation
+        sources: names of checkpoint tensors, in the order in which ``assemble`` takes them. If empty, the quantization
             scheme that inserted the layer fills the tensor.
         axes: names of the dimensions, separated by spaces: ``"out_features in_features"``. A name has the same size in
             all tensors of a layer.

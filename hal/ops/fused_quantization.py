@@ -1,4 +1,4 @@
-"""W8A8: quantisation to int8 fused with the preceding norm or activation."""
+"""W8A8: quantization to int8 fused with the preceding norm or activation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_rms_norm_quantize(
         offset: as in :func:`quantize`.
 
     Returns:
-        The quantised norm, int8, and the sum, of x's dtype, both of x's shape.
+        The quantized norm, int8, and the sum, of x's dtype, both of x's shape.
     """
     normed, hidden = add_rms_norm(x, residual, weight, eps)
     return quantize(normed, scale, offset), hidden
@@ -84,7 +84,7 @@ def add_rms_norm_dynamic_quantize(
         eps: added to the mean square.
 
     Returns:
-        The quantised norm, int8 of x's shape; its scales, float32 ``[...]``; and the sum, of x's shape and dtype.
+        The quantized norm, int8 of x's shape; its scales, float32 ``[...]``; and the sum, of x's shape and dtype.
     """
     normed, hidden = add_rms_norm(x, residual, weight, eps)
     quantized, scale = dynamic_quantize(normed)

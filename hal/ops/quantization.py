@@ -1,4 +1,4 @@
-"""W8A8: quantisation of activations to int8, and int8 projections."""
+"""W8A8: quantization of activations to int8, and int8 projections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _quantize_samples(draw: Draw) -> Iterator[Sample]:
     off_by_one=NEAR_TIES,
 )
 def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-    """Quantise to int8 with a given scale and offset: ``clamp(round(x / scale + offset), -128, 127)``.
+    """Quantize to int8 with a given scale and offset: ``clamp(round(x / scale + offset), -128, 127)``.
 
     Computed in float32 by division, not by a reciprocal; half rounds to even. The result of NaN is undefined.
 
@@ -65,7 +65,7 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 
 
 def dynamic_samples(draw: Draw) -> Iterator[Sample]:
-    """Yield activations to quantise with a scale per token."""
+    """Yield activations to quantize with a scale per token."""
     for shape in SHAPES:
         yield (draw.normal(*shape),)
     yield (draw.normal(5, 192)[:, 64:128],)
@@ -82,7 +82,7 @@ def dynamic_samples(draw: Draw) -> Iterator[Sample]:
     off_by_one=NEAR_TIES,
 )
 def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise to int8 with a scale per token: ``round(x / scale)`` with ``scale = max|x| / 127``.
+    """Quantize to int8 with a scale per token: ``round(x / scale)`` with ``scale = max|x| / 127``.
 
     Computed in float32; half rounds to even. A row of zeros returns zeros and the scale 0. A row with NaN or infinity
     has a non-finite scale, so that results computed from it are not finite either.

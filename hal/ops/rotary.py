@@ -103,7 +103,7 @@ def split_qkv_rmsnorm_rope(
     num_heads: int,
     num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a merged projection into heads, then normalise and rotate query and key.
+    """Split a merged projection into heads, then normalize and rotate query and key.
 
     Results are rounded where :func:`rms_norm` and :func:`rotary_embedding` round.
 

@@ -123,7 +123,7 @@ def _exponential(seed: Tensor, step: Tensor, token: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply the 32-bit finaliser of MurmurHash3, in int64."""
+    """Apply the 32-bit finalizer of MurmurHash3, in int64."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ (x >> 16)

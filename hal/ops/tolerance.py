@@ -5,7 +5,7 @@ allowance for rounding, and fails above 1. Distances are computed in float64. An
 
 **Declared, for one call.** A call rounds a few times, so its operation declares the allowance by dtype: ``absolute *
 size + relative * abs(expected)`` for each element (:func:`error`, :func:`assert_agree`). ``size`` is 1, for values of
-about unit size. A check of larger values passes their size, because sums of larger terms are rounded more. A quantised
+about unit size. A check of larger values passes their size, because sums of larger terms are rounded more. A quantized
 value near the midpoint of two integers may round to either: int8 results may be off by one, in at most the declared
 share. Other integers, shapes and dtypes must be equal. For a chain of calls, the allowance is multiplied.
 

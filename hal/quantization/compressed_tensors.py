@@ -99,11 +99,11 @@ class Matcher:
 
 
 class CompressedTensors(Quantization):
-    """Quantisation by ``quantization_config``.
+    """Quantization by ``quantization_config``.
 
     Args:
         groups: the schemes and their layers. A group that names a layer takes precedence over one for ``Linear``.
-        ignore: the layers that are not quantised.
+        ignore: the layers that are not quantized.
     """
 
     format = COMPRESSED_TENSORS
@@ -163,13 +163,13 @@ class CompressedTensorsWriter(Writer):
 def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:  # noqa: A002
     """Return the scheme of a group, or raise ConfigError with a difference from the most similar scheme."""
     if group.get("output_activations"):
-        raise ConfigError(f"{_WHERE} quantises output_activations in {name}, which hal does not support", supported())
-    spelt = [each for each in schemes().values() if COMPRESSED_TENSORS in each.spellings]
+        raise ConfigError(f"{_WHERE} quantizes output_activations in {name}, which hal does not support", supported())
+    spelled = [each for each in schemes().values() if COMPRESSED_TENSORS in each.spellings]
     problems = {
         scheme.name: list(scheme.spellings[COMPRESSED_TENSORS].problems(group, name, group.get("format") or format))
-        for scheme in spelt
+        for scheme in spelled
     }
-    nearest = min(spelt, key=lambda scheme: len(problems[scheme.name]))
+    nearest = min(spelled, key=lambda scheme: len(problems[scheme.name]))
     if problems[nearest.name]:
         raise ConfigError(problems[nearest.name][0], supported())
     return nearest

@@ -1,4 +1,4 @@
-"""The interface of quantisation formats, which describe the scheme of each layer of a checkpoint."""
+"""The interface of quantization formats, which describe the scheme of each layer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hal.quantization.scheme import Scheme
 
 
 class Quantization(ABC):
-    """A checkpoint's quantisation, in one of the formats.
+    """A checkpoint's quantization, in one of the formats.
 
     Attributes:
         format: the name of the format.
@@ -20,10 +20,10 @@ class Quantization(ABC):
 
     @abstractmethod
     def scheme(self, layer: str) -> Scheme | None:
-        """Return the scheme of the checkpoint layer ``layer``, or None if it is not quantised.
+        """Return the scheme of the checkpoint layer ``layer``, or None if it is not quantized.
 
         Raises:
-            CheckpointError: hal does not support its quantisation, or the description lacks the layer.
+            CheckpointError: hal does not support its quantization, or the description lacks the layer.
         """
 
 
@@ -38,7 +38,7 @@ class Writer(ABC):
 
         Args:
             config: config.json of the original checkpoint.
-            scheme: the scheme of the quantised layers.
-            kept: linear layers that are not quantised.
-            tensors: whether each tensor belongs to a quantised layer, by name.
+            scheme: the scheme of the quantized layers.
+            kept: linear layers that are not quantized.
+            tensors: whether each tensor belongs to a quantized layer, by name.
         """

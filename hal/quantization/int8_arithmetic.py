@@ -1,4 +1,4 @@
-"""The arithmetic of W8A8: quantisation of weights, scales of activations, and merging of layers."""
+"""The arithmetic of W8A8: quantization of weights, scales of activations, and merging of layers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from hal.errors import CheckpointError
 
 INT32_MAX = 2**31 - 1
-AGAIN = "the checkpoint is damaged: quantise or download it again"
+AGAIN = "the checkpoint is damaged: quantize or download it again"
 
 
 @attrs.frozen(eq=False)
 class Activation:
-    """The quantisation of a layer's input to int8: ``round(x / scale) + offset``, clamped to -128 and 127."""
+    """The quantization of a layer's input to int8: ``round(x / scale) + offset``, clamped to -128 and 127."""
 
     scale: float
     offset: int = 0
@@ -27,11 +27,11 @@ class Activation:
 class StaticLayer:
     """A projection, or a part of a merged one, whose activations have a fixed scale.
 
-    ``y = (q @ weight.T + quant_bias) * deq_scale``, where ``q`` is the quantised input.
+    ``y = (q @ weight.T + quant_bias) * deq_scale``, where ``q`` is the quantized input.
 
     Attributes:
         name: the layer's name in the checkpoint.
-        activation: the quantisation of the input.
+        activation: the quantization of the input.
         deq_scale: ``[rows]``, float32.
         quant_bias: ``[rows]``, int64: the bias in units of deq_scale, minus ``offset * row_sums``.
         row_sums: ``[rows]``, int64: the sums of the weight's rows.
@@ -60,7 +60,7 @@ class DynamicLayer:
 
 
 def quantize_weight(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise ``[rows, columns]`` symmetrically per row: ``scale = max|row| / 127``; half rounds to even.
+    """Quantize ``[rows, columns]`` symmetrically per row: ``scale = max|row| / 127``; half rounds to even.
 
     Returns:
         int8 of the same shape, and the scales, float32 ``[rows]``. A row of zeros has the scale 1.
@@ -77,7 +77,7 @@ def quantize_weight(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activation_for(low: float, high: float, *, symmetric: bool, dtype: torch.dtype = torch.float32) -> Activation:
-    """Return the quantisation of inputs from ``low`` to ``high`` that represents 0 exactly.
+    """Return the quantization of inputs from ``low`` to ``high`` that represents 0 exactly.
 
     Args:
         low: the smallest observed input.
@@ -88,7 +88,7 @@ def activation_for(low: float, high: float, *, symmetric: bool, dtype: torch.dty
     low, high = min(low, 0.0), max(high, 0.0)
     span = max(-low, high) / 127 if symmetric else (high - low) / 255
     scale = float(torch.tensor(span or 1.0, dtype=torch.float64).to(dtype))
-    # The smallest scale that float16 can store; inputs that small quantise to 0 anyway.
+    # The smallest scale that float16 can store; inputs that small quantize to 0 anyway.
     scale = max(scale, torch.finfo(dtype).tiny)
     return Activation(scale, 0 if symmetric else max(-128, min(127, round(-128 - low / scale))))
 
@@ -114,7 +114,7 @@ def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
         found = ", ".join(f"{part.activation.offset} of {part.name}" for part in parts)
         raise CheckpointError(
             f"layers that share an input have different input offsets: {found}",
-            "quantise them together, or with symmetric activations, whose offset is 0",
+            "quantize them together, or with symmetric activations, whose offset is 0",
         )
     scale, offset = max(part.activation.scale for part in parts), parts[0].activation.offset
     scales, biases = [], []
@@ -150,7 +150,7 @@ def merge_dynamic(parts: Sequence[DynamicLayer]) -> DynamicLayer:
 
 
 def input_activation(name: str, scale: Tensor, offset: Tensor | None) -> Activation:
-    """Return the quantisation that a checkpoint's scale and offset tensors, of one element each, specify.
+    """Return the quantization that a checkpoint's scale and offset tensors, of one element each, specify.
 
     Raises:
         CheckpointError: the scale is not positive and finite, or the offset is not an 8-bit integer.

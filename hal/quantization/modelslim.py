@@ -1,4 +1,4 @@
-"""The format of ModelSlim: ``quant_model_description.json`` has the quantisation type of each tensor.
+"""The format of ModelSlim: ``quant_model_description.json`` has the quantization type of each tensor.
 
 Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE's of W8A8.
 """
@@ -18,11 +18,11 @@ FILE = "quant_model_description.json"
 MODELSLIM = "modelslim"
 _FLOAT = "FLOAT"
 _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
-"""Keys for quantisation of the cache and of attention, which hal does not support."""
+"""Keys for quantization of the cache and of attention, which hal does not support."""
 
 
 class ModelSlim(Quantization):
-    """Quantisation by a type for every tensor.
+    """Quantization by a type for every tensor.
 
     Args:
         file: the description's file name, for errors.
@@ -51,14 +51,14 @@ class ModelSlim(Quantization):
     def scheme(self, layer: str) -> Scheme | None:
         name = f"{layer}.weight"
         if name not in self._types:
-            raise CheckpointError(f"{self._file} has no quantisation type for {name}", AGAIN)
+            raise CheckpointError(f"{self._file} has no quantization type for {name}", AGAIN)
         found = self._types[name]
         known = {scheme.spellings[MODELSLIM]: scheme for scheme in schemes().values() if MODELSLIM in scheme.spellings}
         if found == _FLOAT:
             return None
         if not isinstance(found, str) or found not in known:
             raise CheckpointError(
-                f"{self._file} has the quantisation type {found!r:.60} for {name}, which hal does not support",
+                f"{self._file} has the quantization type {found!r:.60} for {name}, which hal does not support",
                 f"use one of {', '.join((_FLOAT, *known))}: {supported()}",
             )
         return known[found]
@@ -71,7 +71,7 @@ class ModelSlimWriter(Writer):
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
         kind = scheme.spellings[MODELSLIM]
-        types = {name: kind if quantised else _FLOAT for name, quantised in sorted(tensors.items())}
+        types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
         return {
             "config.json": dict(config),
             FILE: {"model_quant_type": kind, "version": "1.0.0", **types},

@@ -1,4 +1,4 @@
-"""Finds and reads a checkpoint's quantisation description, in any supported format."""
+"""Finds and reads a checkpoint's quantization description, in any supported format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hal.quantization.modelslim import ModelSlim
 from hal.quantization.scheme_registry import supported
 
 KEYS = ("quantization_config", "quantize")
-"""Keys of config.json about quantisation, which models do not read."""
+"""Keys of config.json about quantization, which models do not read."""
 
 
 def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization | None:
-    """Return the quantisation of the checkpoint in ``folder`` with this config.json, or None.
+    """Return the quantization of the checkpoint in ``folder`` with this config.json, or None.
 
     Raises:
-        ConfigError: hal does not support the quantisation.
+        ConfigError: hal does not support the quantization.
         CheckpointError: the description is damaged.
     """
     section = config.get("quantization_config")
@@ -31,13 +31,13 @@ def read_quantization(folder: Path, config: Mapping[str, Any]) -> Quantization |
     descriptions = sorted(folder.glob(ModelSlim.PATTERN))
     if len(descriptions) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(descriptions)} quantisation descriptions: "
+            f"{folder} holds {len(descriptions)} quantization descriptions: "
             f"{', '.join(file.name for file in descriptions)}",
             "remove all but one",
         )
     if descriptions and section:
         raise CheckpointError(
-            f"{folder} describes its quantisation twice, in config.json and in {descriptions[0].name}",
+            f"{folder} describes its quantization twice, in config.json and in {descriptions[0].name}",
             "remove one of the descriptions",
         )
     if descriptions:

@@ -1,4 +1,4 @@
-"""The interface of quantisation schemes: the tensors of a quantised weight, its layer, and how they are computed."""
+"""The interface of quantization schemes: the tensors of a quantized weight, its layer, and how they are computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 @attrs.frozen
 class TensorSpec:
-    """The requirements of a tensor that accompanies a quantised weight.
+    """The requirements of a tensor that accompanies a quantized weight.
 
     Attributes:
         shapes: the valid shapes.
@@ -42,7 +42,7 @@ class TensorSpec:
 
 
 class Scheme(ABC):
-    """A quantisation scheme, registered in the entry-point group ``hal.quantization`` under its name.
+    """A quantization scheme, registered in the entry-point group ``hal.quantization`` under its name.
 
     A scheme replaces linear layers with its layer, whose ``weights`` declare the checkpoint's tensors
     (:class:`hal.nn.Weight`). If that is enough, implement only :meth:`layer`. For values computed from several tensors,
@@ -112,7 +112,7 @@ class Scheme(ABC):
         return {}
 
     def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002
-        """Return the quantisation of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``."""
+        """Return the quantization of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``."""
         raise NotImplementedError
 
     def write(
@@ -124,14 +124,14 @@ class Scheme(ABC):
         activation: Activation | None,
         dtype: torch.dtype,
     ) -> dict[str, Tensor]:
-        """Quantise a layer, and return its tensors by the last part of their name.
+        """Quantize a layer, and return its tensors by the last part of their name.
 
         Args:
             format: one of ``writes``.
             name: the weight's name in the checkpoint.
             weight: ``[rows, columns]``, floating.
             bias: ``[rows]``, floating, or None.
-            activation: the quantisation of the input, if ``calibrated``.
+            activation: the quantization of the input, if ``calibrated``.
             dtype: the checkpoint's dtype.
 
         Raises:
@@ -141,10 +141,10 @@ class Scheme(ABC):
 
 
 def check_symmetric(name: str, what: str, values: Tensor | None) -> None:
-    """Raise CheckpointError unless all ``values`` are 0, as for symmetrically quantised weights."""
+    """Raise CheckpointError unless all ``values`` are 0, as for symmetrically quantized weights."""
     if values is not None and bool(values.double().ne(0).any()):
         raise CheckpointError(
-            f"{name} has a {what} other than 0, so its weights are asymmetric", "quantise its weights symmetrically"
+            f"{name} has a {what} other than 0, so its weights are asymmetric", "quantize its weights symmetrically"
         )
 
 

@@ -1,4 +1,4 @@
-"""The registered quantisation schemes of all installed packages."""
+"""The registered quantization schemes of all installed packages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def _check(plugin: Plugin, found: Any) -> Scheme:
     lacking = [("write", scheme.writes), ("activation", scheme.calibrated)]
     if missing := [name for name, needed in lacking if needed and name not in _overridden(scheme)]:
         raise ConfigError(
-            f"the quantisation scheme {plugin.name} sets `writes` or `calibrated` but has no {missing[0]}()",
+            f"the quantization scheme {plugin.name} sets `writes` or `calibrated` but has no {missing[0]}()",
             "install a release of its package that implements the method, or remove `writes` and `calibrated`",
         )
     return scheme
 
 
-SCHEMES: Plugins[Scheme] = Plugins(GROUP, "quantisation scheme", _check)
+SCHEMES: Plugins[Scheme] = Plugins(GROUP, "quantization scheme", _check)
 
 
 def schemes() -> Mapping[str, Scheme]:

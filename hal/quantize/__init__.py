@@ -1,1 +1,1 @@
-"""``hal quantize``: calibrate a floating-point model and write a quantised checkpoint."""
+"""``hal quantize``: calibrate a floating-point model and write a quantized checkpoint."""

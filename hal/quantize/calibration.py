@@ -1,4 +1,4 @@
-"""Calibration: the input ranges of a model's linear layers on a text, which static quantisation needs."""
+"""Calibration: the input ranges of a model's linear layers on a text, which static quantization needs."""
 
 from __future__ import annotations
 

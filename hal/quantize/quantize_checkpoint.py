@@ -51,7 +51,7 @@ class Quantized:
 
     Attributes:
         path: the new checkpoint.
-        layers: number of quantised linear layers.
+        layers: number of quantized linear layers.
         bytes_before: size of all weights before.
         bytes_after: size of all weights after.
     """
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     calibration_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Write a checkpoint in which all linear layers except the output projection are quantised.
+    """Write a checkpoint in which all linear layers except the output projection are quantized.
 
     In hal's own schemes, weights have one scale per output channel, ``max|row| / 127``. ``w8a8`` runs the model on a
     calibration text, on the CPU and in the model's dtype; each layer's smallest and largest input set the scale of its
@@ -90,13 +90,13 @@ def quantize_checkpoint(
     Raises:
         ConfigError: the scheme or format is unknown; the scheme requires a calibration text, and none is given; or a
             text or a number of tokens is given to a scheme that uses none.
-        CheckpointError: the source cannot be read or is already quantised, or the target cannot be written.
+        CheckpointError: the source cannot be read or is already quantized, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
     chosen = _check_request(scheme, format, calibration, calibration_tokens)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
-        raise ConfigError(f"{checkpoint.path} is already quantised", "use a floating-point checkpoint")
+        raise ConfigError(f"{checkpoint.path} is already quantized", "use a floating-point checkpoint")
     folder = Path(os.path.expanduser(target)).absolute()
     _check_target(folder)
     model = build_model(checkpoint)
@@ -119,7 +119,7 @@ class _Job:
     """The checkpoint to write.
 
     Attributes:
-        layers: layers to quantise, by name in the checkpoint; the values are paths in the model.
+        layers: layers to quantize, by name in the checkpoint; the values are paths in the model.
         activations: static scales of activations, by path in the model.
     """
 
@@ -205,10 +205,10 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dic
 
 
 def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[str, bool]:
-    """Write the weight files and index; return, by tensor name, whether it belongs to a quantised layer."""
+    """Write the weight files and index; return, by tensor name, whether it belongs to a quantized layer."""
     checkpoint = job.checkpoint
     infos = checkpoint.tensors
-    quantised: dict[str, bool] = {}
+    quantized: dict[str, bool] = {}
     weight_map: dict[str, str] = {}
     done, total, size = 0, sum(info.nbytes for info in infos.values()), 0
     for file in sorted({info.file for info in infos.values()}):
@@ -220,12 +220,12 @@ def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[s
                 progress(done, total)
             if layer not in job.layers:
                 written[name] = values.clone()
-                quantised[name] = False
+                quantized[name] = False
             elif suffix == "weight":
                 activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
                 found = job.scheme.write(job.format, name, values, bias, activation, checkpoint.dtype)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
-                quantised |= {f"{layer}.{each}": True for each in found}
+                quantized |= {f"{layer}.{each}": True for each in found}
         try:
             save_file(written, str(folder / file.name), metadata={"format": "pt"})
         except SafetensorError as error:  # such as a full disk, for which other writers raise OSError
@@ -234,7 +234,7 @@ def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[s
         size += sum(tensor.nbytes for tensor in written.values())
     if len(set(weight_map.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    return quantised
+    return quantized
 
 
 def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:

@@ -1,4 +1,7 @@
-"""``hal bench``: fair turns, true arithmetic, and no figure of a wrong result. No test looks at how long steps took."""
+"""Tests for ``hal bench``: alternating runs, arithmetic, and no figures for wrong results.
+
+No test asserts a duration.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,8 @@ def succeeds(*arguments: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any]]:
-    """A whole run of decode against transformers, and its JSON."""
-    pytest.importorskip("transformers", reason="transformers is what is measured against")
+    """Return a complete decode run against transformers, and its JSON."""
+    pytest.importorskip("transformers", reason="transformers is the other contender")
     file = tmp_path_factory.mktemp("bench") / "decode.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floor, "READ_BYTES", 1 << 20)
@@ -161,7 +164,7 @@ class TestDecode:
 
 class TestPrefill:
     def test_against_transformers(self, tmp_path: Path) -> None:
-        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        pytest.importorskip("transformers", reason="transformers is the other contender")
         options = ("--tokens", 20, "--batch-size", 2, "--against", "transformers", "--repeats", 3)
         result = succeeds("prefill", "--shapes", "tiny", *options, "--json", tmp_path / "prefill.json")
         figures = json.loads((tmp_path / "prefill.json").read_text())
@@ -174,7 +177,7 @@ class TestPrefill:
         assert "- 3 repeats are too few to quote a figure: use at least 15 (--repeats)" in result.stdout
 
     def test_of_another_family_against_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        pytest.importorskip("transformers", reason="transformers is the other contender")
         small = {key: TINY[key] for key in ("dtype", "vocab_size", "hidden_size", "intermediate_size", "head_dim",
                  "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
         llama = {**SHAPES["llama-3.2-1b"], **small, "tie_word_embeddings": False}
@@ -184,7 +187,7 @@ class TestPrefill:
         assert found.difference < 1e-4
 
     def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Else the default sizes, up to 1,024 tokens, would leave a longer one to run eagerly under another name."""
+        """The default sizes, up to 1,024 tokens, would run a longer prompt eagerly under another name."""
         measurement.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
         assert not [each for each in caplog.messages if "runs eagerly" in each]
         assert any(each.endswith("pieces: 1200 tokens") for each in caplog.messages), "the only size"
@@ -248,7 +251,7 @@ class TestTurns:
 
 
 class TestFloor:
-    """By hand, for the tiny shapes: 2 layers, 4 heads of 16 on 2 of keys, 32 wide, 48 inside, 96 tokens."""
+    """Computed by hand for the tiny shapes: 2 layers, 4 heads of 16, 2 KV heads, width 32, MLP width 48, 96 tokens."""
 
     LAYER = 32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48
     NORMS = 2 * (2 * 32 + 2 * 16) + 32
@@ -333,7 +336,7 @@ class TestAgreement:
     def test_a_mode_that_goes_wrong_is_never_timed(
         self, monkeypatch: pytest.MonkeyPatch, wrong: str, dtype: str
     ) -> None:
-        """The second mode takes the position, or the length, of the token before."""
+        """In the second mode every token has the previous token's position or length."""
         contender = HalSide.contender
         build = hal.Runner.batch
 
@@ -357,7 +360,7 @@ class TestAgreement:
 
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
     def test_steps_leave_no_trace(self, workload: plan.Workload) -> None:
-        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        pytest.importorskip("transformers", reason="transformers is the other contender")
         setting = plan.prepare(tiny(workload=workload, batch_sizes=(2,)))
         for side in (HalSide(setting), transformers_side.TransformersSide(setting)):
             contender = side.contender("eager", Inputs(setting, 2))
@@ -426,7 +429,7 @@ class TestRefusals:
         ) in result.stderr
 
     def test_weights_or_caches_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        pytest.importorskip("transformers", reason="transformers is the other contender")
         one = {"length": 1, "compilers": ("eager",)}
         free = 2 * plan.prepare(tiny(**one)).weight_bytes
         stats = hal.MemoryStats(allocated=0, peak=0, reserved=0, free=free, total=1 << 30)
@@ -451,7 +454,7 @@ class TestRefusals:
         assert result.stdout == ""
 
     def test_a_rival_that_does_not_know_the_model(self) -> None:
-        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        pytest.importorskip("transformers", reason="transformers is the other contender")
         setting = plan.prepare(tiny())
         unknown = attrs.evolve(setting.checkpoint, config={**TINY, "model_type": "no_such_model"})
         with pytest.raises(BenchmarkError, match="transformers does not support the model"):
@@ -547,7 +550,7 @@ def test_errors_are_of_the_family(build: Callable[[], plan.Plan]) -> None:
 
 
 class TestLaunches:
-    """On the CPU, with a backend that counts the calls of its kernels."""
+    """Runs on the CPU, with a backend that counts calls of its kernels."""
 
     class Counting(hal.Backend):
         def __init__(self) -> None:
@@ -635,7 +638,7 @@ class TestLaunches:
 
 
 class TestExtensions:
-    """transformers imports vendors' extensions of torch that are installed, and some cannot be imported."""
+    """transformers imports installed extensions of torch by vendors, and some fail to import."""
 
     def test_only_those_that_are_imported_are_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         info = tmp_path / "acme-1.0.dist-info"
@@ -657,8 +660,8 @@ class TestExtensions:
 
     @pytest.mark.parametrize("command", ["bench", "train"])
     def test_a_process_that_finds_all_that_are_installed(self, repository: Path, command: str) -> None:
-        """Where torch_npu is installed without CANN, importing it fails."""
-        pytest.importorskip("transformers", reason="transformers is what is measured against")
+        """If torch_npu is installed without CANN, importing it fails."""
+        pytest.importorskip("transformers", reason="transformers is the other contender")
         kept = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "TORCH_DEVICE"))}
         options = ["--shapes", "tiny", "--tokens", "8", "--repeats", "3", "--against", "transformers", "--memory"]
         arguments = {

@@ -1,1 +1,1 @@
-"""Benchmarks: `make bench`. They print figures and ratios; none asserts a time."""
+"""Benchmarks, run by `make bench`. They print figures and ratios; none asserts a duration."""

@@ -1,7 +1,7 @@
-"""What launches cost on the emulated CANN. Run by `hal emulate`, in a process of its own; prints a JSON object.
+"""Measures launches on the emulated CANN. Run by `hal emulate` in a subprocess; prints a JSON object.
 
-Each figure is the microseconds of one small addition, in the fastest of several rounds of a thousand: by ATen on CPU
-tensors; through torch_npu, with one wait at the end, and with a wait after each; and replayed in a graph.
+Each figure is the time in microseconds of one small addition, in the fastest of several rounds of a thousand: with ATen
+on CPU tensors; through torch_npu, with one wait at the end, and with a wait after each; and replayed in a graph.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a graph decode step costs the host on the emulated NPU. Run in a process of its own; prints a JSON object.
+"""Measures the host time of a graph decode step on the emulated NPU. Run in a subprocess; prints a JSON object.
 
-A model of 28 narrow layers, one capture, medians of rounds. A round is four steps, one behind the other, begun with the
-device idle. ``calls_us`` is what a step spent in calls of torch and torch_npu (the copies of inputs, the replay, the
-update, the events) and ``own_us`` the rest, hal's own Python: stamped in the same step, in the three behind the first.
-``own_cold_us`` is that of the first, after the host waited for the device; ``plain_us`` and ``plain_cold_us`` are a few
-lines of other Python, run again and again, and after as long a wait: how much of it is the machine. ``update_us`` is
-NPUGraph.update. ``overlapped_us`` and ``one_after_another_us`` are from the start of a step to its end on the device,
-with the update beside the replay, as hal has it, and finished before the replay starts.
+A model of 28 narrow layers, one capture, medians of rounds. A round is four consecutive steps that start with an idle
+device. ``calls_us`` is the time that a step spends in calls of torch and torch_npu (copies of inputs, replay, update,
+events) and ``own_us`` the rest, hal's own Python code, measured in the same steps, without the first of a round.
+``own_cold_us`` is that of the first step, after the host waited for the device. ``plain_us`` and ``plain_cold_us`` are
+the same for a few lines of unrelated Python, and show the effect of the machine. ``update_us`` is NPUGraph.update.
+``overlapped_us`` and ``one_after_another_us`` are from the start of a step to its end on the device, with the update
+beside the replay, as in hal, and before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def elapsed(run: Callable[[], object]) -> float:
 
 
 def plain() -> list[int]:
-    """About as much Python as a step has of hal's."""
+    """Run about as much Python as a step of hal."""
     ones = torch.zeros(4, dtype=torch.int32)
     torch.equal(ones, ones)
     names = {number: str(number) for number in range(20)}
@@ -46,7 +46,7 @@ def plain() -> list[int]:
 
 
 def stamped(name: str, call: Callable[..., Any], calls: list[tuple[str, float]]) -> Callable[..., Any]:
-    """``call``, noting each time that it takes."""
+    """Wrap ``call`` so that it records its duration."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -58,7 +58,7 @@ def stamped(name: str, call: Callable[..., Any], calls: list[tuple[str, float]])
 
 
 class Stamped:
-    """An object of torch_npu's whose named methods note the time that they take."""
+    """Wraps an object of torch_npu so that the named methods record their durations."""
 
     def __init__(self, native: Any, methods: tuple[str, ...], calls: list[tuple[str, float]]) -> None:
         self._native = native

@@ -1,10 +1,11 @@
-"""What rewriting costs. Run in a process of its own; prints a JSON object.
+"""Measures the time of rewriting. Run in a subprocess; prints a JSON object.
 
-A Qwen3 of narrow layers, as a decode step for any batch size, 16, 32 and 64 layers deep. By name and depth, in seconds
-of CPU time, the best of three runs, each on a new copy of the traced graph: ``trace`` (once); ``hal``, which is
-normalising and five rewrites, and ``hal_rewriting``, the rewrites alone; ``hal_add_norm``, normalising and the one
-rewrite of an addition and the norm behind it; and that rewrite on the same graph by ``torch.fx.replace_pattern``
-(``fx_add_norm``) and by Inductor's pattern matcher (``inductor_add_norm``). ``fused`` says how often each applied it.
+A Qwen3 of narrow layers, as a decode step for any batch size, with 16, 32 and 64 layers. Figures are seconds of CPU
+time by name and depth, the best of three runs, each on a new copy of the traced graph: ``trace`` (once); ``hal``,
+normalization and five rewrites; ``hal_rewriting``, the rewrites alone; ``hal_add_norm``, normalization and the rewrite
+of an addition followed by a norm; and that rewrite on the same graph with ``torch.fx.replace_pattern``
+(``fx_add_norm``) and with Inductor's pattern matcher (``inductor_add_norm``). ``fused`` is the number of sites at which
+each applied it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def replacement(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Te
 def by_hal(step: TracedStep, names: tuple[str, ...]) -> Any:
     manager = PassManager(copied(step), step.mode)
     for name in names:
-        manager.add(of_operation(ops.operation(name)))  # checks and traces the rewrites, once in a process
+        manager.add(of_operation(ops.operation(name)))  # Checks and traces the rewrites, once per process.
     return lambda: manager.apply()
 
 

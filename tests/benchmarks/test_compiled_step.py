@@ -1,4 +1,4 @@
-"""What a compiled step costs beside a hand-written function: the limit that it is built for is 10 % more."""
+"""Benchmarks a compiled step against a hand-written function. The design limit is 10 % overhead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).parent / "compiled_step.py"
 
 
 def test_a_compiled_step(benchmark: BenchmarkFixture) -> None:
-    """The same kernels on the same numbers, called one after the other."""
+    """Both call the same kernels on the same inputs, alternating."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
     def measure() -> dict[str, float]:

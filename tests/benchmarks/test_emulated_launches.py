@@ -1,4 +1,4 @@
-"""What the emulated CANN adds to the ATen call that does a kernel's work: the limit that it is built for is 30 us."""
+"""Benchmarks the overhead of the emulated CANN over the ATen call of a kernel. The design limit is 30 us."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parent / "emulated_launches.py"
 
 @pytest.mark.parametrize("task_queue", ["0", "1"])
 def test_an_emulated_launch(benchmark: BenchmarkFixture, task_queue: str) -> None:
-    """An addition of 4,096 numbers, in one run: by ATen, through torch_npu, and replayed in a graph."""
+    """An addition of 4,096 numbers in one run: with ATen, through torch_npu, and replayed in a graph."""
     command = [sys.executable, "-P", "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--"]
     environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 

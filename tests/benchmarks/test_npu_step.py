@@ -1,4 +1,4 @@
-"""What hal's own Python costs in a decode step on the NPU: the limit that it is built for is 100 us at 28 layers."""
+"""Benchmarks hal's own Python code in a decode step on the NPU. The design limit is 100 us at 28 layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parent / "npu_step.py"
 
 @pytest.mark.parametrize("task_queue", ["0", "1"])
 def test_a_graph_decode_step(benchmark: BenchmarkFixture, task_queue: str) -> None:
-    """Beside torch_npu's calls in the same steps, and beside other Python on the same machine."""
+    """Compared with torch_npu's calls in the same steps, and with unrelated Python on the same machine."""
     environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue, "OMP_NUM_THREADS": "1"}
     environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 

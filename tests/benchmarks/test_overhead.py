@@ -1,4 +1,4 @@
-"""What hal itself costs: a call, an import, an open, a step's Python, and memory while loading."""
+"""Benchmarks the overhead of hal: a call, an import, opening, a step's Python code, and memory during loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = 28
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """28 layers so narrow that a step is mostly Python."""
+    """Return a model of 28 layers so narrow that most of a step is Python."""
     folder = tmp_path_factory.mktemp("deep")
     large_checkpoint.write(
         folder, torch.float32, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
@@ -36,7 +36,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(benchmark: BenchmarkFixture, **figures: float | str) -> None:
-    """Keep figures with the benchmark, and print them."""
+    """Store figures with the benchmark, and print them."""
     benchmark.extra_info.update(figures)
     print(f"\n{benchmark.name}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))  # noqa: T201
 
@@ -49,7 +49,7 @@ def nanoseconds_per_call(function: Callable[..., Any], arguments: tuple[Any, ...
 
 
 def test_an_operation_call(benchmark: BenchmarkFixture, cpu: hal.Backend) -> None:
-    """hal.ops.rms_norm against the driver's own function, both doing nothing, interleaved."""
+    """Compare hal.ops.rms_norm with the driver's function, alternating; the kernel does nothing."""
 
     def kernel(x: Any, weight: Any, eps: float) -> None:
         return None
@@ -70,10 +70,10 @@ def test_an_operation_call(benchmark: BenchmarkFixture, cpu: hal.Backend) -> Non
 
 
 def milliseconds_of(program: str) -> float:
-    """Run a program in a fresh interpreter that finds its bytecode compiled; it prints seconds."""
+    """Run a program that prints seconds in a fresh interpreter with cached bytecode; return milliseconds."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / "hal-benchmark-bytecode")
-    command = [sys.executable, "-P", "-c", program]  # as a console script: the current folder is not on the path
+    command = [sys.executable, "-P", "-c", program]  # A console script does not have the current folder on the path.
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return float(result.stdout) * 1e3
 
@@ -82,8 +82,8 @@ TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter()
 
 
 def test_import(benchmark: BenchmarkFixture) -> None:
-    """`import hal` against `import torch`, interleaved, each in a fresh interpreter."""
-    milliseconds_of(TIMED.format("import hal"))  # compiles
+    """Compare `import hal` with `import torch`, alternating, each in a fresh interpreter."""
+    milliseconds_of(TIMED.format("import hal"))  # writes the bytecode
     pairs = [
         (milliseconds_of(TIMED.format("import torch")), milliseconds_of(TIMED.format("import hal"))) for _ in range(9)
     ]
@@ -97,13 +97,13 @@ def test_import(benchmark: BenchmarkFixture) -> None:
 
 
 def test_opening_the_cpu_backend(benchmark: BenchmarkFixture) -> None:
-    """The first `hal.open("cpu")` of a process, imports included, and a later one.
+    """Measure the first `hal.open("cpu")` of a process, including imports, and a later one.
 
-    Importing torch leaves Python about to collect its whole heap, which then falls into what comes next, whatever that
-    is; so the first open is measured with and without the garbage collector.
+    After the import of torch, Python is about to run a full garbage collection, which then falls into whatever runs
+    next. So the first open is measured with and without the garbage collector.
     """
     program = TIMED.format("hal.open('cpu')")
-    milliseconds_of("import hal; " + program)  # compiles
+    milliseconds_of("import hal; " + program)  # writes the bytecode
     pairs = [(milliseconds_of(f"import hal, gc; gc.disable(); {program}"), milliseconds_of(f"import hal; {program}"))
              for _ in range(7)]  # fmt: skip
     benchmark.pedantic(hal.open, ("cpu",), rounds=20)
@@ -116,7 +116,7 @@ def test_opening_the_cpu_backend(benchmark: BenchmarkFixture) -> None:
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_the_python_of_a_decode_step(benchmark: BenchmarkFixture, deep: Path, compiler: str) -> None:
-    """A decode step of 28 narrow layers, and how much of it is spent outside operations (graph: outside the tape)."""
+    """A decode step of 28 narrow layers, and its time outside operations (graph: outside the tape)."""
     backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [1]}})
     runner = hal.Runner(hal.load_model(deep, backend), backend)
     batch = runner.batch([[5]], [[1]], cached=[10])
@@ -168,7 +168,7 @@ print(backend.device.memory_stats().peak - before)
 
 
 def test_memory_while_loading(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    """The growth of a process's peak resident memory while it loads, over the bytes of the weights."""
+    """Measure the growth of a process's peak resident memory during loading, relative to the bytes of the weights."""
     weights = large_checkpoint.write(tmp_path, num_hidden_layers=24)
 
     def load() -> int:

@@ -1,4 +1,4 @@
-"""What rewriting a model's graph costs, beside what PyTorch brings for it: half a second at 64 layers is the limit."""
+"""Benchmarks rewriting of a model's graph against PyTorch's tools. The design limit is half a second at 64 layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parent / "pass_time.py"
 
 
 def test_rewriting_64_layers(benchmark: BenchmarkFixture) -> None:
-    """By ours, by torch.fx.replace_pattern and by Inductor's pattern matcher: the same graph, in one run."""
+    """Compare hal, torch.fx.replace_pattern and Inductor's pattern matcher on the same graph in one run."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
     def measure() -> dict[str, Any]:

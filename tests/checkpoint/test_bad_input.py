@@ -1,6 +1,6 @@
-"""What a user can get wrong: a typed error from the API; from the command exit code 2, the error and its remedy.
+"""Tests for user errors: a typed error from the API; from the command, exit code 2 and the error with its remedy.
 
-Each case breaks one thing and runs both ways. A traceback, or anything on stdout, fails it.
+Each case breaks one thing and runs both. A traceback or any output on stdout fails the test.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
 
 @attrs.frozen
 class Case:
-    """One broken thing.
+    """One invalid input.
 
     Attributes:
-        damage: breaks a checkpoint.
-        error: what the API raises.
-        message: a part of what it says, the remedy included.
-        prompt: what to continue.
-        settings: of the configuration; the command takes them from the environment.
+        damage: modifies a checkpoint.
+        error: the exception type of the API.
+        message: a part of its text, which includes the remedy.
+        prompt: the prompt.
+        settings: configuration settings; the command reads them from the environment.
     """
 
     damage: Damage
@@ -59,11 +59,11 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def nothing(folder: Path) -> None:
-    """The checkpoint is sound."""
+    """Leave the checkpoint valid."""
 
 
 def config(**values: Any) -> Damage:
-    """Keys of config.json, set after the weights were written."""
+    """Return damage that sets keys of config.json after the weights were written."""
 
     def damage(folder: Path) -> None:
         file = folder / "config.json"
@@ -73,12 +73,12 @@ def config(**values: Any) -> Damage:
 
 
 def text(name: str, content: str | bytes) -> Damage:
-    """A file's whole content."""
+    """Return damage that replaces a file's content."""
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
-    """The tensors of the only safetensors file, changed by ``change``."""
+    """Return damage that changes the tensors of the only safetensors file with ``change``."""
 
     def damage(folder: Path) -> None:
         tensors = random_weights(json.loads((folder / "config.json").read_text()), seed=0)
@@ -89,7 +89,7 @@ def weights(change: Callable[[dict[str, Tensor]], object]) -> Damage:
 
 
 def sharded(change: Callable[[Path, dict[str, str]], object]) -> Damage:
-    """A checkpoint of two files, whose folder and weight map are changed by ``change``."""
+    """Return damage that splits the checkpoint into two files and changes its folder and weight map with ``change``."""
 
     def damage(folder: Path) -> None:
         shutil.rmtree(folder)
@@ -118,13 +118,13 @@ def pickled(folder: Path) -> None:
 
 
 def outside(folder: Path, weight_map: dict[str, str]) -> None:
-    """The index names a file outside the folder, which exists."""
+    """Make the index name an existing file outside the folder."""
     shutil.copy(folder / weight_map[LAYER], folder.parent / "outside.safetensors")
     weight_map[LAYER] = "../outside.safetensors"
 
 
 def remade(**overrides: Any) -> Damage:
-    """Another checkpoint, sound in itself."""
+    """Return damage that replaces the checkpoint with another valid one."""
 
     def damage(folder: Path) -> None:
         shutil.rmtree(folder)
@@ -161,7 +161,7 @@ CONFIGS = {
     "scaled positions": Case(
         config(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 2}), ConfigError, "yarn"
     ),
-    "quantised": Case(config(quantization_config={"bits": 4}), ConfigError, "has no quant_method"),
+    "quantized": Case(config(quantization_config={"bits": 4}), ConfigError, "has no quant_method"),
     "a stop token that is none": Case(text("generation_config.json", '{"eos_token_id": "0"}'), CheckpointError, "'0'"),
     "broken generation config": Case(text("generation_config.json", "{"), CheckpointError, "cannot be read"),
 }
@@ -186,7 +186,7 @@ TENSORS = {
     "fewer layers than the config says": Case(
         config(num_hidden_layers=3), CheckpointError, "model.layers.2.input_layernorm.weight is missing"
     ),
-    "layers without end": Case(  # which took hours and all memory, before the tensors were looked at
+    "layers without end": Case(  # which took hours and all memory before the tensors were checked
         config(num_hidden_layers=10**7), CheckpointError, "has num_hidden_layers 10000000, and the checkpoint has only"
     ),
     "NaN": Case(
@@ -255,7 +255,7 @@ CASES = [pytest.param(case, id=f"{group}: {name}") for group, cases in GROUPS.it
 
 
 def continue_by_api(path: Path, prompt: str, config: Mapping[str, Any] | None) -> None:
-    """What the command does, in a few lines of the API; None takes the environment's configuration."""
+    """Do what the command does with the API; ``config`` None uses the environment's configuration."""
     backend = hal.open(config)
     checkpoint = Checkpoint.open(path)
     runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
@@ -404,7 +404,7 @@ def test_layer_types_for_too_few_layers(checkpoint: Path, cpu: hal.Backend) -> N
 
 
 def explained(*arguments: str | Path) -> str:
-    """What the command says of its error."""
+    """Return the command's error message."""
     result = CliRunner().invoke(main, ["explain", *map(str, arguments), "--backend", "cpu"])
     assert (result.exit_code, "Traceback" in result.stderr) == (2, False), repr(result.exception)
     assert "\nremedy: " in result.stderr
@@ -412,7 +412,7 @@ def explained(*arguments: str | Path) -> str:
 
 
 def test_graphs_that_cannot_be_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before anything is loaded."""
+    """Reported before anything is loaded."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(hal, "load_model", lambda *args: pytest.fail("a model was loaded"))
     folder = tmp_path / "file" / "below"
@@ -420,7 +420,7 @@ def test_graphs_that_cannot_be_written(checkpoint: Path, tmp_path: Path, monkeyp
 
 
 def test_a_step_that_no_memory_holds_is_explained_all_the_same(checkpoint: Path) -> None:
-    """A trace takes no memory: the block table of this one takes more addresses than processors have."""
+    """A trace needs no memory; this block table needs more addresses than processors have."""
     arguments = ["explain", str(checkpoint), "--backend", "cpu", "--compiler", "graph", "--batch-size", str(1 << 23)]
     result = CliRunner().invoke(main, arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.output

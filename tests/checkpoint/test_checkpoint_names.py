@@ -1,6 +1,6 @@
-"""Names that a checkpoint gives, and what may lie under them: each opens, or is a CheckpointError in words.
+"""Tests for names in a checkpoint and for the files that they refer to: each opens, or raises a CheckpointError.
 
-A pipe that is waited for would stop the tests; so each case has a limit.
+Each case has a time limit, because opening a pipe could block forever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def read_all(folder: Path, backend: hal.Backend) -> None:
-    """Every file that a checkpoint's folder can make hal open."""
+    """Read every file of a checkpoint's folder that hal can open."""
     checkpoint = Checkpoint.open(folder)
     _ = checkpoint.stop_token_ids, checkpoint.quantization
     checkpoint.tokenizer()
@@ -42,7 +42,7 @@ def refused(folder: Path, backend: hal.Backend, message: str) -> None:
         read_all(folder, backend)
     assert caught.value.remedy
     assert len(caught.value.problem) < 1000
-    caught.value.problem.encode()  # so that it can be printed
+    caught.value.problem.encode()  # The message must be printable.
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def pipe(place: Path) -> None:
 def bound(place: Path) -> None:
     with socket.socket(socket.AF_UNIX) as opened:
         before = Path.cwd()
-        os.chdir(place.parent)  # as the path of a socket may have about 100 characters
+        os.chdir(place.parent)  # A socket's path can have about 100 characters.
         try:
             opened.bind(place.name)
         finally:
@@ -138,7 +138,7 @@ def test_what_the_only_file_of_weights_may_be(kind: str, tmp_path: Path, cpu: ha
 
 @pytest.mark.parametrize("file", FILES[:-1])
 def test_links_to_files_are_followed(file: str, sharded: Path, cpu: hal.Backend) -> None:
-    """A download's cache keeps the files elsewhere, under their hashes."""
+    """A download cache stores files elsewhere, under their hashes."""
     blobs = sharded.parent / "blobs"
     blobs.mkdir()
     shutil.move(sharded / file, blobs / "5ca1ab1e")
@@ -150,7 +150,7 @@ def test_links_to_files_are_followed(file: str, sharded: Path, cpu: hal.Backend)
 def test_files_that_may_not_be_read(file: str, sharded: Path, cpu: hal.Backend) -> None:
     (sharded / file).chmod(0)
     if os.access(sharded / file, os.R_OK):
-        pytest.skip("this user may read everything")
+        pytest.skip("this user can read every file")
     refused(sharded, cpu, "(?i)permission denied")
 
 

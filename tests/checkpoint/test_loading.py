@@ -1,4 +1,4 @@
-"""Loading: the memory it takes, weights that a driver prepares, and models and checkpoints that are none."""
+"""Tests for loading: memory use, weights that a driver prepares, and invalid models and checkpoints."""
 
 from __future__ import annotations
 
@@ -49,15 +49,17 @@ def test_peak_memory(dtype: str, form: str, large: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(large), dtype, form]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, weights, copy = map(int, result.stdout.split())
-    assert weights > 500e6, "much more than a file is mapped for at a time"
-    assert copy in (0, 32000 * 1024 * (4 if dtype == "float32" else 2)), "the tied table, if packing it pays here"
+    assert weights > 500e6, "must be much more than is mapped at a time"
+    assert copy in (0, 32000 * 1024 * (4 if dtype == "float32" else 2)), (
+        "the tied table, if packing it is worthwhile on this machine"
+    )
     assert form == "packed" or not copy
     assert peak < 1.2 * weights + copy
 
 
 @pytest.mark.parametrize("view", [Tensor.detach, lambda weight: weight.view_as(weight), lambda weight: weight])
 def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: hal.Backend, tmp_path: Path) -> None:
-    """As it is, or as a view: the memory that it was put together in serves the next weight."""
+    """As it is or as a view, although the loader reuses the memory in which it was assembled."""
 
     class Views(hal.Backend):
         def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
@@ -114,7 +116,7 @@ def test_a_dtype_that_is_none_is_named(key: str, named: object, cpu: hal.Backend
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tied_tensor_with_values_of_its_own_is_refused(dtype: str, cpu: hal.Backend, tmp_path: Path) -> None:
-    """It would be ignored; one that repeats the table is a part of many releases, and is not looked at again."""
+    """It would be ignored. A tensor that repeats the table is part of many releases, and is not read."""
     folder = random_checkpoint(tmp_path / "source", dtype=dtype)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -150,7 +152,7 @@ def test_tensors_are_compared_some_rows_at_a_time(tmp_path: Path, monkeypatch: p
 
 
 class TestModelsThatAreNotWhole:
-    """Mistakes of a model's author, each named instead of met somewhere inside."""
+    """Mistakes in a model's code are reported by name."""
 
     @staticmethod
     def refused(made: Callable[[Any], Any], message: str, cpu: hal.Backend, folder: Path) -> None:

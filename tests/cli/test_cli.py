@@ -1,4 +1,4 @@
-"""The command: texts on stdout and nothing else, settings from environment and options, every driver listed."""
+"""Tests for the command: only texts on stdout, settings from environment and options, and the list of drivers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A command that writes for long enough to be disturbed."""
+    """Return a command that writes until it is interrupted."""
     folder = tmp_path_factory.mktemp("cli") / "qwen3"
     random_checkpoint(folder, max_position_embeddings=1 << 20, eos_token_id=None)
     options = ["--max-new-tokens", "1000000", "--temperature", "1", "--seed", "0"]
@@ -101,7 +101,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers of every kind beside the CPU's."""
+    """Install drivers with every kind of problem, beside the CPU driver."""
     info = tmp_path / "site" / "acme-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
@@ -117,7 +117,7 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def emulating_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that says which options it was opened with."""
+    """Install a driver that prints the options with which it was opened."""
     info = tmp_path / "site" / "emulating-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: emulating\nVersion: 1.0\n")
@@ -133,7 +133,7 @@ def run(*arguments: str | Path, stdin: str | bytes | None = None) -> Result:
 
 
 def generate(checkpoint: Path, *arguments: str | Path, prompts: Sequence[str] = PROMPTS, new: int = NEW) -> Result:
-    """A run that succeeds."""
+    """Run `hal generate` and check that it succeeds."""
     given = [part for prompt in prompts for part in ("--prompt", prompt)]
     result = run("generate", checkpoint, *given, "--max-new-tokens", str(new), *arguments)
     assert result.exit_code == 0, (result.stderr, result.exception)
@@ -141,7 +141,7 @@ def generate(checkpoint: Path, *arguments: str | Path, prompts: Sequence[str] = 
 
 
 def texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS, new: int = NEW) -> list[str]:
-    """What the command must write, by way of the API."""
+    """Return the command's expected output, computed with the API."""
     backend = hal.open("cpu")
     opened = Checkpoint.open(checkpoint)
     tokenizer, runner = opened.tokenizer(), hal.Runner(hal.load_model(opened, backend), backend)
@@ -197,7 +197,7 @@ class TestGenerate:
         first = generate(checkpoint, "--temperature", "1.5")
         seed = first.stderr.splitlines()[0].removeprefix("seed ")
         assert generate(checkpoint, "--temperature", "1.5", "--seed", seed).stdout == first.stdout
-        # A text may itself hold newlines, so prompts are run alone to tell them apart.
+        # A text can contain newlines, so prompts are also run one by one to separate the texts.
         alone = [
             generate(checkpoint, "--temperature", "1.5", "--seed", str(int(seed) + index), prompts=[prompt]).stdout
             for index, prompt in enumerate(PROMPTS)
@@ -238,7 +238,7 @@ class TestGenerate:
 
 
 class TestSettings:
-    """``-v`` says which sizes were captured, and so whether and how the compiler was set."""
+    """``-v`` prints the captured sizes, and so whether and how the compiler was configured."""
 
     @staticmethod
     def captured(checkpoint: Path, *arguments: str | Path) -> list[int] | None:
@@ -298,7 +298,7 @@ class TestLists:
         assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "2.0"]
         assert lines["absent"].split()[:4] == ["absent", "no", "20", "2.0"]
         assert "there is no [card]" in lines["absent"]
-        assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is cut off or folded"
+        assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is truncated or wrapped"
         assert "bus error" in lines["raisesinprobe"]
         assert "SystemExit(3)" in lines["exitsinprobe"]
         assert "returned None, not a hal.Probe" in lines["noprobe"]
@@ -339,9 +339,9 @@ class TestLists:
         assert "good is broken: opening it failed: unknown key 'block_sizes' (did you mean" in result.stdout
         assert result.exit_code == 0
 
-    @pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="an NPU is here")
+    @pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="there is an NPU")
     def test_the_drivers_that_come_with_hal(self) -> None:
-        """In a process that torch_npu is hidden from, the NPU says that it is missing, and auto takes the CPU."""
+        """Without torch_npu, the NPU driver reports that it is missing, and auto chooses the CPU."""
         _, npu, cuda, cpu, *_ = (re.sub(" {2,}", "  ", line) for line in run("backends").stdout.splitlines())
         assert npu.startswith("npu  no  20  2.0  torch_npu is not installed  pip install torch-npu")
         assert cuda.startswith(("cuda  no  10  2.0  ", "cuda *  yes  10  2.0  "))
@@ -426,7 +426,7 @@ class TestProcess:
 
     @staticmethod
     def started(command: list[str]) -> subprocess.Popen[bytes]:
-        """The command, once its text has begun to come."""
+        """Start the command, and wait until it has written the start of its text."""
         environ = {**os.environ, "HAL_CACHE__NUM_TOKENS": str(1 << 20)}
         process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
@@ -451,7 +451,7 @@ class TestProcess:
         process.stderr.close()
 
     def test_a_process_keeps_its_streams_apart(self, checkpoint: Path, tmp_path: Path) -> None:
-        """From another folder, in a locale that knows ASCII alone, with the settings in the environment."""
+        """Runs from another folder, in an ASCII locale, with the settings in the environment."""
         locale = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
         environ = {**os.environ, **locale, "HAL_COMPILATION": json.dumps({"compiler": "graph"})}
         (tmp_path / "prompts").write_text("".join(f"{prompt.strip()}\n" for prompt in PROMPTS), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Commands that packages contribute to ``hal``, through entry points written by the test."""
+"""Tests for commands that packages contribute to ``hal`` with entry points."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ absent = acme_missing:greet
 
 @pytest.fixture(autouse=True)
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that contributes commands, good and bad."""
+    """Install a package that contributes valid and invalid commands."""
     (tmp_path / "acme_commands.py").write_text(MODULE)
     metadata = tmp_path / "acme_commands-1.0.dist-info"
     metadata.mkdir()

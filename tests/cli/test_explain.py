@@ -1,4 +1,4 @@
-"""``hal explain``: what became of a model's steps, in each mode, and what it says of those that cannot be made."""
+"""Tests for ``hal explain``: a model's steps in each mode, and the reasons why a step cannot be made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestExplain:
         assert lines[0] == "Qwen3ForCausalLM, 4 layers, on cpu: a decode step of 2, graph"
         assert len(lines) < 40
         rows = {line.split()[0]: line.split()[1:] for line in lines if line}
-        # The first norm has nothing added before it, and the norms of queries and keys neither: no structure is missed.
+        # The first norm and the norms of queries and keys have no addition before them: no structure is missed.
         assert rows["add_rms_norm"][:2] == ["8", "0"]
         assert {"trace", "rewrite", "lower"} <= set(rows)
         dumped = sorted((tmp_path / "dump").iterdir())
@@ -66,7 +66,7 @@ class TestExplain:
         assert not folder.exists()
 
     def test_inductor(self, trained: Path, tmp_path: Path) -> None:
-        """Its trace is another one, of smaller operations, and no rewrite is looked for."""
+        """Inductor's trace consists of smaller operations, and has no rewrites."""
         lines = self.run(str(trained), "--backend", "cpu", "--compiler", "inductor", "--dump", str(tmp_path))
         assert any(
             "no rewrite is applied; it calls the driver's kernels of linear, paged_attention" in each for each in lines
@@ -81,7 +81,7 @@ class TestExplain:
         config = json.dumps({"compiler": "piecewise", "splitting_ops": ["quantize"]})
         result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compilation-config", config])
         assert result.exit_code == 2
-        assert "splitting_ops has quantize, which the optimised step does not call" in result.stderr
+        assert "splitting_ops has quantize, which the optimized step does not call" in result.stderr
 
     def test_errors(self, trained: Path) -> None:
         result = CliRunner().invoke(main, ["explain", str(trained), "--backend", "cpu", "--compiler", "graf"])

@@ -1,4 +1,4 @@
-"""An interrupt ends the command with 130, whatever Python is doing, and without a traceback."""
+"""Tests that an interrupt ends the command with exit code 130 at any time, without a traceback."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONVERTED = LOST.replace("kept = Caught()\n    del kept", "{body}")
 
 
 def interrupted(repository: Path, arguments: list[str], delay: float) -> tuple[int, str]:
-    """The status and stderr of a command that is interrupted ``delay`` seconds after Python has started."""
+    """Interrupt a command ``delay`` seconds after Python has started; return its exit code and stderr."""
     reader, writer = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(descriptor=writer), *arguments], cwd=repository, pass_fds=[writer],
@@ -65,7 +65,7 @@ def interrupted(repository: Path, arguments: list[str], delay: float) -> tuple[i
 
 @pytest.mark.parametrize("delay", [0.005, 0.05, 0.2, 0.6, 1.0, 1.4, 1.8, 2.2, 3.0, 4.5])
 def test_at_any_time(repository: Path, endless_checkpoint: Path, delay: float) -> None:
-    """While torch is imported, while the rest is, while the model loads, while text is written."""
+    """During the import of torch, other imports, loading, and generation."""
     arguments = ["generate", str(endless_checkpoint), "--prompt", "the cat", "--max-new-tokens", "1000000"]
     status, stderr = interrupted(repository, arguments, delay)
     assert (status, stderr.splitlines()[-1]) == (130, "interrupted"), stderr
@@ -75,7 +75,7 @@ def test_at_any_time(repository: Path, endless_checkpoint: Path, delay: float) -
 
 @pytest.fixture(scope="module")
 def endless_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose text does not end while a test runs."""
+    """Return a checkpoint that generates until it is interrupted."""
     folder = tmp_path_factory.mktemp("interrupts") / "qwen3"
     return random_checkpoint(folder, max_position_embeddings=1 << 20, eos_token_id=None)
 
@@ -120,7 +120,7 @@ def test_a_second_one_does_not_wait_for_what_cleans_up(repository: Path) -> None
 
 
 def test_where_it_is_ignored_it_stays_ignored(repository: Path) -> None:
-    """As for a job in the background of a script."""
+    """As for a script's background job."""
     ignoring = CONVERTED.replace(
         "hal_command.main()", "signal.signal(signal.SIGINT, signal.SIG_IGN); hal_command.main()"
     )

@@ -1,4 +1,4 @@
-"""``hal new-driver``: what it writes is complete and clean, installs, and runs; what it cannot write it says."""
+"""Tests for ``hal new-driver``: the package that it writes is complete, installs and runs; errors are explained."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def files(folder: Path) -> set[str]:
 
 @attrs.frozen
 class Installed:
-    """The package, installed in an environment of its own."""
+    """The package, installed in a virtual environment."""
 
     folder: Path
     python: Path
 
     def run(self, *arguments: str) -> str:
-        """Run Python there, from the package's folder; what it wrote."""
+        """Run Python in the environment from the package's folder; return its output."""
         environ = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "PYTEST_"))}
         environ |= {"HAL_CACHE_DIR": os.environ.get("HAL_CACHE_DIR", ""), "OMP_NUM_THREADS": "1"}
         return checked([str(self.python), *arguments], self.folder, environ)
@@ -69,7 +69,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(written: Path) -> Installed:
-    """In a fresh environment that sees this one's packages, because nothing can be downloaded in a test."""
+    """Install it in a fresh environment that has access to this one's packages, since tests cannot download."""
     home = written.parent / "environment"
     venv.create(home, with_pip=False)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
@@ -91,7 +91,7 @@ def test_it_writes_the_whole_package(written: Path) -> None:
 
 def test_it_says_what_it_wrote_and_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "acme-hal").mkdir()  # an empty one will do
+    (tmp_path / "acme-hal").mkdir()  # an empty one is enough
     result = new_driver("acme")
     assert result.exit_code == 0, result.output
     assert {f"acme-hal/{name}" for name in files(tmp_path / "acme-hal")} <= set(result.output.split())
@@ -116,7 +116,7 @@ def test_what_it_writes_is_clean(written: Path, repository: Path) -> None:
             pytest.skip(f"{tool} is not installed; the extra dev has it")
     checked([str(tools / "ruff"), "check", "--no-cache", "."], written)
     checked([str(tools / "ruff"), "format", "--no-cache", "--check", "."], written)
-    # hal's own types, from its sources; what mypy has to say of those is not asked here.
+    # Uses hal's types from its sources; mypy's errors in those are ignored.
     command = [str(tools / "mypy"), "--follow-imports=silent", f"--cache-dir={written.parent / 'mypy'}"]
     environ = {**os.environ, "MYPYPATH": str(repository)}
     assert "no issues found in 4 source files" in checked(command, written, environ)

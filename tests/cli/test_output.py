@@ -1,4 +1,4 @@
-"""Stdout holds a command's result alone, and what happens where it or a file cannot be written."""
+"""Tests that stdout has only a command's result, and for errors when stdout or a file cannot be written."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH, with a vendor's package that writes to stdout whatever it does."""
+    """Return a folder for PYTHONPATH with a vendor's package that writes to stdout."""
     folder = tmp_path_factory.mktemp("output") / "site"
     info = folder / "noisy-1.0.dist-info"
     info.mkdir(parents=True)
@@ -91,7 +91,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(repository: Path, site: Path, tmp_path: Path) -> Any:
-    """Runs the command in a process of its own."""
+    """Return a function that runs the command in a subprocess."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("HAL_") or name == "HAL_CACHE_DIR"}
     environ = {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
@@ -105,7 +105,7 @@ def run(repository: Path, site: Path, tmp_path: Path) -> Any:
 
 
 class TestNoise:
-    """What a vendor's package writes to stdout goes to stderr."""
+    """A vendor's package writes to stdout; hal sends that to stderr."""
 
     def test_of_texts(self, run: Any, checkpoint: Path) -> None:
         arguments = ("generate", checkpoint, "--prompt", "the cat", "--max-new-tokens", "4", "--backend")
@@ -142,7 +142,7 @@ class TestNoise:
         assert "noise" not in result.stdout
 
     def test_under_a_test_runner(self, site: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-        """click's own replaces sys.stdout, and C does not know that."""
+        """click's runner replaces sys.stdout, which does not affect C code."""
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, "noisy_driver", raising=False)
         result = CliRunner().invoke(main, ["backends"])

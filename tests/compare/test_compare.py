@@ -1,4 +1,4 @@
-"""``hal compare``: what is planted is found and named, and what is right passes."""
+"""Tests for ``hal compare``: injected faults are found and named, and correct backends pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _back_to_the_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Installs the driver ``faulty``; called with its options, which say what is wrong with it."""
+    """Return a function that installs the driver ``faulty``; its arguments are the driver's options."""
     info = tmp_path / "site" / "faulty-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
@@ -62,7 +62,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of random weights, in float32."""
+    """Return a checkpoint of two layers with random weights, in float32."""
     return random_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint")
 
 
@@ -97,7 +97,7 @@ class TestWhatIsPlanted:
         assert "float32[11, 192], weight float32[192], eps 1e-06" in text or norm == NORM
 
     def test_only_that_layer_is_blamed(self, faulty: Faulty, trained: Path) -> None:
-        """What comes after it differs too, and each operation there is right."""
+        """Later layers differ too, but their operations are correct."""
         faulty(fault="epsilon", weights=str(trained / "model.safetensors"), norm=f"{NORM}.weight", eps="0.1")
         rows = found(trained, "--backends", "cpu,faulty", "--dtype", "float32", *PROMPTS, status=1)["rows"]
         assert [row["layer"] for row in rows] == [*(f"model.layers.{layer}" for layer in range(4)), OUTSIDE]
@@ -121,7 +121,7 @@ class TestWhatIsPlanted:
         call, wrong = comparison["broken"]["call"], comparison["broken"]["error"]
         assert (call["operation"], call["path"], call["step"]) == (operation, path, 0)
         assert wrong["problem"].startswith(problem.partition("[")[0])
-        if fault != "nan":  # which is refused in a reference
+        if fault != "nan":  # a reference with NaN is refused
             turned = found(small, "--backends", "faulty,cpu", "--prompt", "the cat", status=1)
             assert turned["broken"]["call"] == call
 
@@ -147,9 +147,9 @@ class TestWhatIsPlanted:
         assert "before that, rotary_embedding in model.layers.0.self_attn, step 0, was out of tolerance" in stderr
 
     def test_int8(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
-        quantised = quantize_checkpoint(small, tmp_path / "w8a8", "w8a8", calibration=TEXT).path
+        quantized = quantize_checkpoint(small, tmp_path / "w8a8", "w8a8", calibration=TEXT).path
         faulty(fault="truncating")
-        call = found(quantised, "--backends", "cpu,faulty", "--prompt", "the cat", status=1)["broken"]["call"]
+        call = found(quantized, "--backends", "cpu,faulty", "--prompt", "the cat", status=1)["broken"]["call"]
         assert (call["operation"], call["path"]) == ("quantize", "model.layers.0.self_attn.qkv_proj")
 
 
@@ -167,9 +167,9 @@ class TestWhatIsRight:
     @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])
     def test_int8(self, faulty: Faulty, trained: Path, tmp_path: Path, scheme: Any) -> None:
         text = {"calibration": TEXT} if scheme == "w8a8" else {}
-        quantised = quantize_checkpoint(trained, tmp_path / "quantised", scheme, **text).path
+        quantized = quantize_checkpoint(trained, tmp_path / "quantized", scheme, **text).path
         faulty(fault="nothing")
-        comparison = found(quantised, "--backends", "cpu,faulty", *PROMPTS, status=0)
+        comparison = found(quantized, "--backends", "cpu,faulty", *PROMPTS, status=0)
         assert comparison["rows"][0]["operations"] == 4 * 16
 
     def test_prepared_weights_and_another_cache(self, faulty: Faulty, small: Path) -> None:
@@ -205,7 +205,7 @@ class TestWhatIsRight:
 
 
 def comparison_calls(checkpoint: Path) -> int:
-    """Calls of the first layer: 12 in each of 16 steps, unless a text stopped early."""
+    """Return the number of calls of the first layer: 12 in each of 16 steps, unless a text stopped early."""
     backend, other = hal.open("cpu"), hal.open("cpu", activate=False)
     tokens = hal.Checkpoint.open(checkpoint).tokenizer().encode("the cat").ids
     stops = hal.Checkpoint.open(checkpoint).stop_token_ids
@@ -239,7 +239,7 @@ class TestSaved:
         call = self.saved(faulty, trained, tmp_path / "call", "strides")
         arguments = dict(zip(call.operation.signature.parameters, call.arguments("first"), strict=True))
         assert not arguments["value"].is_contiguous()
-        assert arguments["key_cache"][1:].eq(16.0).all()  # before the call
+        assert arguments["key_cache"][1:].eq(16.0).all()  # the value before the call
         ops.operation("store_kv_cache").reference(*arguments.values())
         assert torch.equal(arguments["value_cache"], call.results("first")["value_cache"])
         backend, second = hal.open({"backend": "faulty"}, activate=False), call.arguments("second")
@@ -254,7 +254,7 @@ class TestSaved:
         assert not (tmp_path / "call").exists()
 
     def test_every_kind_of_argument(self, tmp_path: Path) -> None:
-        """A dtype, None, a value that is repeated without memory, and an argument of which the second has another."""
+        """Save a dtype, None, an expanded tensor, and an argument with another dtype in the second run."""
         operation = ops.operation("quant_linear_static")
         x, weight = torch.ones(1, 4, dtype=torch.int8).expand(3, 4), torch.ones(2, 4, dtype=torch.int8)
         given = {"x": x, "weight": weight, "deq_scale": torch.ones(2), "quant_bias": None, "dtype": torch.float16}
@@ -306,7 +306,7 @@ class TestModes:
         faulty(fault="stale")
         arguments = (small, "--backends", "faulty", "--compilers", compilers, "--prompt", "the cat")
         departure = found(*arguments, status=1)["departure"]
-        # Attention is wrong in layer 0, and its result first shows in what layer 1 writes.
+        # Attention is wrong in layer 0, and its result first affects the states of layer 1.
         assert (departure["layer"], departure["step"]) == ("layer 1 (states)", 1)
         text = hal_compare(*arguments, status=1).stdout
         assert "NOT within tolerance" in text
@@ -381,7 +381,7 @@ class TestErrors:
             Prompts(((),), 2)
 
     def test_more_new_tokens_than_the_model_takes_end_where_it_does(self, cpu: hal.Backend, tmp_path: Path) -> None:
-        """Graphs refuse block tables wider than the model's longest text needs."""
+        """Graphs refuse block tables wider than the model's maximum length requires."""
         short = random_checkpoint(tmp_path / "short", max_position_embeddings=80, eos_token_id=None)
         (found,) = compare_modes(short, cpu, ("eager", "graph"), Prompts((tuple(range(5, 81)), (5, 6)), 500))
         assert found.agrees
@@ -397,7 +397,7 @@ class TestMeasures:
         assert worst.at == (0, 1)
         assert worst.allowed == pytest.approx(1e-5 + 0.5e-5)
         assert worst.ratio == pytest.approx(2, rel=0.01)
-        # Rows of large values have a larger absolute tolerance: sums of large products are rounded by more.
+        # Rows of large values have a larger absolute tolerance, because sums of large products are rounded more.
         large = worst_error(linear, torch.float32, {"result": got * 100}, {"result": want * 100})
         assert large.allowed == pytest.approx(1e-5 * 100 * (1.25 / 2) ** 0.5 + 50e-5)
 

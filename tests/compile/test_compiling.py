@@ -1,4 +1,4 @@
-"""Compiled steps: what configurations may ask for, traces that serve several sizes, torch.compile, and hal explain."""
+"""Tests for compiled steps: configuration, traces that serve several sizes, torch.compile, and hal explain."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import hal
 from hal import ops
 from hal.cli import explanation
-from hal.compile.optimise import OptimisedStep, all_passes, optimise_model
+from hal.compile.optimize import OptimizedStep, all_passes, optimize_model
 from hal.compile.rewrite.rewrite import Rewrite, of_operation
 from hal.compile.trace import StepSizes
 from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncompatible
-from hal.execution.capture.full_graph import FullGraphForm, OptimisedGraphs
+from hal.execution.capture.full_graph import FullGraphForm, OptimizedGraphs
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.ops.kernels.prepared_arguments import PreparingKernel
@@ -32,7 +32,7 @@ from hal.step.state import key_value_states
 
 SIZES = (1, 2, 3, 5, 17)
 ANY_ROWS: dict[str, Any] = {"axes": {"x": "rows width"}, "dtypes": {"x": ops.FLOATING}}
-"""Of a rewrite of one tensor."""
+"""Axes and dtypes of a rewrite of one tensor."""
 
 
 class Toy(CausalLM):
@@ -68,16 +68,16 @@ def opened(**compilation: Any) -> hal.Backend:
     return hal.open({"backend": "cpu", "compilation": compilation})
 
 
-def optimised(runner: hal.Runner) -> dict[int, OptimisedStep]:
-    """By number of sequences, the step that serves it."""
+def optimized(runner: hal.Runner) -> dict[int, OptimizedStep]:
+    """Return the step of each number of sequences."""
     form = runner.forms["decode"]
     assert isinstance(form, FullGraphForm)
-    assert isinstance(form.maker, OptimisedGraphs)
-    return {shape.sequences: step for shape, step in form.maker.optimised.optimised.items()}
+    assert isinstance(form.maker, OptimizedGraphs)
+    return {shape.sequences: step for shape, step in form.maker.optimized.optimized.items()}
 
 
 def decoded(runner: hal.Runner, size: int) -> tuple[Tensor, Tensor]:
-    """What a decode step gives, and the same by the model's own Python."""
+    """Return the logits of a decode step, and those of the model's own Python code."""
     batch = runner.batch([[row % 32] for row in range(size)], [[row + 1] for row in range(size)])
     with torch.inference_mode():
         return runner.step(batch).logits.clone(), runner.model(batch, runner.states.layers)
@@ -152,7 +152,7 @@ class TestConfigurations:
             {"passes": {"add_rms_norm": False}, "prefill": {"compiler": "piecewise"}},
             {"compiler": "piecewise", "splitting_ops": ["linear"], "decode": {"splitting_ops": ["rms_norm"]}},
             {"compiler": "inductor", "decode": {"capture_sizes": [1]}},
-            {"decode": {"capture_sizes": [4]}, "prefill": {"capture_sizes": [64]}},  # eager, to compare others with
+            {"decode": {"capture_sizes": [4]}, "prefill": {"capture_sizes": [64]}},  # runs eagerly, for comparison
         ],
     )
     def test_what_some_phase_reads_is_taken(self, compilation: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ class TestConfigurations:
         names = []
         for passes in ({}, {"add_rms_norm": True}, {"add_rms_norm": False}):
             runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=[2], passes=passes))
-            step = optimised(runner)[2]
+            step = optimized(runner)[2]
             names.append([each.name for each in step.report.passes])
         assert "add_rms_norm" in names[0]
         assert names[0] == names[1]
@@ -190,7 +190,7 @@ class TestConfigurations:
 
     def test_above_torch_compile_max_bs_the_models_python_is_captured(self) -> None:
         runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=[1, 2, 4], torch_compile_max_bs=2))
-        assert sorted(optimised(runner)) == [1, 2]
+        assert sorted(optimized(runner)) == [1, 2]
         for size in (1, 2, 3, 4):
             torch.testing.assert_close(*decoded(runner, size))
 
@@ -203,19 +203,19 @@ class TestTraces:
             torch.testing.assert_close(*decoded(runner, size))
 
     def test_one_trace_serves_all_sizes_but_one(self) -> None:
-        """A single row is a case of its own to torch, whose shapes it can tell apart."""
+        """torch specializes a size of 1."""
         runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=list(SIZES)))
-        steps = optimised(runner)
+        steps = optimized(runner)
         assert len({id(step) for size, step in steps.items() if size > 1}) == 1
         runner = hal.Runner(Toy(doubles_above=4), opened(compiler="graph", capture_sizes=list(SIZES)))
-        steps = optimised(runner)
+        steps = optimized(runner)
         assert steps[5] is steps[17]
         assert steps[2] is steps[3]
         assert steps[3] is not steps[5]
         assert steps[2].traced.conditions != []
 
     def test_a_size_of_its_own(self) -> None:
-        """A trace that asked whether the size is one, and was answered yes, knows it as a number."""
+        """A trace that evaluated a comparison with a size as true has the size as a constant."""
 
         class Doubles(Toy):
             def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
@@ -225,7 +225,7 @@ class TestTraces:
         runner = hal.Runner(Doubles(), opened(compiler="graph", capture_sizes=list(SIZES)))
         for size in SIZES:
             torch.testing.assert_close(*decoded(runner, size))
-        steps = optimised(runner)
+        steps = optimized(runner)
         assert steps[3] is steps[17]
         assert steps[3] is not steps[5]
 
@@ -240,7 +240,7 @@ class TestTraces:
             torch.testing.assert_close(*decoded(runner, size))
 
     def test_a_models_own_structure_holds_in_a_trace(self) -> None:
-        """Tied weights, modules that lists and dicts hold too, methods kept by name, hooks: nothing is a constant."""
+        """Tied weights, modules in lists and dicts, methods stored in attributes, hooks: none becomes a constant."""
 
         class Bound(Toy):
             def __init__(self) -> None:
@@ -271,7 +271,7 @@ class TestTraces:
         tensors = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
         runner = hal.Runner(model, opened(compiler="graph", capture_sizes=[2]))
         torch.testing.assert_close(*decoded(runner, 2))
-        graph = optimised(runner)[2].traced.graph
+        graph = optimized(runner)[2].traced.graph
         assert not [node for node in graph.graph.nodes if node.op == "get_attr" and "const" in str(node.target)]
         assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
 
@@ -285,7 +285,7 @@ class TestTraces:
 
 
 class Attending(Toy):
-    """With an operation to split at."""
+    """A model with an operation to split at."""
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
@@ -304,7 +304,7 @@ class Attending(Toy):
 
 
 class TestDriversOwn:
-    """What a driver may bring: rewrites, passes, kernels that prepare arguments, compilers."""
+    """Parts that a driver can provide: rewrites, passes, kernels that prepare arguments, compilers."""
 
     def test_a_rewrite_a_pass_and_a_preparing_kernel(self, cpu: hal.Backend) -> None:
         calls: list[str] = []
@@ -335,12 +335,12 @@ class TestDriversOwn:
 
         model = Twice()
         backend.activate()
-        step = optimise_model(model, states_of(Toy()), StepSizes(3), backend, {})
+        step = optimize_model(model, states_of(Toy()), StepSizes(3), backend, {})
         assert len(step.report["relu_once"].matches) == 1
         assert calls == ["pass"]
         step.hoist(backend)
         transposes = [node for node in step.traced.graph.graph.nodes if node.target is torch.ops.aten.t.default]
-        assert len(transposes) == 1, "prepared once for both calls"
+        assert len(transposes) == 1, "must be prepared once for both calls"
         run = step.lowered()
         for size in (2, 3, 9):
             batch = padding_of(model, StepShape.uniform(size))
@@ -362,7 +362,7 @@ class TestDriversOwn:
         kernel = PreparingKernel(rms_norm, {"weight": lambda weight: weight + shift * torch.tensor([2.0])})
         backend, model = hal.Backend("own", cpu.device, kernels={"rms_norm": kernel}), Shifted()
         backend.activate()
-        step = optimise_model(model, states_of(Toy()), StepSizes(3), backend, {})
+        step = optimize_model(model, states_of(Toy()), StepSizes(3), backend, {})
         step.hoist(backend)
         batch = padding_of(model, StepShape.uniform(3))
         (found,) = step.lowered()(*batch.tensors())
@@ -370,7 +370,7 @@ class TestDriversOwn:
         cpu.activate()
 
     def test_a_rewrite_takes_the_place_of_the_operations_it_is_named_after(self, cpu: hal.Backend) -> None:
-        """So a driver says when the kernel of a fused operation does not serve."""
+        """A driver uses this to refuse shapes that the kernel of a fused operation does not support."""
         fused = ops.operation("add_rms_norm")
         guarded = attrs.evolve(of_operation(fused), when=lambda x, residual, weight, eps: "not on Tuesdays")
         kernels = {"add_rms_norm": fused.body, "silu_and_mul": ops.operation("silu_and_mul").body}
@@ -378,14 +378,14 @@ class TestDriversOwn:
         assert backend.pass_names == ("add_rms_norm",)
         assert list(all_passes(backend)) == [guarded]
         backend.activate()
-        report = optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {}).report["add_rms_norm"]
+        report = optimize_model(Toy(), states_of(Toy()), StepSizes(3), backend, {}).report["add_rms_norm"]
         assert (len(report.matches), set(report.reasons)) == (0, {"not on Tuesdays"})
         cpu.activate()
 
     def test_two_passes_of_one_name_are_refused(self, cpu: hal.Backend) -> None:
         def made() -> Any:
             def fold(graph: torch.fx.GraphModule) -> None:
-                """Each would hide the other from a configuration."""
+                """A configuration could not distinguish the two."""
 
             return fold
 
@@ -404,7 +404,7 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
         return lambda draw: [(draw.normal(3, width),)]
 
     def silent(graph: torch.fx.GraphModule) -> None:
-        """A function, which need not say what it did."""
+        """A pass without a report."""
 
     rewrite = Rewrite("halved", halved, lambda x: x.clamp(min=0) / 2, samples(32), even, samples(16), **ANY_ROWS)
     backend = hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite, silent))
@@ -415,7 +415,7 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
 
     backend.activate()
     with caplog.at_level("WARNING", "hal.compile"):
-        step = optimise_model(Halved(), states_of(Toy()), StepSizes(3), backend, {})
+        step = optimize_model(Halved(), states_of(Toy()), StepSizes(3), backend, {})
         assert caplog.messages == [
             "Halved: the rewrite halved was applied nowhere: the width 16 is no multiple of 32 (1 times)"
         ]
@@ -423,11 +423,11 @@ def test_a_rewrite_that_only_nearly_matched_is_a_warning(cpu: hal.Backend, caplo
         assert shown["halved"] == ("0", "1", "1 x the width 16 is no multiple of 32")
         assert shown["silent"] == ("", "", "")
         caplog.clear()
-        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": False})
-        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"silent": True})
-        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {})
-        assert not caplog.messages, "nothing there that it could be applied to"
-        optimise_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": True})
+        optimize_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": False})
+        optimize_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"silent": True})
+        optimize_model(Toy(), states_of(Toy()), StepSizes(3), backend, {})
+        assert not caplog.messages, "no matching or nearly matching site"
+        optimize_model(Toy(), states_of(Toy()), StepSizes(3), backend, {"halved": True})
         (warning,) = caplog.messages
         assert warning.startswith("Toy: the rewrite halved is enabled but was applied nowhere: after the previous")
     cpu.activate()
@@ -437,19 +437,19 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
     cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "hal.compile"):
-        step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
+        step = optimize_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
         assert len(step.report["add_rms_norm"].matches) == 2
         assert not caplog.messages
         norms: list[Tensor] = []
 
         def forward(norm: RMSNorm, x: Tensor) -> Tensor:
             norms.append(x)
-            if len(norms) == 2:  # one layer's sum is read at half its precision
+            if len(norms) == 2:  # The sum of one layer is read at half precision.
                 x = x.half().float()
             return ops.rms_norm(x, norm.weight, norm.eps)
 
         monkeypatch.setattr(RMSNorm, "forward", forward)
-        step = optimise_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
+        step = optimize_model(Toy(), states_of(Toy()), StepSizes(3), cpu, {})
     assert len(step.report["add_rms_norm"].matches) == 1
     (warning,) = caplog.messages
     assert warning.startswith("Toy: the rewrite add_rms_norm was applied at 1 sites, skipped at 1 matching sites: ")
@@ -469,11 +469,11 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
 def test_no_rewrite_misses_a_place_in_hals_models(
     cpu: hal.Backend, family: str, scheme: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a driver that has every fused operation, so every rewrite that hal derives is looked for."""
+    """On a driver with kernels for every fused operation, so that all derived rewrites are tried."""
     folder = decoder_checkpoint(tmp_path / "plain", family)
     if scheme is not None:
         text = "def read(path): return path" if scheme == "w8a8" else None
-        folder = quantize_checkpoint(folder, tmp_path / "quantised", scheme, calibration=text).path
+        folder = quantize_checkpoint(folder, tmp_path / "quantized", scheme, calibration=text).path
     kernels = {each.name: each.reference for each in ops.catalogue().values()}
     backend = hal.Backend("whole", cpu.device, kernels=kernels)
     backend.configure(hal.Config(backend="whole", dtype="bfloat16"))
@@ -482,7 +482,7 @@ def test_no_rewrite_misses_a_place_in_hals_models(
     states = states_of(model, 2, dtype=torch.bfloat16)
     for sizes in (StepSizes(None), StepSizes(2), StepSizes(1), StepSizes(2, queries=3)):
         with caplog.at_level("WARNING", "hal.compile"):
-            step = optimise_model(model, states, sizes, backend, {})
+            step = optimize_model(model, states, sizes, backend, {})
         assert sum(len(each.matches) for each in step.report.passes) >= 2 * len(model.states)
         assert not caplog.messages
     cpu.activate()
@@ -534,7 +534,7 @@ class TestTorchCompile:
         def rms_norm(hidden: Tensor, by: Tensor, epsilon: float) -> Tensor:
             return hidden * 0 + by
 
-        # By the kernel's own names, whatever the operation calls them.
+        # With the kernel's parameter names, which can differ from the operation's.
         six = torch.full((4,), 6.0)
         kernel = PreparingKernel(rms_norm, {"by": lambda weight: weight + six})
         backend = hal.Backend("first", cpu.device, kernels={"rms_norm": kernel})
@@ -604,7 +604,7 @@ class TestTorchCompile:
 
 
 def decoder_checkpoint(folder: Path, family: str, layers: int = 3) -> Path:
-    """A small random decoder of a family, without biases."""
+    """Return a small random decoder of a family, without biases."""
     random_checkpoint(folder, num_hidden_layers=layers, dtype="bfloat16")
     if family == "Qwen3ForCausalLM":
         return folder

@@ -1,4 +1,4 @@
-"""The copy of a model that a trace runs: what it shares with the model, and what it does not."""
+"""Tests for the copy of a model that a trace runs: what it shares with the model and what it copies."""
 
 from __future__ import annotations
 

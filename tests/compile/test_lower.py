@@ -1,4 +1,4 @@
-"""Lowering and clean-up: functions that give what their graphs gave, and clean-up that knows when to keep off."""
+"""Tests for lowering and clean-up: results do not change, and unsafe clean-ups are skipped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import hal
 from hal import ops
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions, constants, needless_copies, reciprocals
-from hal.compile.fx.normalise import normalise
+from hal.compile.fx.normalize import normalize
 from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """A normalised trace of a function that returns a tuple; first dimensions of 5 are open."""
+    """Return a normalized trace of a function that returns a tuple; first dimensions of size 5 are symbolic."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = []
     for each in inputs:
@@ -29,7 +29,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
         fakes.append(mode.from_tensor(each, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims)))
     with torch.no_grad(), ops.intercepted(lambda operation, _: operation.overload), mode:
         graph = make_fx(function, _allow_non_fake_inputs=True)(*fakes)
-    normalise(graph.graph)
+    normalize(graph.graph)
     return graph
 
 
@@ -39,15 +39,16 @@ def inputs(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
 
 
 def together(function: Callable[..., Any], given: list[Tensor]) -> set[tuple[int, int]]:
-    """Which of a function's inputs, the outputs of one call, and those of a second share memory, by their numbers."""
+    """Return index pairs of tensors that share memory, among a function's inputs and the outputs of two calls."""
     tensors = [*given, *function(*given), *function(*given)]
     places = [each.untyped_storage().data_ptr() for each in tensors]
     return {(one, other) for other, place in enumerate(places) for one in range(other) if places[one] == place}
 
 
 def check(function: Callable[..., Any], *tensors: Tensor, fixed: int = 0) -> str:
-    """The lowered function gives what ``function`` gives, for other sizes too, and no output of it shares memory with
-    what that of ``function`` does not; returns its code.
+    """Check the lowered function against ``function``, also for other sizes; return its code.
+
+    Its outputs must not share memory where those of ``function`` do not.
     """
     graph = traced(function, *tensors)
     for each in CLEANUPS:
@@ -66,7 +67,7 @@ def check(function: Callable[..., Any], *tensors: Tensor, fixed: int = 0) -> str
 
 @pytest.fixture(autouse=True)
 def _active(cpu: hal.Backend) -> None:
-    """Operations run the CPU's kernels."""
+    """Activate a backend with the CPU's kernels."""
 
 
 class TestLower:
@@ -86,7 +87,7 @@ class TestLower:
         graph = traced(lambda x, weight: (ops.rms_norm(x, weight, 1e-6),), x, weight)
         run = lower(graph.graph, {[*graph.graph.nodes][1]: weight})
         before = run(x)[0].clone()
-        weight.mul_(2)  # in place: the same memory
+        weight.mul_(2)  # in place: shares memory
         torch.testing.assert_close(run(x)[0], before * 2)
 
     def test_a_copy_of_the_same_dtype_is_one(self) -> None:
@@ -116,7 +117,7 @@ class TestLower:
         assert ".split_with_sizes(" not in check(function, *inputs((5, 8)))
 
     def test_slices_of_an_open_dimension(self) -> None:
-        """How long they are is known when they run."""
+        """Their lengths are known only at run time."""
 
         def ends(x: Tensor) -> tuple[Tensor, ...]:
             return x[1:] - x[:-1], x[-1:].cos(), x[:4].sin(), x[1:].sin(), x[-1] + 1, x[-1:, :3].t() * 2
@@ -125,7 +126,7 @@ class TestLower:
         assert "narrow(0, " not in check(ends, *inputs((5, 8)))
 
     def test_views_of_what_a_kernel_gave_in_other_strides(self, cpu: hal.Backend) -> None:
-        """Dimensions are split for any strides, and joined by a copy where need be."""
+        """Splitting a dimension works for any strides; joining may need a copy."""
         kernels = dict(cpu.kernels)
         kernels["linear"] = lambda x, weight, bias: (weight @ x.t()).t()
         backend = hal.Backend("turned", cpu.device, kernels=kernels)
@@ -197,7 +198,7 @@ class TestCleanUp:
 
     def test_common_subexpressions(self) -> None:
         assert self.count(common_subexpressions, lambda x: (x.cos() + x.cos() * 2,), *inputs((5, 8))) == 1
-        # 1 and 1.0 differ in what they give.
+        # 1 and 1.0 give different results.
         assert self.count(common_subexpressions, lambda x: (x.int() + 1, x.int() + 1.0), *inputs((5, 8))) == 1
 
     def test_outputs_stay_apart(self) -> None:
@@ -260,7 +261,7 @@ class TestCleanUp:
         assert common_subexpressions(traced(function, *inputs((5, 8), (3, 4, 2, 4), (3, 4, 2, 4)))) == 0
 
     def test_not_across_a_kernel_that_writes(self, cpu: hal.Backend) -> None:
-        """A kernel whose arguments are prepared writes what its operation does."""
+        """A kernel whose arguments are prepared mutates what its operation mutates."""
 
         def function(x: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
             before = keys.cos()

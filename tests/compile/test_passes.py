@@ -1,4 +1,4 @@
-"""The pass manager: a vendor's rewrites, functions with options, what is refused, and what is reported."""
+"""Tests for the pass manager: a vendor's rewrites, functions with options, refusals, and reports."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_pattern_with_a_tensor_of_its_own() -> None:
     ],
 )
 def test_a_replacement_that_returns_a_view_of_an_argument(replacement: Any) -> None:
-    """The pattern's result could be written in place, or the argument could."""
+    """Later code could write to the pattern's result or to the argument in place."""
     refused("its replacement returns an argument, a view of one", replacement=replacement)
 
 
@@ -209,7 +209,7 @@ def test_what_is_no_pass() -> None:
 
 
 def replaced(graph: fx.GraphModule, old: Any, new: Any, limit: int = 10) -> int:
-    """A pass as a vendor writes it: it leaves ``meta`` to others."""
+    """A pass as a vendor writes it: it does not set ``meta``."""
     count = 0
     for node in list(graph.graph.nodes):
         if node.target is old and count < limit:
@@ -286,16 +286,16 @@ def test_expected_counts() -> None:
     report = manager.apply(expected={"scaled": 2, "add_rms_norm": 1})
     assert report["scaled"].expected == 2
     assert "scaled: applied at 0 sites of 2 expected" in str(report)
-    assert report.unfired() == [
+    assert report.below_expected() == [
         "scaled was applied at 0 sites, expected 2: the width 48 is no multiple of 64 (2 times)",
         "add_rms_norm was applied at 0 sites, expected 1: its pattern is not in the graph",
     ]
-    assert report.unfired({"scaled": 0}) == []
-    assert report.unfired({"swish": 1}) == ["swish was applied at 0 sites, expected 1: no such pass ran"]
+    assert report.below_expected({"scaled": 0}) == []
+    assert report.below_expected({"swish": 1}) == ["swish was applied at 0 sites, expected 1: no such pass ran"]
 
 
 def test_reports_are_made_of_what_they_always_were() -> None:
     report = Report((PassReport("a", ("mul",), (), 0.5),))
     assert report["a"].matches == ("mul",)
     assert str(report) == "a: applied at 1 sites, 500.0 ms"
-    assert report.unfired() == []
+    assert report.below_expected() == []

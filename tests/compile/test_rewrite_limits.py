@@ -1,4 +1,4 @@
-"""Where rewrites keep off, and the reason that the report gives. Every graph still gives what it did, to the bit."""
+"""Tests for sites that rewrites skip, and the reported reasons. Every graph keeps its results bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def norm_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Ten
 
 
 def qkv_inputs() -> tuple[Tensor, ...]:
-    """A merged projection's input and weight, two norms, cos and sin, two caches, slots."""
+    """Return a merged projection's input and weight, two norms, cos and sin, two caches, and slots."""
     draw = Draw(seed=4)
     angles = draw.normal(4, DIM // 2).repeat(1, 2)
     caches = draw.normal(3, 16, KV_HEADS, DIM), draw.normal(3, 16, KV_HEADS, DIM)
@@ -135,7 +135,7 @@ def test_a_sum_that_is_read_before_the_norm_weight_is_there() -> None:
 
 
 def test_a_sum_that_is_read_before_the_norm() -> None:
-    """The replacement goes in front of the reader."""
+    """The replacement is inserted before the reader."""
 
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         hidden = x + residual
@@ -283,7 +283,7 @@ def test_an_output_that_is_a_view(case: str, reason: str | None) -> None:
     inputs = qkv_inputs()[:6]
     if case == "view of an input returned":
         inputs = Draw(seed=9).normal(4, sum(SPLIT)), *inputs[1:]
-        traced = trace(function, *inputs)  # a view of an open number of rows would not be whole
+        traced = trace(function, *inputs)  # A view of a symbolic number of rows would not be contiguous.
         (report,) = traced.apply("split_qkv_rmsnorm_rope").passes
         assert reason is not None
         assert reason in " | ".join(report.near_misses)
@@ -341,7 +341,7 @@ def test_the_cache_of_a_fused_write(case: str, reason: str | None) -> None:
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_caches_in_one_memory(overlapping: bool) -> None:
-    """Halves of one allocation are two buffers; what overlaps is one."""
+    """Halves of one allocation are two buffers; overlapping views are one."""
     *inputs, keys, values, slots = qkv_inputs()
     memory = torch.randn(2 * keys.numel(), generator=torch.Generator().manual_seed(1))
     start = 64 if overlapping else keys.numel()
@@ -422,7 +422,7 @@ def test_an_input_that_lies_inside() -> None:
 
 @pytest.fixture
 def mark() -> Iterator[Any]:
-    """An operator that returns nothing and writes nothing, as the marks of streams do."""
+    """An operator without results or mutations, like those that mark streams."""
     with torch.library._scoped_library("rewrite_tests", "FRAGMENT") as library:
         library.define("mark(Tensor x) -> ()")
         library.impl("mark", lambda x: None, "CompositeExplicitAutograd")
@@ -439,7 +439,7 @@ def test_nothing_is_moved_across_what_is_not_known(mark: Any) -> None:
 
 
 def test_what_a_rewrite_gave_is_one_memory_with_its_views() -> None:
-    """An output that was a view in the trace, and has memory of its own now: its views are still views of it."""
+    """An output that was a view in the trace gets its own memory; its views remain views of it."""
 
     def function(x: Tensor, weight: Tensor, *rest: Tensor) -> Any:
         *norms, residual, last_norm = rest

@@ -1,4 +1,4 @@
-"""Rewrites: where they are applied, however the code is spelled, and where they keep off; and what passes report."""
+"""Tests for rewrites: where they apply, for any spelling of the code, where they are skipped, and pass reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_any_spelling_for_any_number_of_tokens(seed: int) -> None:
 
 @pytest.mark.parametrize("how", ["scale", "scale and offset", "dynamic"])
 def test_a_quantised_layer(how: str) -> None:
-    def quantised(x: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+    def quantized(x: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
         if how == "dynamic":
             return ops.dynamic_quantize(x)
         return (ops.quantize(x, scale, offset if how == "scale and offset" else None),)
@@ -51,8 +51,8 @@ def test_a_quantised_layer(how: str) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, offset: Tensor) -> Any:
         hidden = residual.exp()
         hidden += x
-        given = quantised(ops.rms_norm(hidden, weight, 1e-5), scale, offset)
-        inner = quantised(ops.silu_and_mul(torch.cat([hidden, hidden], dim=-1)), scale, offset)
+        given = quantized(ops.rms_norm(hidden, weight, 1e-5), scale, offset)
+        inner = quantized(ops.silu_and_mul(torch.cat([hidden, hidden], dim=-1)), scale, offset)
         return *given, *inner, hidden
 
     draw = Draw(torch.bfloat16, seed=8)
@@ -66,7 +66,7 @@ def test_a_quantised_layer(how: str) -> None:
 
 
 def test_sizes_of_the_spellings() -> None:
-    """The seeds above cover every ratio, and every pair of the rest."""
+    """The seeds above cover every ratio of sizes, and every pair of other choices."""
     configs = [Spelling(seed).config for seed in range(24)]
     assert {each["ratio"] for each in configs} == set(range(1, 9))
     for one, other in itertools.combinations(("head_dim", "eps", "bias", "dtype"), 2):
@@ -95,7 +95,7 @@ def test_a_second_time_changes_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("seeds", [range(first, first + 15) for first in range(0, 60, 15)], ids=str)
 def test_any_order_of_views_writes_and_sums(seeds: range) -> None:
-    """Where nothing is known beforehand of what may be rewritten, the result is the same in any case."""
+    """Random programs: rewriting never changes the result, whether or not it applies."""
     applied = 0
     for seed in seeds:
         x = torch.arange(96.0).view(4, 24) / 50
@@ -106,7 +106,7 @@ def test_any_order_of_views_writes_and_sums(seeds: range) -> None:
 
 
 def test_nothing_is_assumed_of_sizes() -> None:
-    """Rewriting adds no guard to the trace, and gives no size a value."""
+    """Rewriting adds no guard to the trace, and specializes no size."""
     for seed in range(3):
         spelling = Spelling(200 + seed)
         traced = trace(spelling.layer, *spelling.inputs(4), rows=spelling.rows)
@@ -130,7 +130,7 @@ def model_of(head_dim: int, ratio: int, eps: float, layers: int = 2, bias: bool 
 
 
 def batch_of(lengths: list[int], cached: list[int], seed: int) -> Batch:
-    """Sequences of as many new tokens, behind as many old ones, in blocks of their own."""
+    """Return a batch of sequences with new tokens after cached ones, each in its own blocks."""
     draw = Draw(seed=seed)
     owned = [max(-(-(new + old) // 16), 2) for new, old in zip(lengths, cached, strict=True)]
     starts = [sum(owned[:index]) for index in range(len(owned))]
@@ -161,7 +161,7 @@ def test_a_model_in_decode_and_prefill(head_dim: int, ratio: int, eps: float, bi
 
 
 def fusions_in_order() -> list[str]:
-    """Those that take most in first, as for a backend that has kernels for all of them."""
+    """Return the fused operations, largest first, as for a backend with kernels for all of them."""
     cpu = hal.open("cpu")
     every = hal.Backend("every", cpu.device, kernels=dict.fromkeys(FUSED, print))
     return [each.name for each in fusions(every)]

@@ -1,4 +1,4 @@
-"""Arithmetic that is spelled differently and computes the same is one pattern; what computes otherwise is reported."""
+"""Tests that spellings of the same arithmetic match one pattern, and that others are reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def declared(pattern: Callable[..., Any], *inputs: Tensor) -> dict[str, dict[str, Any]]:
-    """The axes and dtypes of a pattern's tensors: those of the inputs, each axis of a size of its own."""
+    """Return the axes and dtypes of a pattern's tensors: those of the inputs, with a name for each axis."""
     named = list(zip(inspect.signature(pattern).parameters, inputs, strict=False))
     return {
         "axes": {name: " ".join(f"{name}_{dim}" for dim in range(each.dim())) for name, each in named},
@@ -41,7 +41,7 @@ def look_for(
     numbers: Sequence[Any] = (),
     replacement: Callable[..., Any] | None = None,
 ) -> PassReport:
-    """Look for a pattern in a function's trace and put it in; the graph still gives what it gave, to the bit."""
+    """Match and replace a pattern in a function's trace; check that the results are unchanged bit for bit."""
 
     def samples(draw: Draw) -> Iterator[tuple[Any, ...]]:
         for rows in (2, 5):
@@ -100,7 +100,7 @@ def test_a_reciprocal_that_others_read_keeps_its_factor() -> None:
 
 
 def steps(dtype: torch.dtype) -> st.SearchStrategy[list[list[Step]]]:
-    """Steps of arithmetic, each a list of spellings that compute the same in ``dtype``."""
+    """Return a strategy for steps of arithmetic: lists of spellings that compute the same in ``dtype``."""
     number = st.one_of(
         st.sampled_from([-1.0, 0.5, 2.0, -4.0, 0.0, -0.0, 3.0, 0.1, 1e-6]), st.floats(-8, 8, allow_subnormal=False)
     )
@@ -113,7 +113,7 @@ def steps(dtype: torch.dtype) -> st.SearchStrategy[list[list[Step]]]:
 
 
 def _alternatives(c: float, dtype: torch.dtype) -> list[float]:
-    """How a number may be written."""
+    """Return the ways to write a number."""
     exact: list[float] = [c] if dtype == torch.float64 else [c, rounded(c)]
     return [*exact, int(c)] if c == int(c) and str(c) != "-0.0" else exact
 
@@ -219,7 +219,7 @@ def test_other_numbers_are_reported_with_both(kind: str, dtype: torch.dtype, dat
 def test_numbers_of_integer_tensors_keep_their_type(dtype: torch.dtype) -> None:
     n = torch.arange(12, dtype=dtype).view(3, 4)
     fires(lambda n: (n * 2).abs(), lambda n: (n * 2).abs(), n)
-    fires(lambda n: (n / 2).abs(), lambda n: (n / 2.0).abs(), n)  # both sides are floating before they are divided
+    fires(lambda n: (n / 2).abs(), lambda n: (n / 2.0).abs(), n)  # operands are converted to float before the division
     fires(lambda n: (n + 0.1).abs(), lambda n: (n + rounded(0.1)).abs(), n)
     name = str(dtype).removeprefix("torch.")
     reason = keeps_off(lambda n: (n * 2).abs(), lambda n: (n * 2.0).abs(), n)
@@ -235,7 +235,7 @@ def test_numbers_of_integer_tensors_keep_their_type(dtype: torch.dtype) -> None:
 
 
 def test_large_integers_are_no_floats() -> None:
-    """2**53 + 1 is no number of float64. On its way to float32 it is rounded once, and by way of that, twice."""
+    """float64 does not represent 2**53 + 1. Conversion to float32 rounds once, and twice by way of float64."""
     large = 2**60 + 2**36 + 1
     assert torch.tensor([1.0]).mul(large) != torch.tensor([1.0]).mul(float(large))
     reason = keeps_off(lambda x: (x * large).cos(), lambda x: (x * float(large)).cos(), values())
@@ -317,7 +317,7 @@ def test_an_integer_argument_is_no_fraction() -> None:
 
 
 def test_an_integer_of_the_samples_that_is_an_open_size() -> None:
-    """The number of rows is 2 in a sample, and so is the pattern's number; where the rows are open, it is no choice."""
+    """The sample has 2 rows and the pattern's number is 2. With symbolic rows that is a coincidence."""
 
     def samples(draw: Draw) -> Iterator[tuple[Any, ...]]:
         yield torch.ones(2, 4), 2

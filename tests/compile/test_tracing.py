@@ -1,4 +1,4 @@
-"""Under Dynamo every call of an operation is one node, in a function and in a whole model."""
+"""Tests that Dynamo traces every call of an operation as one node, in a function and in a whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def graphs() -> Iterator[list[torch.fx.GraphModule]]:
 
 
 def compiled(function: Any, graphs: list[torch.fx.GraphModule]) -> Any:
-    """``function`` traced without a break by Dynamo; its graphs are kept and run as they are."""
+    """Compile ``function`` with Dynamo without graph breaks; the graphs are recorded and run unchanged."""
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)

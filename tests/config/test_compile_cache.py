@@ -1,4 +1,4 @@
-"""The cache of what hal compiles: who may have written an entry, whole entries only, several processes."""
+"""Tests for the compile cache: trusted writers, complete entries only, and several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hal.config import CompileCache, compiler_key, content_key
 from hal.errors import ConfigError
 
 KEY = content_key("source", "compiler", "flags")
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of a file")
 
 
 def write(text: str = "compiled") -> Callable[[Path], None]:
@@ -68,7 +68,7 @@ def test_an_upgrade_of_the_compiler_changes_its_key(tmp_path: Path) -> None:
 
 def test_an_entry_is_made_once_and_for_its_user(cache: CompileCache, caplog: pytest.LogCaptureFixture) -> None:
     assert cache.get(KEY) is None
-    with umask(0o002):  # under which files are their group's to write
+    with umask(0o002):  # with which new files are writable by their group
         made = cache.get_or_put(KEY, write())
     assert made == cache.folder / KEY
     assert modes(made) <= {0o700, 0o600}
@@ -88,7 +88,7 @@ def test_what_others_may_write_is_made_anew(
     assert f"another user could have written {cache.folder / KEY / opened}" in caplog.text
     caplog.clear()
     assert text_of(cache.get_or_put(KEY, write("anew"))) == "anew"
-    assert len(caplog.records) == 1, "said once"
+    assert len(caplog.records) == 1, "logged once"
     assert modes(cache.folder / KEY) <= {0o700, 0o600}
     assert text_of(cache.get(KEY)) == "anew"
 
@@ -125,7 +125,7 @@ def test_an_open_folder_of_the_users_is_closed(cache: CompileCache) -> None:
 
 
 def test_a_link_is_not_followed(cache: CompileCache, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Others may have put it into a folder that was open: it belongs to them, and leads to a file of this user's."""
+    """Another user could have put it into a writable folder; it points to one of this user's files."""
     made = cache.put(KEY, write())
     elsewhere = tmp_path / "elsewhere"
     made.rename(elsewhere)

@@ -1,4 +1,4 @@
-"""Configuration: whatever is read gives a valid Config or a ConfigError that names the place."""
+"""Tests for configuration: any input gives a valid Config or a ConfigError that names the key."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ CONFIGS = st.builds(
     options=st.dictionaries(TEXT, JSON, max_size=3),
 )
 KEYS = [field.name for cls in (Config, CompilationConfig, CacheConfig) for field in attrs.fields(cls)]
-# Near misses: known keys over values of every kind, so that the checks behind the first one are reached too.
+# Near misses: known keys with values of every kind, so that later checks are reached too.
 TABLES = st.dictionaries(st.sampled_from(KEYS) | TEXT, JSON, max_size=4)
 NEAR = st.dictionaries(st.sampled_from(KEYS) | TEXT, JSON | TABLES, max_size=4)
 
 
 def config_or_error(source: Any) -> Config | None:
-    """A Config that reads the same again, or None for a ConfigError."""
+    """Return a Config that survives a round trip, or None after a ConfigError."""
     try:
         config = load(source)
     except ConfigError:
@@ -401,6 +401,6 @@ class TestModelConfig:
 def test_variables_that_are_no_configuration(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others of hal's own, which a configuration must not trip over."""
+    """Other variables of hal, which the configuration must ignore."""
     monkeypatch.setenv(name, value.format(folder=tmp_path))
     assert hal.open().active

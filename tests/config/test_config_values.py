@@ -1,7 +1,7 @@
-"""Values that no author meant, under every key of a checkpoint's config.json and of hal's own configuration.
+"""Tests for unusual values under every key of a checkpoint's config.json and of hal's configuration.
 
-Each either loads and computes finite logits that differ, or is an error in words. The keys are those that the
-classes declare, so that one which a model, a driver or hal itself adds is tried without a word here.
+Each either loads and computes finite, varied logits, or raises a typed error. The keys are read from the configuration
+classes, so new keys of models, drivers and hal are tested automatically.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROPE = {
 
 
 def declared(architecture: str) -> set[str]:
-    """The keys of all configurations that are declared where the model is, and of what they derive from."""
+    """Return the keys of all configurations declared in the model's module, and of their base classes."""
     module = sys.modules[find_model(architecture).__module__]
     configs = [each for each in vars(module).values() if isinstance(each, type) and attrs.has(each)]
     assert configs, f"{module.__name__} declares no configuration"
@@ -66,7 +66,7 @@ def config_of(architecture: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of every architecture, with random weights."""
+    """Return a checkpoint of each architecture, with random weights."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     model = make_model(find_model(request.param), config_of(request.param))
     generator = torch.Generator().manual_seed(0)
@@ -81,18 +81,18 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def computes(folder: Path, backend: hal.Backend) -> None:
-    """Load, and check that what is computed is of use."""
+    """Load the checkpoint, and check that its logits are meaningful."""
     opened = Checkpoint.open(folder)
     assert all(type(each) is int for each in opened.stop_token_ids)
     runner = hal.Runner(hal.load_model(opened, backend), backend)
     logits = runner.step(runner.batch([[5, 6, 7, 8, 9]], [[1]], all_logits=True)).logits.float()
     assert logits.isfinite().all()
-    assert (logits.std(-1) > 1e-3).all(), "no token is likelier than another"
+    assert (logits.std(-1) > 1e-3).all(), "all tokens have the same logit"
     assert len(set(logits[:, 0].tolist())) == 5, "all positions are alike"
 
 
 def tried(folder: Path, config: dict[str, Any], key: str, name: str, backend: hal.Backend) -> str:
-    """What is wrong with what came of a config.json; nothing if it computed, or was refused in words."""
+    """Return the problem with a config.json, or an empty string if it computed or raised a typed error."""
     write_json(folder / "config.json", config)
     try:
         with limited():
@@ -154,7 +154,7 @@ def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.
 @pytest.mark.parametrize("name", NOT_FINITE)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_models_that_are_made_without_a_file(architecture: str, name: str) -> None:
-    """A config that is a dict of Python's, which no JSON was read for."""
+    """A config given as a Python dict instead of a JSON file."""
     model, config = find_model(architecture), config_of(architecture)
     module = sys.modules[model.__module__]
     own = {field.name for field in attrs.fields(getattr(module, re.sub("ForCausalLM$", "Config", architecture)))}
@@ -172,7 +172,7 @@ def test_numbers_that_python_does_not_write(value: Any) -> None:
 
 
 def paths(cls: type, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key of a configuration, with the tables that it is in."""
+    """Yield every key of a configuration, with its tables."""
     for field in attrs.fields(cls):
         kind: Any = get_type_hints(cls)[field.name]
         yield (*above, field.name)
@@ -194,7 +194,7 @@ def with_key(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[
 
 
 def runs(config: dict[str, Any], folder: Path) -> str:
-    """What is wrong with what came of a configuration; nothing if it ran, or was refused in words."""
+    """Return the problem with a configuration, or an empty string if it ran or raised a typed error."""
     try:
         with limited():
             backend = hal.open(config)
@@ -223,18 +223,18 @@ def test_keys_of_the_configuration(path: tuple[str, ...], checkpoint_of_one: Pat
 
 @pytest.fixture(scope="module")
 def checkpoint_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that is read again and again."""
+    """Return a checkpoint for repeated reads."""
     return random_checkpoint(tmp_path_factory.mktemp("one"), num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("driver", driver_names())
 def test_options_of_drivers(driver: str) -> None:
-    """As they are read; whether a device takes them is for the driver's own tests."""
+    """Only parsing is tested; whether a device supports them is for the driver's tests."""
     for cls in options_of(driver):
         for path in paths(cls):
             for name, value in VALUES.items():
                 for given in (value, [value], {"a": value}):
-                    if name in NOT_FINITE and not isinstance(given, dict):  # a table may be the vendor's own
+                    if name in NOT_FINITE and not isinstance(given, dict):  # a table may have keys of the vendor
                         with pytest.raises(ConfigError):
                             read(cls, with_key({}, path, given))
                         continue

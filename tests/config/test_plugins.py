@@ -1,4 +1,4 @@
-"""The registry of entry points: names without imports, one loaded by name, and every failure reported by itself."""
+"""Tests for the registry of entry points: names without imports, loading one by name, and errors for each plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP = "tests.shapes"
 
 
 class Shape:
-    """What the group registers."""
+    """The class that the group registers."""
 
     name = ""
 
@@ -45,7 +45,7 @@ number = 3
 
 @attrs.frozen
 class Site:
-    """A folder on ``sys.path`` that packages are installed in."""
+    """A folder on ``sys.path`` in which packages are installed."""
 
     folder: Path
 
@@ -59,7 +59,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """With the modules of two shapes, and one that cannot be imported."""
+    """Return a site with the modules of two shapes, and one that cannot be imported."""
     for name in ("circle", "square"):
         (tmp_path / f"shapes_{name}.py").write_text(MODULE.format(cls=name.title(), name=name))
         monkeypatch.delitem(sys.modules, f"shapes_{name}", raising=False)
@@ -80,7 +80,7 @@ def test_one_is_loaded_by_name_and_no_other_is_imported(site: Site, shapes: Plug
     assert not {"shapes_circle", "shapes_square"} & sys.modules.keys()
     assert type(shapes.load("circle")).__name__ == "Circle"
     assert "shapes_square" not in sys.modules
-    assert shapes.load("circle") is not shapes.load("circle"), "each load makes one"
+    assert shapes.load("circle") is not shapes.load("circle"), "each load creates an instance"
 
 
 def test_what_is_registered_names_its_package(site: Site) -> None:
@@ -114,7 +114,7 @@ def test_a_broken_one_is_reported_beside_the_others(
     assert problem in caught.value.problem
     assert remedy in caught.value.remedy
     for time in range(3):
-        os.utime(site.folder, (time, time))  # A folder that changed is read again, and warned of once all the same.
+        os.utime(site.folder, (time, time))  # A changed folder is read again, without a second warning.
         loaded = shapes.load_all()
         assert list(loaded.plugins) == ["square"]
         assert {name: str(error) for name, error in loaded.errors.items()} == {"wrong": str(caught.value)}
@@ -156,11 +156,11 @@ def test_an_unknown_name_names_the_nearest_and_the_packages(site: Site) -> None:
     message = r"no shape 'cirle' .*\n.*'circle'\? known: circle, square, wide \(from rounds 1\.5, squares 1\.5\)"
     with pytest.raises(DriverNotFound, match=message):
         shapes.load("cirle")
-    assert shapes.load("wide").name == "square", "the check says what is fit"
+    assert shapes.load("wide").name == "square", "the check decides which are valid"
 
 
 def test_a_broken_compiler_is_no_fault_of_a_backends(site: Site) -> None:
-    """Opening passes it over; a configuration that names it is told why it cannot be had."""
+    """Opening ignores it; a configuration that names it gets an error with the reason."""
     site.install("bad", "hal.compilers", broken="shapes_missing:Broken", another="shapes_circle:Named")
     backend = hal.open("cpu", activate=False)
     assert "graph" in backend.compilers
@@ -174,7 +174,7 @@ def test_a_broken_compiler_is_no_fault_of_a_backends(site: Site) -> None:
 
 
 class TestChanges:
-    """The metadata is read once, and again when it can have changed."""
+    """The metadata is cached, and read again when it may have changed."""
 
     def test_a_folder_on_the_path_that_changes(self, site: Site, shapes: Plugins[Shape]) -> None:
         site.install("circles", circle="shapes_circle:Circle")
@@ -182,7 +182,7 @@ class TestChanges:
         assert plugins.registered(GROUP) is plugins.registered(GROUP)
         assert shapes.load_all() is shapes.load_all()
         site.install("squares", square="shapes_square:Square")
-        later = site.folder.stat().st_mtime_ns + 1_000_000_000  # two changes within a tick of the clock look like one
+        later = site.folder.stat().st_mtime_ns + 1_000_000_000  # a change within the clock's resolution is not seen
         os.utime(site.folder, ns=(later, later))
         assert list(shapes.load_all().plugins) == ["circle", "square"]
 
@@ -201,7 +201,10 @@ class TestChanges:
 
 
 def test_names_need_no_stevedore_and_nothing_is_written(tmp_path: Path) -> None:
-    """`import hal` and the names of drivers take none of its 15 ms; its list of entry points on disk is not used."""
+    """The import of stevedore takes 15 ms, and it caches entry points on disk.
+
+    `import hal` and driver names avoid both.
+    """
     program = (
         "import sys, hal; from hal.config.plugins import registered; registered('hal.drivers')\n"
         "assert 'stevedore' not in sys.modules\n"

@@ -1,4 +1,4 @@
-"""Closing runners and backends: what goes, who waits, and what is said afterwards."""
+"""Tests for closing runners and backends: what is released, which calls wait, and the errors afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hal.errors import ClosedError, DeviceError, GraphError
 
 NORM = (torch.ones(2, 8), torch.ones(8), 1e-6)
 CACHE = 64 << 20
-"""Bytes of each tensor of the cache, so that the process's memory shows them."""
+"""Bytes of each tensor of the cache: enough to be visible in the process's memory."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_whatever_is_used_afterwards_says_so(trained: Path) -> None:
 
 
 def test_operations_after_the_active_backend_was_closed() -> None:
-    """No reference steps in, as before any backend is opened."""
+    """They do not fall back to the references, as they do before any backend is opened."""
     with hal.open("cpu"):
         expected = ops.rms_norm(*NORM)
     assert hal.active_backend() is None
@@ -125,7 +125,7 @@ def test_what_torch_compile_made_says_that_its_backend_is_closed() -> None:
 
 
 class Slow(CpuBackend):
-    """Waits in the middle of a step, until it may go on."""
+    """A model whose step waits for an event."""
 
     def __init__(self) -> None:
         super().__init__(CpuOptions(native=False, pack_weights=False))
@@ -217,7 +217,7 @@ def test_closing_inside_a_step_or_a_capture_is_refused(trained: Path) -> None:
 
 
 class Mistaken(CpuBackend):
-    """A kernel of it raises for one row; it notes its caches and graphs."""
+    """A model that raises for one row. It records its caches and graphs."""
 
     def __init__(self) -> None:
         super().__init__(CpuOptions(native=False, pack_weights=False))
@@ -247,7 +247,7 @@ class Mistaken(CpuBackend):
 def test_a_mistake_in_a_captured_step_comes_out_and_leaves_nothing(
     trained: Path, compiler: str, on_capture_error: str
 ) -> None:
-    """The graph of four rows is captured by then."""
+    """The graph of four rows has been captured by then."""
     compilation = {"compiler": compiler, "capture_sizes": [1, 4], "on_capture_error": on_capture_error}
     with Mistaken() as backend:
         backend.configure(hal.config.load({"backend": "cpu", "dtype": "float32", "compilation": compilation}))
@@ -265,7 +265,7 @@ def test_a_mistake_in_a_captured_step_comes_out_and_leaves_nothing(
 
 
 class Failing(CpuBackend):
-    """A device that fails when it is waited for, and a driver that fails when it gives back what it holds."""
+    """A device whose synchronize fails, and a driver whose release fails."""
 
     def __init__(self) -> None:
         super().__init__(CpuOptions(native=False, pack_weights=False))

@@ -1,4 +1,4 @@
-"""``hal doctor``: tells what works here, and survives whatever a vendor's package does to it."""
+"""Tests for ``hal doctor``: it reports what works on this machine, and survives failures of vendors' packages."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ BROKEN = {
     "crashes": "import ctypes; ctypes.string_at(0)",
     "hangs": "import time\nwhile True: time.sleep(1)",
 }
-"""Modules of drivers that fail when they are imported, and what they do."""
+"""Modules of drivers that fail when they are imported."""
 
 
 @attrs.frozen
 class Doctor:
-    """A site with one vendor's package."""
+    """A folder with one vendor's package."""
 
     site: Path
 
@@ -168,7 +168,7 @@ class Doctor:
         return dict(json.loads(self.run("--json", *arguments, code=code, **environ).stdout))
 
     def driver(self, name: str, *arguments: str, code: int = 0, **environ: str) -> dict[str, Any]:
-        """What it says of one driver, examined alone."""
+        """Return the findings for one driver, examined alone."""
         (driver,) = self.found("--backend", name, *arguments, code=code, **environ)["drivers"]
         return dict(driver)
 
@@ -180,7 +180,7 @@ def doctor(tmp_path: Path) -> Doctor:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All installed drivers at once: good ones, and those that do not survive their own import."""
+    """Return the findings for all installed drivers: valid ones, and some whose import kills the process."""
     doctor = Doctor(tmp_path_factory.mktemp("everything") / "site")
     broken = {name: text for name, text in BROKEN.items() if name != "hangs"}
     drivers = {name: f"broken_{name}:Driver" for name in broken} | {"missing": "no_such_module:Driver"}
@@ -236,7 +236,7 @@ def test_a_package_that_hangs_is_killed_and_shows_where(doctor: Doctor) -> None:
 
 
 class TestTogether:
-    """Drivers are examined side by side, for a limited time all in all."""
+    """Drivers are examined concurrently, with one time limit for all."""
 
     def test_many_that_hang_take_no_longer_than_one(self, doctor: Doctor) -> None:
         many = [f"hangs{number}" for number in range(4)]
@@ -246,10 +246,10 @@ class TestTogether:
         took = time.monotonic() - start
         for name in many:
             assert of(document, name)["reason"].endswith("it was killed after 40 s")
-        assert took < 40 * len(many), "one after the other they would take longer"
+        assert took < 40 * len(many), "sequentially they would take longer"
 
     def test_the_limit_for_all(self, doctor: Doctor) -> None:
-        """More than there are places for."""
+        """There are more drivers than can run at once."""
         many = [f"a_hangs{number}" for number in range(driver_processes.MOST_PROCESSES)]
         doctor.install(dict.fromkeys(many, "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
         document = doctor.found("--total-timeout", "30", code=1)
@@ -292,7 +292,7 @@ class TestTogether:
 def _command_line(process: psutil.Process) -> list[str]:
     try:
         return list(process.cmdline())
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return []
 
 
@@ -374,7 +374,7 @@ def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, 
         assert check["name"] == failed
         assert detail in check["detail"]
         assert check["remedy"]
-        assert device["measures"] is not None, "a failed check does not end the examination"
+        assert device["measures"] is not None, "a failed check must not end the examination"
 
 
 @pytest.mark.parametrize(
@@ -462,10 +462,10 @@ def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> No
     found = doctor.found("--backend", "acme", **{host_facts.AUTOLOAD: "1"}, code=1)
     torch = found["torch"]
     assert torch["imports"] is False
-    assert torch["version"], "it is imported without the vendors' packages"
+    assert torch["version"], "the version comes from an import without the vendors' packages"
     assert "Failed to load the backend extension: acme" in torch["problem"]
     assert host_facts.AUTOLOAD in torch["remedy"]
-    # With the variable so set, hal cannot keep torch from importing the package either: the driver cannot be used.
+    # With this variable, hal cannot keep torch from importing the package either, so the driver is unusable.
     assert of(found, "acme")["status"] == "broken"
 
 
@@ -475,7 +475,7 @@ def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, mo
     doctor.install({}, torch="raise ImportError('libtorch.so is missing')")
     environ = {} if autoload is None else {host_facts.AUTOLOAD: autoload}
     shown = doctor.run(code=1, **environ)
-    assert shown.stderr == "examining torch ...\n", "and no driver"
+    assert shown.stderr == "examining torch ...\n", "no driver is examined"
     lines = shown.stdout.splitlines()
     assert "torch cannot be imported" in lines
     assert "warning: it exited with status 1: ImportError: libtorch.so is missing" in lines

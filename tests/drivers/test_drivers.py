@@ -1,4 +1,4 @@
-"""Drivers: found through entry points, loaded by name alone, chosen by probe and priority, refused with reasons."""
+"""Tests for drivers: entry points, loading by name, choice by probe and priority, and errors with reasons."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Unrelated:
 """
 BROKEN = {
     "acme_broken": "import a_library_that_is_not_there",
-    "acme_runtime": "raise RuntimeError('the SDK is not initialised')",
+    "acme_runtime": "raise RuntimeError('the SDK is not initialized')",
     "acme_missing": "import ctypes; ctypes.CDLL('libacme_not_there.so')",
     "acme_syntax": "def f(:",
     "acme_asserting": "assert False, 'no card'",
@@ -138,7 +138,10 @@ CLASSES = re.findall(r"class (\w+)\(", VENDOR)
 
 @pytest.fixture
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Vendor:
-    """A vendor's installed distribution, whose entry points a test chooses; drivers are named as these are."""
+    """Return a function that installs a vendor's distribution with the given entry points.
+
+    Driver classes have these names.
+    """
     return Vendor(tmp_path / "site", monkeypatch)
 
 
@@ -177,7 +180,7 @@ def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: p
     vendor.install(acme="acme_driver:Acme")
     monkeypatch.setenv("HAL_ACME_CARDS", "[1, 2]")
     monkeypatch.setenv("HAL_ACME_MODE", "fast")
-    monkeypatch.setenv("HAL_CPU_NONSENSE", "1")  # not asked of acme
+    monkeypatch.setenv("HAL_CPU_NONSENSE", "1")  # the probe of acme is not run
     hal.open({"backend": "acme", "options": {"mode": "slow"}}, activate=False)
     assert sys.modules["acme_driver"].Acme.last.opened_with == {"cards": [1, 2], "mode": "slow"}
     with pytest.raises(ConfigError, match="unknown key 'nonsense'"):
@@ -243,7 +246,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
 
 
 def test_an_entry_point_of_another_name_is_refused(vendor: Vendor) -> None:
-    """Or a configuration and its variables would go by one name, and errors and reports by the other."""
+    """Otherwise configuration and variables would use one name, and errors and reports the other."""
     vendor.install(acme="acme_driver:Acme")
     type(registry.load_driver("acme")).name = "acme2"
     message = r"entry point acme in hal\.drivers loads a driver whose name is 'acme2'; .*\n.* name = 'acme' in .* Acme"
@@ -282,7 +285,7 @@ def test_an_interruption_is_no_fault_of_the_drivers(vendor: Vendor) -> None:
 
 
 class TestVariables:
-    """A driver's own ``HAL_<DRIVER>_*`` variables, where ``auto`` chooses."""
+    """A driver's ``HAL_<DRIVER>_*`` variables, if the backend is ``auto``."""
 
     def test_what_they_say_is_what_is_probed(self, vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
         vendor.install(picky="acme_driver:Picky")
@@ -305,7 +308,7 @@ class TestVariables:
     def test_a_wrong_one_is_an_error_by_name(
         self, vendor: Vendor, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And no reason to take another driver: who sets them means that one."""
+        """Another driver is not chosen, because the variable refers to this one."""
         vendor.install(picky="acme_driver:Picky")
         for name, text in variables.items():
             monkeypatch.setenv(name, text)
@@ -317,7 +320,7 @@ class TestVariables:
 
 @pytest.mark.parametrize("minor", range(API_VERSION[1] + 1))
 def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: Path, minor: int) -> None:
-    """It defines what the first of this major asks for, and nothing that came later."""
+    """It defines what the first minor version of this major version requires, and nothing newer."""
     vendor.install(acme="acme_driver:Acme")
     driver = registry.load_driver("acme")
     later = {name.partition(".")[2] for names in ADDED.values() for name in names if name.startswith("Driver.")}
@@ -448,7 +451,7 @@ class TestChoices:
 
     @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "piecewise_eager"])
     def test_a_runner_is_on_its_own_backend_whichever_is_active(self, trained: Path, compiler: str) -> None:
-        """Alternating, and in two threads; calls by hand stay with the active one."""
+        """Runners alternate, and run in two threads; calls of operations outside runners use the active backend."""
         compilation = {"compiler": compiler} | ({} if compiler == "eager" else {"capture_sizes": [2]})
         mine = hal.open({"backend": "cpu", "dtype": "float32", "compilation": compilation})
         runs: list[str] = []
@@ -514,7 +517,7 @@ class TestLimits:
 
 
 class TestDevice:
-    """The CPU's no-ops keep the contracts of streams, events and memory."""
+    """The CPU's no-ops satisfy the contracts of streams, events and memory."""
 
     def test_streams_and_events(self, cpu: hal.Backend) -> None:
         device = cpu.device
@@ -535,7 +538,7 @@ class TestDevice:
 
     def test_memory_shows_what_is_allocated(self, cpu: hal.Backend) -> None:
         before = cpu.device.memory_stats()
-        # Pages that this process has never had: malloc may hand out resident ones that earlier tests gave back.
+        # Use new pages of the process: malloc may reuse resident pages of earlier tests.
         block = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
         during = cpu.device.memory_stats()
         assert during.allocated - before.allocated > 0.9 * block.nbytes
@@ -543,14 +546,14 @@ class TestDevice:
         assert 0 < during.free < during.total
 
     def test_a_container_has_less_than_its_machine(self, tmp_path: Path) -> None:
-        """Groups of both versions, in a tree of files as Linux shows it; a container's own path may be the host's."""
+        """Control groups of versions 1 and 2, in a copy of Linux's file tree; a container's path may be the host's."""
 
         def write(name: str, text: str) -> None:
             file = tmp_path / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
 
-        assert list(memory_limits(tmp_path)) == [], "no Linux"
+        assert list(memory_limits(tmp_path)) == [], "not Linux"
         write("proc/self/cgroup", "12:cpu:/a\n4:hugetlb,memory:/docker/1f\n0::/user/shell\n")
         assert list(memory_limits(tmp_path)) == [], "not mounted"
         memory = "sys/fs/cgroup/memory"
@@ -573,7 +576,7 @@ class TestDevice:
 
 
 def test_torch_is_imported_without_the_vendors_packages(tmp_path: Path) -> None:
-    """A vendor's package that fails when torch loads it by itself must not take the CPU down."""
+    """A vendor's package that fails when torch loads it must not break the CPU driver."""
     info = tmp_path / "bad-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
@@ -585,6 +588,6 @@ def test_torch_is_imported_without_the_vendors_packages(tmp_path: Path) -> None:
     def run(program: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
 
-    assert "libvendor.so is missing" in run("import torch").stderr, "the trap is set"
+    assert "libvendor.so is missing" in run("import torch").stderr, "the package must break the import of torch"
     result = run("import hal, os; print(hal.open('cpu').name, 'TORCH_DEVICE_BACKEND_AUTOLOAD' in os.environ)")
     assert result.stdout.split() == ["cpu", "False"], result.stderr

@@ -1,4 +1,4 @@
-"""What a driver's ``open`` may give: a backend that was made whole, or an error that names the driver."""
+"""Tests for a driver's ``open``: it returns a valid backend, or the error names the driver."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ TAKEN = {
     "capabilities": {"names of nothing"}, "limits": {"None"}, "inductor": {"None"},
     "native_names": {"a table of texts"}, "sources": {"a table of texts"},
 }  # fmt: skip
-"""What is of the right type after all."""
+"""Values that have the right type."""
 
 
 @pytest.fixture
 def opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], Any]], None]]:
-    """Install the driver acme, which ``auto`` prefers, and decide what it gives."""
+    """Install the driver acme, which ``auto`` prefers, with a given ``open``."""
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
@@ -78,7 +78,7 @@ Opens = Callable[[Callable[[str], Any]], None]
 
 
 def refused(opens: Opens, make: Callable[[str], Any], *messages: str) -> None:
-    """By name, chosen by ``auto``, and with a compiler that it may not have."""
+    """Check the error for the driver by name, chosen by ``auto``, and with a compiler that it does not allow."""
     opens(make)
     before = hal.active_backend()
     for config in ("acme", {}, {"backend": "acme", "compilation": {"compiler": "graph"}}):
@@ -121,7 +121,7 @@ def test_limits_that_are_none(value: Any, opens: Opens) -> None:
 
 
 def test_limits_of_wrong_values(opens: Opens) -> None:
-    """Their own error cannot know the driver."""
+    """The error that Limits raises does not know the driver."""
     sizes: Any = 64
     refused(
         opens, lambda name: hal.Limits(head_dims=sizes), "the driver acme: the limits of a backend have head_dims=64"

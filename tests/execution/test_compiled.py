@@ -1,4 +1,4 @@
-"""Decode steps through Inductor: what becomes of a model's graph, and what it gives, at every batch size."""
+"""Tests for decode steps compiled by Inductor: graphs and results at every batch size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_runner(path: Path, **compilation: Any) -> hal.Runner:
 
 @pytest.fixture(scope="module")
 def runners(trained: Path) -> dict[str, hal.Runner]:
-    """Eager, and compiled for one sequence and for more, for more alone, and for one alone."""
+    """Return runners: eager; compiled for one sequence and more, for more only, and for one only."""
     return {
         "eager": open_runner(trained),
         "both": open_runner(trained, compiler="inductor", capture_sizes=[1, 2, 4, 8]),
@@ -44,7 +44,7 @@ def runners(trained: Path) -> dict[str, hal.Runner]:
 
 
 def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) -> Tensor:
-    """The logits of the last ``steps`` tokens, decoded one by one after a prefill of what comes before."""
+    """Return the logits of the last ``steps`` tokens, decoded one by one after a prefill of the others."""
     runner.backend.activate()
     blocks = [runner.blocks.take(runner.spec.blocks_for(len(each))) for each in sequences]
     assert None not in blocks
@@ -86,7 +86,7 @@ def test_it_says_once_what_it_does_not_compile(
 @pytest.mark.parametrize("which", ["eager", "both", "many"])
 @pytest.mark.parametrize("form", ["int32", "strided", "expanded"])
 def test_an_engines_own_tensors(form: str, which: str, runners: dict[str, hal.Runner]) -> None:
-    """Of other integers than hal's, or with strides: the numbers are what counts."""
+    """Tensors of another integer dtype or with strides give the same result."""
     runner = runners[which]
     runner.backend.activate()
     blocks = runner.blocks.take(4) or []
@@ -119,7 +119,10 @@ def test_tensors_that_do_not_fit_together(compiler: str, trained: Path) -> None:
 
 
 def test_nothing_kept_whole(trained: Path) -> None:
-    """A backend may leave all operations to Inductor; block tables then come in any width, for one sequence too."""
+    """A backend may leave all operations to Inductor.
+
+    Then block tables of any width are valid, also for one sequence.
+    """
     cpu = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 512, "block_size": 16}})
     bare = hal.Backend("bare", cpu.device, kernels={}, inductor=())
     bare.configure(attrs.evolve(cpu.config, compilation=hal.CompilationConfig("inductor", capture_sizes=(1, 4))))
@@ -146,7 +149,7 @@ def test_kept_operations_stay_and_the_others_go(runners: dict[str, hal.Runner]) 
 
 
 def test_caches_are_written_where_they_are(runners: dict[str, hal.Runner]) -> None:
-    """No node makes a tensor of a cache's size, and the caches themselves change."""
+    """No node creates a tensor of a cache's size, and the caches themselves are mutated."""
     runner = runners["many"]
     nbytes = runner.states.layers[0]["key"].nbytes
     made = [
@@ -177,7 +180,7 @@ def test_it_compiles_once_for_one_and_once_for_more(trained: Path, caplog: pytes
 
 
 class Stateless(CausalLM):
-    """A model that keeps nothing but a weight."""
+    """A model without states, with one weight."""
 
     vocab_size, max_length, states = 11, 64, ({},)
 
@@ -191,14 +194,14 @@ class Stateless(CausalLM):
 
 
 class Reads(Stateless):
-    """Asks a tensor for its value, as no compiled model may."""
+    """A model that reads a tensor's value, which compiled models must not."""
 
     def forward(self, batch: Batch, states: Any) -> Tensor:
         return torch.zeros(int(batch.kv_lens.max()), 4)
 
 
 class Fixes(Stateless):
-    """Makes a number of a size, which is then that of the example."""
+    """A model that specializes a size to that of the example."""
 
     def forward(self, batch: Batch, states: Any) -> Tensor:
         return batch.kv_lens.float().view(int(batch.kv_lens.shape[0]), 1)
@@ -206,12 +209,12 @@ class Fixes(Stateless):
 
 def test_a_size_that_the_model_fixes_shows() -> None:
     step = trace_step(Fixes(), states_of(Fixes()), StepSizes(4), whole=())
-    assert "sequences = 4" in step.specialised_axes
-    assert not [each for each in step.specialised_axes if each.startswith("blocks")]
+    assert "sequences = 4" in step.specialized_axes
+    assert not [each for each in step.specialized_axes if each.startswith("blocks")]
 
 
 def test_a_step_for_one_size_alone_runs_no_others(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TracedStep, "specialised_axes", ["blocks = 5"])
+    monkeypatch.setattr(TracedStep, "specialized_axes", ["blocks = 5"])
     with pytest.raises(CompileError, match="for other sizes than the example's: it fixes blocks = 5"):
         open_runner(trained, compiler="inductor", capture_sizes=[1])
 
@@ -249,7 +252,7 @@ def test_a_failing_compiler_says_so_or_leaves_it_to_eager(
 
 
 def test_a_step_by_itself(runners: dict[str, hal.Runner]) -> None:
-    """The two functions without a runner: trace, compile, call."""
+    """Trace, compile and call a step without a runner."""
     runner = runners["eager"]
     runner.backend.activate()
     run = compile_step(traced(runner))

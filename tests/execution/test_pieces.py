@@ -1,4 +1,4 @@
-"""Steps in pieces, on the CPU: what eager gives, around every bucket and however it is split; memory, and errors."""
+"""Tests for piecewise steps on the CPU: results around every bucket and for any split, memory, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 class Toy(CausalLM):
-    """One layer of what a test wants between attention and logits."""
+    """A model with one layer, in which a test can insert code between attention and logits."""
 
     vocab_size, max_length = 13, 256
 
@@ -72,7 +72,7 @@ class Toy(CausalLM):
 
 
 def check(runner: hal.Runner, sizes: Sequence[int] = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 39, 40, 41)) -> None:
-    """Prefill and decode of these sizes, twice, so that each meets what others left behind."""
+    """Run prefill and decode of these sizes twice, so that each meets the state that others left."""
     for turn in range(2):
         for size in sizes:
             batch = drawn(runner, 100 * turn + size, [size], [0])
@@ -91,7 +91,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> hal.Runner:
-    """Of random checkpoints."""
+    """Return a runner of a random checkpoint."""
     folder = random_checkpoint(tmp_path_factory.mktemp("model"), seed=3, **KINDS[request.param])
     backend = opened(debug=True)
     return hal.Runner(hal.load_model(folder, backend), backend)
@@ -133,7 +133,7 @@ class TestSameAsEager:
             now = [tensor for _, tensor in runner.states.tensors()]
             for old, new in zip(before, now, strict=True):
                 changed = (old.flatten(0, 1) != new.flatten(0, 1)).flatten(1).any(1).nonzero().flatten()
-                changed = changed[changed >= runner.spec.block_size]  # but to the dummy block
+                changed = changed[changed >= runner.spec.block_size]  # except to the dummy block
                 assert {*changed.tolist()} <= {*batch.slot_mapping.tolist()}
 
 
@@ -215,17 +215,17 @@ class TestSplitting:
 
 
 def _columns(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """Tokens in another dimension than the first, read by what runs between pieces."""
+    """Tokens in the second dimension, read by code between pieces."""
     return ops.linear(hidden.t().contiguous().t(), model.out.weight.t().contiguous(), None) @ model.out.weight.t()
 
 
 def _heads(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """A row for each head of each token."""
+    """One row per head of each token."""
     return ops.linear(hidden.view(-1, 16), model.out.weight, None).view(-1, 64) @ torch.ones(64, 32)
 
 
 def _twice(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """Queries that are not the step's: more of them than it has tokens."""
+    """Queries other than the step's: more than it has tokens."""
     query = hidden[:, :16].view(-1, 2, 8).repeat(2, 1, 1)
     cache = torch.zeros(4, 16, 2, 8)
     attended = ops.paged_attention(
@@ -236,12 +236,12 @@ def _twice(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def _other_sizes(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """Calls an operation for some sizes only."""
+    """Call an operation for some sizes only."""
     return hidden + ops.silu_and_mul(torch.cat([hidden, hidden], -1)) if hidden.shape[0] > 7 else hidden
 
 
 class Negating(TorchFunctionMode):
-    """Takes the sine with the other sign."""
+    """Negates the sine."""
 
     calls = 0
 
@@ -254,7 +254,7 @@ class Negating(TorchFunctionMode):
 
 
 class Counting(TorchDispatchMode):
-    """Counts what it sees."""
+    """Counts the calls that it intercepts."""
 
     calls = 0
 
@@ -269,7 +269,7 @@ def _in_mode(mode: Any, inside: Callable[..., Tensor], model: Toy, hidden: Tenso
 
 
 def _attend_or_project(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """A splitting operation behind others."""
+    """A splitting operation after other operations."""
     return ops.linear(hidden.sin()[:, :16] * 2, model.out.weight, None)
 
 
@@ -278,13 +278,13 @@ def _sine(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def _lengths(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """Reads what no piece can."""
+    """Read inputs that are not available in pieces."""
     total = batch.kv_lens.sum() / batch.block_table.shape[1] + torch.arange(batch.block_table.shape[1]).sum()
     return hidden + total + batch.kv_lens[-1:]
 
 
 def _view(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """A view of what an operation gave outlives all other readers of it."""
+    """A view of an operation's result is read after all other uses of the result."""
     first = ops.linear(hidden, model.qkv.weight, None)
     kept = first[:, :16]
     for _ in range(3):
@@ -293,7 +293,7 @@ def _view(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def _written(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
-    """Written in place by a piece, and read as written by what runs between pieces."""
+    """A piece writes in place; code between pieces reads the new values."""
     first = ops.linear(hidden, model.qkv.weight, None)
     seen = first[:, :16]
     seen.mul_(2)
@@ -312,7 +312,7 @@ def test_what_models_do_between(between: Callable[..., Tensor], at: Sequence[str
 
 
 class Deep(Toy):
-    """Tables of the first piece, read by all layers; each layer wide inside."""
+    """A model whose layers all read tensors that the first piece makes; each layer is wide inside."""
 
     def __init__(self, layers: int = 6, width: int = 64) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class Deep(Toy):
 
 class TestMemory:
     def pool(self, sizes: Sequence[int], layers: int = 3) -> int:
-        """Bytes of the pool that all graphs of prefill share."""
+        """Return the bytes of the pool that all prefill graphs share."""
         runner = hal.Runner(Deep(layers, 512), opened(sizes, most=4096, decode={"compiler": "eager"}))
         buckets = form_of(runner, "prefill")._buckets
         (pool,) = {graph.pool for found in buckets.values() for bucket in found for graph in bucket.graphs}
@@ -345,8 +345,8 @@ class TestMemory:
         assert largest <= self.pool([4, 8, 16, 32, 64, 128, 256, 512]) <= 1.15 * largest
 
     def test_pieces_share_it(self) -> None:
-        """A step of many layers takes what one of few takes."""
-        # Not one of its own for each: two wide results at a time, narrow ones, and what does not fit into gaps.
+        """A step of many layers takes as much memory as one of few."""
+        # The tensors share memory: two wide results at a time, narrow ones, and fragmentation.
         assert self.pool([256], layers=8) <= 256 * 4 * (3 * 512 + 10 * 32)
 
     def test_tables_of_the_first_piece_stay(self) -> None:
@@ -398,7 +398,7 @@ class TestErrors:
         check(runner)
 
     def test_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of the step that is measured before the captures."""
+        """The step that is measured before the captures runs out of memory."""
 
         def full(*args: Any) -> Any:
             raise torch.OutOfMemoryError("nothing left")
@@ -423,7 +423,7 @@ class TestErrors:
 
 @pytest.mark.parametrize(("compiler", "call"), [("graph", 1), ("piecewise", 1), ("piecewise_eager", 3)])
 def test_two_threads_make_runners_at_once(compiler: str, call: int) -> None:
-    """The second begins in a call of the first one's model: in its trace, or in a capture."""
+    """The second thread starts during a call of the first one's model, in its trace or in a capture."""
     backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [2]}})
     calls, other = 0, Toy()
     second: list[Future[hal.Runner]] = []
@@ -433,7 +433,7 @@ def test_two_threads_make_runners_at_once(compiler: str, call: int) -> None:
         calls += 1
         if calls == call:
             second.append(threads.submit(hal.Runner, other, backend))
-            wait(second, timeout=0.3)  # which ends in no time if the second waits for the first
+            wait(second, timeout=0.3)  # Ends immediately if the second thread waits for the first.
         return hidden
 
     with ThreadPoolExecutor(1) as threads:
@@ -452,7 +452,7 @@ def test_phases_are_chosen_apart() -> None:
 
 
 class TestMarkers:
-    """Pieces without a compiler."""
+    """Piecewise steps without a compiler."""
 
     @pytest.mark.parametrize("at", [("paged_attention",), ("paged_attention", "store_kv_cache"), EVERYTHING])
     def test_around_every_bucket(self, at: Sequence[str]) -> None:
@@ -479,7 +479,7 @@ class TestMarkers:
         check(marked(Toy(between), opened(splitting_ops=list(EVERYTHING))), (1, 7, 8, 9, 16, 33, 40))
 
     def test_what_the_model_still_has_is_left_alone(self) -> None:
-        """The first tensor is read by the last piece, and never in between."""
+        """The last piece reads the first tensor; no piece between them does."""
 
         def late(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
             first, part = hidden.sin(), (hidden * 2)[:, 8:24]
@@ -521,7 +521,7 @@ class TestMarkers:
         assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
 
     def test_a_mode_of_the_models_around_a_split(self) -> None:
-        """What runs between graphs would run without the mode at a replay."""
+        """At a replay, the code between graphs would run outside the mode."""
         for mode in (Negating, Counting):
             around = partial(_in_mode, mode(), _attend_or_project)
             marked(Toy(around), opened())
@@ -534,7 +534,7 @@ class TestMarkers:
 
     @pytest.mark.parametrize("at", [["paged_attention"], ["paged_attention", "linear"]])
     def test_a_mode_of_the_models_between_splits(self, at: list[str]) -> None:
-        """It does in captures what it does in eager steps, and is left where the model leaves it."""
+        """The mode has the same effect in captures as in eager steps, and the model exits it at the same place."""
         negating, counting = Negating(), Counting()
 
         def between(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:

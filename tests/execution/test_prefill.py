@@ -1,4 +1,4 @@
-"""Prefill in steps: any split of a batch is the same work, and a long prompt takes bounded memory."""
+"""Tests for prefill in steps: every split of a batch gives the same result, and long prompts need bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1
 
 @given(LENGTHS, st.integers(1, 50), st.booleans())
 def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, all_logits: bool) -> None:
-    """Against the definition: what each token sees and where its key goes, told from the steps alone."""
+    """Check the tokens that each token attends to and its cache slot, derived from the steps alone."""
     block_size, used = 4, 1
     blocks = []
     for cached, new in lengths:
@@ -106,7 +106,7 @@ print(backend.device.memory_stats().peak - before)
 
 
 def test_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
-    """32,768 tokens, whose gates and ups alone would take 400 MB at once."""
+    """A prompt of 32,768 tokens, whose MLP activations alone would take 400 MB at once."""
     large_checkpoint.write(
         tmp_path, num_hidden_layers=1, hidden_size=256, intermediate_size=3072, num_attention_heads=2, head_dim=64,
         num_key_value_heads=1, vocab_size=1000, max_position_embeddings=40960,

@@ -1,4 +1,4 @@
-"""The runner: buckets, captures that fail, checks on batches, and caches of another layout."""
+"""Tests for the runner: buckets, failed captures, checks of batches, and caches of another layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hal.step.state import key_value_states
 
 
 class Toy(CausalLM):
-    """A model without attention, which may do what no graph can capture."""
+    """A model without attention, whose forward may do what a graph cannot capture."""
 
     vocab_size, max_length, states = 11, 64, (key_value_states(1, 8),)
 
@@ -48,7 +48,7 @@ class Toy(CausalLM):
 
 
 class ToyOfRows(Toy):
-    """One that looks at tokens only."""
+    """A model that only uses tokens."""
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         return self.embedding.as_linear(self.embedding(batch.token_ids)[batch.logits_indices])
@@ -60,7 +60,7 @@ def opened(**compilation: Any) -> hal.Backend:
 
 @torch.inference_mode()
 def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
-    """The model's own Python."""
+    """Run the model's own Python code."""
     return runner.model(batch, runner.states.layers)
 
 
@@ -83,7 +83,7 @@ def test_capture_sizes_follow_the_config() -> None:
 
 @pytest.mark.parametrize("size", range(1, 7))
 def test_every_batch_size_gives_what_eager_gives(size: int) -> None:
-    """Below, at and above the buckets."""
+    """Sizes below, at and above the buckets."""
     runner = hal.Runner(Toy(), opened(capture_sizes=[2, 4]))
     batch = decode_batch(runner, size)
     found = runner.step(batch).logits.clone()
@@ -188,7 +188,7 @@ def test_blocks_hold_a_token_or_more(size: Any) -> None:
 
 
 def test_any_integers_will_do() -> None:
-    numpy = pytest.importorskip("numpy", reason="integers of numpy's")
+    numpy = pytest.importorskip("numpy", reason="needs numpy")
     for tokens in ([[1, 2]], [numpy.array([1, 2])], numpy.array([[1, 2]]), [[numpy.int64(1), 2]]):
         batch = hal.Batch.build(tokens, [numpy.array([3])], block_size=16, cached=numpy.array([1]))
         assert batch.slot_mapping.tolist() == [49, 50]
@@ -213,13 +213,13 @@ def test_another_threads_calls_go_on_while_a_runner_is_made() -> None:
                 hal.Runner(Toy(), backend)
         finally:
             made.set()
-        serving.result()  # with what it raised
+        serving.result()  # with the exception that it raised
     assert len(done) > 10
     assert all(done)
 
 
 class Meeting(Toy):
-    """Calls a function in the middle of each of its traces."""
+    """A model that calls a function during each of its traces."""
 
     meet: Callable[[], Any]
 
@@ -276,7 +276,7 @@ def test_any_rows_of_logits_in_any_order(compiler: str) -> None:
 )
 @pytest.mark.parametrize("wrong", [-1, 1, 3])
 def test_rows_of_logits_outside_the_step_are_refused(config: dict[str, Any], wrong: int) -> None:
-    """In every mode: where a step is padded, they would be those of padding."""
+    """In every mode: with padding, the rows would be those of padding."""
     runner = hal.Runner(ToyOfRows(), hal.open({"backend": "cpu", "compilation": config}))
     batch = attrs.evolve(decode_batch(runner, 1), logits_indices=torch.tensor([wrong]))
     with pytest.raises(BatchError, match=f"logits_indices has {wrong}, out of the range 0 to 0"):
@@ -284,7 +284,7 @@ def test_rows_of_logits_outside_the_step_are_refused(config: dict[str, Any], wro
 
 
 class TestModelsThatForget:
-    """What every model must do is checked where that costs nothing per step."""
+    """Requirements on models are checked where it costs nothing per step."""
 
     class EveryRow(Toy):
         def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
@@ -392,7 +392,7 @@ def test_slots_and_positions_of_a_batch() -> None:
 
 
 class TestCacheLayout:
-    """A backend that keeps its cache with heads before slots, as some hardware does."""
+    """A backend whose cache has heads before slots, as on some hardware."""
 
     @staticmethod
     def turned(cache: Tensor) -> Tensor:

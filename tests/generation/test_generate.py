@@ -1,4 +1,4 @@
-"""Generation: a prompt's tokens depend on nothing but the prompt and its parameters. And the blocks it runs on."""
+"""Tests for generation: a prompt's tokens depend only on the prompt and its parameters. Also tests block allocation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hal.errors import BatchError, ConfigError, NumericsError
 from hal.step.block_allocator import BlockAllocator
 from hal.step.state import DUMMY_BLOCK
 
-GREEDY = [hal.SamplingParams(max_new_tokens=8 + 3 * row) for row in range(8)]  # they end one after another
+GREEDY = [hal.SamplingParams(max_new_tokens=8 + 3 * row) for row in range(8)]  # They end at different steps.
 SAMPLED = [
     attrs.evolve(each, temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=row) for row, each in enumerate(GREEDY)
 ]
 MIXED = [pair[row % 2] for row, pair in enumerate(zip(GREEDY, SAMPLED, strict=True))]
 LONG = 2048
-"""Tokens of cache that hold all prompts at once."""
+"""Cache tokens for all prompts at once."""
 SHORT = 112
-"""Tokens of cache that hold any prompt, but not all at once."""
+"""Cache tokens for any one prompt, but not for all at once."""
 
 Params = Sequence[hal.SamplingParams]
 
@@ -40,7 +40,7 @@ def texts(trained: Path) -> list[list[int]]:
 
 
 def together(runner: hal.Runner, texts: Sequence[Sequence[int]], params: Params) -> list[list[int]]:
-    """Each prompt's new tokens, with ``finished`` checked on the way."""
+    """Return each prompt's new tokens; check ``finished`` at each step."""
     made: list[list[int]] = [[] for _ in texts]
     ended: dict[int, str] = {}
     for token in hal.generate(runner, texts, params):
@@ -80,7 +80,7 @@ def test_prompts_wait_for_room(trained: Path, texts: list[list[int]]) -> None:
     events = list(hal.generate(runner, texts, GREEDY))
     firsts = [next(place for place, each in enumerate(events) if each.prompt == row) for row in range(len(texts))]
     ends = [place for place, each in enumerate(events) if each.finished]
-    assert firsts == sorted(firsts)  # in the order given
+    assert firsts == sorted(firsts)  # In the order of the prompts.
     assert min(ends) < firsts[-1]
 
 
@@ -88,7 +88,7 @@ def test_prompts_wait_for_room(trained: Path, texts: list[list[int]]) -> None:
 def test_prompts_join_a_step_while_it_holds_them(
     most: int, trained: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And longer ones take several."""
+    """Longer prompts take several steps."""
     runner = open_runner(trained)
     expected = together(runner, texts, GREEDY)
     assert max(map(len, texts)) > 17
@@ -97,7 +97,7 @@ def test_prompts_join_a_step_while_it_holds_them(
     step = runner.step
 
     def noted(batch: hal.Batch) -> hal.StepOutput:
-        if torch.equal(batch.kv_lens_host, batch.query_start_loc_host.diff()):  # of prompts, none of which is cached
+        if torch.equal(batch.kv_lens_host, batch.query_start_loc_host.diff()):  # prompts' tokens; none is cached
             steps.append(batch)
         return step(batch)
 
@@ -105,7 +105,7 @@ def test_prompts_join_a_step_while_it_holds_them(
     assert together(runner, texts, GREEDY) == expected
     assert sum(each.num_tokens for each in steps) == sum(map(len, texts))
     assert all(each.num_tokens <= most or each.num_sequences == 1 for each in steps)
-    # No step is left that the next prompt would have fitted in.
+    # The next prompt would not have fitted in any step.
     firsts = [int(each.query_start_loc_host[1]) for each in steps[1:]]
     assert all(each.num_tokens + first > most for each, first in zip(steps, firsts, strict=False))
 
@@ -117,7 +117,7 @@ def test_stop_tokens(params: Params, compiler: str, trained: Path, texts: list[l
     whole = together(runner, texts, params)
     stops = [tokens[len(tokens) // 2] for tokens in whole]
     stopping = [
-        attrs.evolve(each, stop_token_ids=frozenset({stop})) if row % 4 else each  # some go on to their length
+        attrs.evolve(each, stop_token_ids=frozenset({stop})) if row % 4 else each  # Some reach their maximum length.
         for row, (each, stop) in enumerate(zip(params, stops, strict=True))
     ]
     expected = [

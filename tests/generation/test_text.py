@@ -1,4 +1,4 @@
-"""Text comes whole, in order, and as early as it can."""
+"""Tests that text is returned in complete characters, in order, and as early as possible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hal.generation.generate import Token
 from hal.generation.streaming_text import Piece, TextStream, texts_in_order
 
 BYTE_LEVEL = trained_tokenizer()
-TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20)  # models have more rows than tokens
+TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20)  # models may have more rows
 
 
 def byte_fallback() -> Tokenizer:
-    """A tokenizer of the SentencePiece kind, whose decoder takes back what it said of bytes that turn out wrong."""
+    """A tokenizer like SentencePiece, whose decoder changes earlier text when later bytes are invalid."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "a", "é", "▁日"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
@@ -43,12 +43,12 @@ def test_characters_are_never_split(text: str) -> None:
     parts = streamed(BYTE_LEVEL, [], BYTE_LEVEL.encode(text).ids)
     assert "".join(parts) == text
     if "\N{REPLACEMENT CHARACTER}" not in text:
-        assert not parts[-1], "nothing is held back that is whole"
+        assert not parts[-1], "complete characters must not be held back"
 
 
 def test_a_prompt_may_end_inside_a_character() -> None:
-    """As one does that goes on from token ids of an earlier run."""
-    text = "x = '\u65e5\u672c'"  # of three bytes each
+    """For example, a prompt that continues token ids of an earlier run."""
+    text = "x = '\u65e5\u672c'"  # three bytes each
     tokens = BYTE_LEVEL.encode(text).ids
     inside = 0
     for cut in range(len(tokens)):
@@ -84,7 +84,7 @@ def test_texts_take_turns() -> None:
     tokens = (token for step in steps for token in step)
     pieces = texts_in_order(tokens, [[a], [a], [a]], BYTE_LEVEL)
     assert next(pieces) == Piece(0, "a", None)
-    assert next(tokens) == Token(1, b, None), "the first text waited for nothing"
+    assert next(tokens) == Token(1, b, None), "the first text must not wait"
     pieces = texts_in_order((token for step in steps for token in step), [[a], [a], [a]], BYTE_LEVEL)
     expected = [(0, "a", None), (0, "a", "length"), (1, "b", None), (1, "", "stop"), (2, "b", "length")]
     assert list(pieces) == [Piece(*each) for each in expected]

@@ -1,4 +1,7 @@
-"""What tests share and is no test: models, checkpoints, drivers and references. `pythonpath` in setup.cfg finds it."""
+"""Modules shared by tests: models, checkpoints, drivers and references.
+
+`pythonpath` in setup.cfg makes them importable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of devices' graphs share: attention in a graph, at lengths that change from replay to replay."""
+"""Attention in a graph, with lengths that change between replays, for tests of devices' graphs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LENGTHS = [
     [9, 0, 300, 0, 0],
     [0] * 5,
 ]
-"""Growing, shrinking, permuted, padded; each differs from those around it."""
+"""Growing, shrinking, permuted and padded lengths; consecutive ones differ."""
 LONGEST = max(map(max, LENGTHS))
 
 
 class Attend:
-    """Two attentions over a drawn cache, and what a graph of them needs."""
+    """Two attentions on a random cache, and the arguments of a graph of them."""
 
     def __init__(self, backend: hal.Backend, *, block_size: int, head_dim: int, window: int | None = None) -> None:
         self.backend, self.window = backend, window
@@ -49,7 +49,7 @@ class Attend:
         return attended
 
     def twice(self, lens: Tensor | None = None, attention: Any = ops.paged_attention) -> Tensor:
-        """The second reads what the first gives."""
+        """Call attention twice; the second call's query is the first one's result."""
         lens = self.lens if lens is None else lens
         first = self.call(self.query, lens, attention)
         return self.call(first * 4 + self.query, lens, attention)

@@ -1,4 +1,4 @@
-"""Drivers that are wrong on purpose, each in one way, and the twin that is not. All are the CPU driver but for that."""
+"""Drivers with one bug each, and a correct twin. Except for the bug, each is the CPU driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hal.ops.kernels import torch_kernels
 
 
 class Twin(CpuBackend):
-    """The CPU driver on torch's kernels, with parts replaced."""
+    """The CPU driver with torch's kernels and replaceable parts."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Twin(CpuBackend):
         return self._tape()
 
 
-# Kernels
+# Kernels.
 
 
 def wrong_epsilon(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,7 +71,7 @@ def rotates_in_place(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tu
 
 
 class KeepsScratch:
-    """Keeps its scratch memory for each shape, and forgets to renew the last row."""
+    """Keeps scratch memory for each shape, and does not update the last row."""
 
     def __init__(self) -> None:
         self.scratch: dict[torch.Size, Tensor] = {}
@@ -86,7 +86,7 @@ class KeepsScratch:
 
 
 class KeepsResult:
-    """Gives the same memory at every call."""
+    """Returns the same memory at every call."""
 
     def __init__(self) -> None:
         self.results: dict[Any, Tensor] = {}
@@ -103,14 +103,14 @@ def leaves_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fills_padding(*arguments: Any) -> Tensor:
-    """A sequence of length 0 attends to one token that is not its own."""
+    """A sequence of length 0 attends to another sequence's token."""
     given = list(arguments)
     given[5], given[7] = given[5].clamp(min=1), given[7].clamp(min=1)
     return right.paged_attention(*given)
 
 
 def stops_before_the_edge(*arguments: Any) -> Tensor:
-    """The last token of a full block is left out."""
+    """Ignores the last token of a full block."""
     given, size = list(arguments), arguments[1].shape[1]
     for place in (5, 7):
         lens = given[place]
@@ -125,7 +125,7 @@ def takes_no_48(*arguments: Any) -> Tensor:
 
 
 class KeepsAll:
-    """Keeps every result."""
+    """Keeps every result alive."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -157,7 +157,7 @@ def writes_a_slot_more(
 
 
 def pads_into_block_1(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """What belongs to the dummy block goes to the first that a sequence may own."""
+    """Writes to the first block of a sequence instead of the dummy block."""
     size = key_cache.shape[1]
     slots = torch.where(slot_mapping < size, slot_mapping + size, slot_mapping)
     torch_kernels.store_kv_cache(key, value, key_cache, value_cache, slots)
@@ -167,18 +167,18 @@ def hides_nan(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch_kernels.rms_norm(x, weight, eps).nan_to_num()
 
 
-# Graphs
+# Graphs.
 
 
 class StaleLengths(Tape):
-    """A replay reads the lengths of the capture."""
+    """A replay reads the captured lengths."""
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         super()._launch({name: tensor.clone() for name, tensor in self.host_values.items()})
 
 
 class ForgetsHostValues(Tape):
-    """Captures as it should, and does not say which host values its launches read."""
+    """Captures correctly, but does not report the host values that its launches read."""
 
     def _end(self, made: Any) -> tuple[Any, Any]:
         captured = super()._end(made)
@@ -187,7 +187,7 @@ class ForgetsHostValues(Tape):
 
 
 class LaunchesFirst(Tape):
-    """Launches, and looks at the host values then."""
+    """Launches before it checks the host values."""
 
     def replay(self, **host_values: Any) -> None:
         with torch.inference_mode():
@@ -197,7 +197,7 @@ class LaunchesFirst(Tape):
 
 
 class ForgetsErrors(Tape):
-    """Captures nothing where the function raised."""
+    """Ends in an empty capture if the function raises."""
 
     def capture(self, fn: Callable[[], Any], **options: Any) -> Any:
         try:
@@ -207,14 +207,14 @@ class ForgetsErrors(Tape):
 
 
 class WrapsErrors(Tape):
-    """Raises CaptureError for whatever the function raises."""
+    """Raises CaptureError for any exception of the function."""
 
     def _explain(self, error: Exception) -> hal.HalError:
         return CaptureError(str(error), "look at it")
 
 
 class NeverDies(Tape):
-    """Keeps every graph."""
+    """Keeps every graph alive."""
 
     alive: ClassVar[list[Graph]] = []
 
@@ -224,7 +224,7 @@ class NeverDies(Tape):
 
 
 class Few(Tape):
-    """Eight of them can be alive together."""
+    """A graph of which at most eight can be alive at once."""
 
     alive: ClassVar[WeakSet[Graph]] = WeakSet()
 
@@ -241,7 +241,7 @@ class Few(Tape):
 
 
 class KeepsOutputs(Tape):
-    """Keeps what a capture gave, whatever becomes of it."""
+    """Keeps a capture's outputs alive."""
 
     def _end(self, made: Any) -> tuple[Any, Any]:
         captured = super()._end(made)
@@ -249,22 +249,22 @@ class KeepsOutputs(Tape):
         return captured
 
 
-# Caches
+# Caches.
 
 
 class KeepsCaches(Twin):
-    """Has every cache in a list."""
+    """Keeps every cache alive."""
 
     def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
         self.caches = [*getattr(self, "caches", ()), super().allocate(spec)]
         return self.caches[-1]
 
 
-# Rewrites
+# Rewrites.
 
 
 def blind(module: fx.GraphModule) -> int:
-    """Fuses the sum and the norm wherever they stand, and takes the sum for dead."""
+    """Fuse the sum and the norm without checking other uses of the sum."""
     count = 0
     for norm in list(module.graph.nodes):
         if norm.target is not torch.ops.hal.rms_norm.default:

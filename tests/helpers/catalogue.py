@@ -1,4 +1,4 @@
-"""The catalogue of operations without those that tests declare."""
+"""Removes operations that tests declare from the catalogue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def forgetting_operations() -> Iterator[None]:
-    """Remove operations that the block declares from the catalogue, so that no other test meets them."""
+    """Remove operations declared in the block from the catalogue, so that they do not affect other tests."""
     from hal import ops
     from hal.ops.declaration import operation as declared
 

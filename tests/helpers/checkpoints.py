@@ -1,4 +1,4 @@
-"""Small random checkpoints, written as a release would write them."""
+"""Writes small random checkpoints in the format of published ones."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CONFIG: dict[str, Any] = {
 
 
 def random_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Path:
-    """Write a Qwen3 with random weights into ``folder``, which is made; return it.
+    """Write a Qwen3 with random weights into the new folder ``folder``; return it.
 
     Args:
-        folder: where config.json, the weights, tokenizer.json and generation_config.json go.
-        shards: files that the weights are spread over; more than one have an index.
-        seed: of the weights.
+        folder: the folder for config.json, the weights, tokenizer.json and generation_config.json.
+        shards: number of weight files; more than one have an index.
+        seed: seed of the weights.
         overrides: keys of config.json. The weights' shapes follow them.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,13 +54,13 @@ def random_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **overrid
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """The tensors of a Qwen3 of this config, by their names in a checkpoint."""
+    """Return the tensors of a Qwen3 of this config, by checkpoint name."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["dtype"])
 
     def draw(shape: tuple[int, ...]) -> Tensor:
         noise = torch.randn(shape, generator=generator)
-        # Norms are near one; a projection keeps the size of what it is given.
+        # Norms are near one; a projection preserves the magnitude of its input.
         return (1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5).to(dtype)
 
     return {name: draw(shape) for name, shape in _shapes(config)}
@@ -91,7 +91,7 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], shards: int = 1) -> None:
-    """Write safetensors: one file, or ``shards`` files and their index."""
+    """Write safetensors: one file, or ``shards`` files with an index."""
     if shards == 1:
         save_file(weights, str(folder / "model.safetensors"))
         return
@@ -111,7 +111,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def trained_tokenizer() -> Tokenizer:
-    """A byte-level BPE with a few merges; token 0 ends a text."""
+    """Return a byte-level BPE with a few merges; token 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

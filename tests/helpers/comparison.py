@@ -1,7 +1,6 @@
-"""Comparing a family's logits with those of Hugging Face transformers, on random checkpoints.
+"""Compares a family's logits with those of Hugging Face transformers, on random checkpoints.
 
-Tests of a family draw configurations, and share the rest: weights, files in every spelling, sequences, and the batches
-in which our side runs them.
+Tests of a family draw configurations and share the rest: weights, files in every spelling, sequences, and batches.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from torch import Tensor
 import hal
 from helpers.reference import open_runner
 
-transformers = pytest.importorskip("transformers", reason="transformers is what our logits are compared with")
+transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
 TOLERANCE = 1e-4
-"""Largest difference of float32 logits, as a share of the largest logit."""
+"""Maximum difference of float32 logits, relative to the largest logit."""
 STEPS = 16
 COMPILERS = ("eager", "graph", "inductor")
 """The modes of the CPU whose logits are compared."""
@@ -45,7 +44,7 @@ class Case:
     cuts: list[int]
 
     def runner(self, compiler: str = "eager", path: Path | None = None) -> hal.Runner:
-        """A runner whose cache has just the blocks needed, all NaN: no slot may be read before it is written."""
+        """Return a runner whose cache has exactly the needed blocks, filled with NaN to detect reads before writes."""
         num_tokens = sum(map(len, self.blocks)) * self.block_size
         runner = open_runner(path or self.path, compiler, num_tokens=num_tokens, block_size=self.block_size)
         with torch.inference_mode():
@@ -55,7 +54,7 @@ class Case:
 
 
 def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
-    """Rope parameters of a type, such that sequences of a few dozen tokens show each of them."""
+    """Draw rope parameters of a type, such that each affects sequences of a few dozen tokens."""
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": draw.choice((100.0, 1e4, 5e5))}
     if rope_type != "default":
         rope["factor"] = draw.choice((1.0, 2.0, 2.5, 8.0, 40.0))
@@ -72,8 +71,8 @@ def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
     return rope
 
 
-def randomise(model: Any, seed: int) -> None:
-    """Give every parameter values that show when it is misplaced, misread or left out."""
+def randomize(model: Any, seed: int) -> None:
+    """Initialize every parameter so that a misplaced, misread or omitted one is detected."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
@@ -82,14 +81,14 @@ def randomise(model: Any, seed: int) -> None:
         elif name.endswith("bias"):
             values *= 0.5
         elif "embed" in name:
-            values *= 0.1  # small, so that the first norms depend on epsilon
+            values *= 0.1  # Small, so that the first norms depend on epsilon.
         else:
             values *= parameter.shape[1] ** -0.5
         parameter.data.copy_(values)
 
 
 def spell_as_before_version_5(config: dict[str, Any], draw: random.Random) -> None:
-    """Make a config.json what older checkpoints have, without what transformers writes for readers of today."""
+    """Rewrite a config.json as older checkpoints have it, without the keys that newer versions of transformers add."""
     rope = config.pop("rope_parameters")
     config["rope_theta"], rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
     config["rope_scaling"] = None
@@ -101,13 +100,13 @@ def spell_as_before_version_5(config: dict[str, Any], draw: random.Random) -> No
 def build(
     config: Any, seed: int, path: Path, older: Callable[[dict[str, Any], random.Random], None] | None = None
 ) -> Case:
-    """A random checkpoint of ``config`` in ``path``, sharded half of the time.
+    """Write a random checkpoint of ``config`` to ``path``, sharded half of the time.
 
     ``older``, if given, rewrites its config.json half of the time, in the spelling of older checkpoints.
     """
     draw = random.Random(1000 + seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    randomise(model, seed)
+    randomize(model, seed)
     sharded = draw.random() < 0.5
     model.save_pretrained(path, max_shard_size="40KB" if sharded else "1GB")
     assert (path / "model.safetensors.index.json").exists() == sharded
@@ -116,13 +115,13 @@ def build(
         older(keys, draw)
         (path / "config.json").write_text(json.dumps(keys))
 
-    count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # no count is a bucket
+    count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # not a bucket
     lengths = [draw.randint(1, 45) for _ in range(count)]
-    lengths[-1] = 45  # beyond every window
+    lengths[-1] = 45  # longer than every window
     sequences = [[draw.randrange(config.vocab_size) for _ in range(length + STEPS)] for length in lengths]
     cuts = [draw.randrange(length) for length in lengths]
     needed = [math.ceil(len(sequence) / block_size) for sequence in sequences]
-    # Half of the sequences own neighbouring blocks, half own blocks from all over.
+    # Half of the sequences have adjacent blocks, half have random ones.
     free = list(range(1, sum(needed) + 1))
     blocks = [[free.pop(0) for _ in range(number)] for number in needed[: count // 2]]
     draw.shuffle(free)
@@ -131,16 +130,16 @@ def build(
 
 
 def their_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Logits ``[tokens, vocab_size]`` of one sequence, all alone and all at once."""
+    """Return the logits ``[tokens, vocab_size]`` of one sequence, run alone in one forward."""
     with torch.inference_mode():
         logits: Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
     return logits
 
 
 def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None) -> list[Tensor]:
-    """The same of every sequence of ``case``, batched: prefill (from ``cuts`` on, if given), then decode.
+    """Return our logits of every sequence of ``case``, batched: prefill (from ``cuts`` on, if given), then decode.
 
-    Each sequence begins to decode one step after the one before it, so that batches of all sizes occur, and rows move.
+    Each sequence starts to decode one step after the previous one, so that batches of all sizes occur and rows move.
     """
     count = len(case.sequences)
     ends = [len(sequence) - STEPS for sequence in case.sequences]
@@ -152,7 +151,7 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
         batch = runner.batch(
             new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], all_logits=True
         )
-        logits = runner.step(batch).logits.clone()  # a replay's are valid until the next
+        logits = runner.step(batch).logits.clone()  # The logits of a replay are valid until the next one.
         for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
             parts[row].append(part)
 
@@ -169,7 +168,7 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference over the sequences, each as a share of its largest logit; NaN counts as infinite."""
+    """Return the largest difference relative to the sequence's largest logit; NaN counts as infinite."""
     return max(
         float(((a - b).abs().amax() / b.abs().amax()).nan_to_num(math.inf)) for a, b in zip(ours, theirs, strict=True)
     )

@@ -1,7 +1,7 @@
-"""A pytest plugin: files begin in the order of how long they took last time, the longest first.
+"""A pytest plugin that runs files in order of their last duration, longest first.
 
-Workers of pytest-xdist take whole files: one that is begun last would leave the others idle. What a file took is kept
-in pytest's cache, between runs; a file that is not in it begins first.
+A worker of pytest-xdist takes a whole file, so a long one that starts last would leave the other workers idle.
+Durations are stored in pytest's cache. A file that is not in it runs first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEY = "hal/seconds_by_file"
 
 
 class Durations:
-    """Reads pytest's cache for the order, and writes it after the run."""
+    """Reads the durations from pytest's cache, and writes them after the run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -25,25 +25,25 @@ class Durations:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """A worker is told, so that all workers have one order, whoever writes the cache meanwhile."""
+        """Give all workers the same durations, because the cache can change during the run."""
         config: Any = self._config
         self._known = config.workerinput[KEY] if self._worker else config.cache.get(KEY, {})
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """pytest-xdist starts a worker."""
+        """Pass the durations to a worker that pytest-xdist starts."""
         node.workerinput[KEY] = self._known
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """The order within a file stays, and among files that took as long."""
+        """Sort the files. The order within a file, and among files of the same duration, does not change."""
         items.sort(key=lambda item: -self._known.get(item.nodeid.partition("::")[0], float("inf")))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._took[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        """A few tests of a file, run alone, do not make the file short at once."""
+        """Store the durations. A run of some tests of a file reduces its stored duration only gradually."""
         if not self._worker:
             longer = {file: max(took, self._known.get(file, 0.0) * 0.8) for file, took in self._took.items()}
             config: Any = self._config

@@ -1,6 +1,6 @@
-"""Drivers that a comparison must find fault with, or must not: the CPU's, each with one thing changed.
+"""Variants of the CPU driver with one change each: faults that a comparison must find, and changes that it must accept.
 
-A test installs it as the driver ``faulty``; its option ``fault`` says what is changed.
+A test installs it as the driver ``faulty``; its option ``fault`` selects the change.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ REFERENCE = {name: operation.reference for name, operation in ops.catalogue().it
 
 @attrs.frozen
 class FaultyOptions:
-    """What is changed, and for a wrong epsilon, in which norm.
+    """The selected change; for a wrong epsilon, also the norm.
 
     Attributes:
-        fault: the name of a method of :class:`FaultyBackend`, or nothing.
-        weights: a file of safetensors.
-        norm: the weight in it of the norm with the wrong epsilon.
-        eps: the wrong one.
+        fault: the name of a method of :class:`FaultyBackend`, or "nothing".
+        weights: a safetensors file.
+        norm: the name in that file of the weight of the norm with the wrong epsilon.
+        eps: the wrong epsilon.
     """
 
     fault: str = "nothing"
@@ -67,7 +67,7 @@ class FaultyBackend(CpuBackend):
         return {"rms_norm": rms_norm}
 
     def strides(self) -> dict[str, Any]:
-        """Takes every value for contiguous."""
+        """Treats every tensor as contiguous."""
 
         def store_kv_cache(key: Tensor, value: Tensor, *rest: Tensor) -> None:
             dense = torch.empty(value.shape)
@@ -76,7 +76,7 @@ class FaultyBackend(CpuBackend):
         return {"store_kv_cache": store_kv_cache}
 
     def lengths(self) -> dict[str, Any]:
-        """Reads a token too many."""
+        """Reads one token too many."""
 
         def paged_attention(query: Tensor, *rest: Any) -> Tensor:
             caches_and_table, (starts, lens), host, options = rest[:3], rest[3:5], rest[5:7], rest[7:]
@@ -88,7 +88,7 @@ class FaultyBackend(CpuBackend):
         return {"paged_attention": paged_attention}
 
     def between(self) -> dict[str, Any]:
-        """Wrong while the model itself runs on it, and right when it is asked beside that."""
+        """Wrong while the model runs on the active backend, correct in separate calls."""
 
         def silu_and_mul(x: Tensor) -> Tensor:
             return REFERENCE["silu_and_mul"](x) * (1.01 if self.active else 1.0)
@@ -96,7 +96,7 @@ class FaultyBackend(CpuBackend):
         return {"silu_and_mul": silu_and_mul}
 
     def narrow(self) -> dict[str, Any]:
-        """No fault: it computes in float32 only, on blocks of 48."""
+        """Not a fault: computes only in float32, on blocks of 48."""
         self.limits = hal.Limits(dtypes=(torch.float32,), block_sizes=(48,))
         return {}
 
@@ -110,11 +110,11 @@ class FaultyBackend(CpuBackend):
         return {"silu_and_mul": lambda x: REFERENCE["silu_and_mul"](x) * float("nan")}
 
     def crash(self) -> dict[str, Any]:
-        """Attention refuses what the rotary embedding gives it."""
+        """The rotary embedding returns a dtype that attention refuses."""
         return {"rotary_embedding": lambda query, key, *angles: (query.double(), key)}
 
     def shape(self) -> dict[str, Any]:
-        """Half of the heads twice."""
+        """Duplicates half of the heads."""
 
         def rotary_embedding(query: Tensor, key: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor]:
             query, key = REFERENCE["rotary_embedding"](query, key, *angles)
@@ -126,7 +126,7 @@ class FaultyBackend(CpuBackend):
         return {"rotary_embedding": rotary_embedding, "paged_attention": paged_attention}
 
     def truncating(self) -> dict[str, Any]:
-        """To int8 without rounding."""
+        """Converts to int8 without rounding."""
 
         def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
             scaled = x.float() / scale + (0 if offset is None else offset)
@@ -135,7 +135,7 @@ class FaultyBackend(CpuBackend):
         return {"quantize": quantize}
 
     def prepared(self) -> dict[str, Any]:
-        """No fault: weights are in another form, and a cache in another layout."""
+        """Not a fault: weights in another form, and a cache in another layout."""
         self.prepares, self.state_layout = True, "backwards"
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ class FaultyBackend(CpuBackend):
         return {"linear": linear, "store_kv_cache": store_kv_cache, "paged_attention": paged_attention}
 
     def stale(self) -> dict[str, Any]:
-        """No fault but in graphs: a replay takes the lengths of the capture."""
+        """Wrong only in graphs: a replay reads the captured lengths."""
 
         class StaleTape(Tape):
             def _launch(self, host_values: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""How well a model predicts text that it was not trained on: the trained checkpoint's own measure."""
+"""Perplexity of a model on held-out text, for the trained checkpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TRAINING = ROOT / "checkpoints" / "train.py"
 
 @cache
 def texts() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The files of this Python's standard library that the trained checkpoint's script trains on, and those held out.
+    """Return the standard library files on which the trained checkpoint was trained, and the held-out ones.
 
-    Another Python's files are others, but the two kinds never mix.
+    Another version of Python has other files, but the two sets never overlap.
     """
     spec = importlib.util.spec_from_file_location("train_tiny_python", TRAINING)
     assert spec is not None
@@ -34,7 +34,7 @@ def texts() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def tokens(checkpoint: hal.Checkpoint, most: int | None = None) -> list[int]:
-    """The held-out text as one stream, each file closed by the end-of-text token; the first ``most`` of it."""
+    """Return the first ``most`` tokens of the held-out text; each file ends with the end-of-text token."""
     tokenizer, stream = checkpoint.tokenizer(), []
     (end,) = sorted(checkpoint.stop_token_ids)
     for text in texts()[1]:
@@ -45,7 +45,7 @@ def tokens(checkpoint: hal.Checkpoint, most: int | None = None) -> list[int]:
 
 
 def perplexity(runner: hal.Runner, stream: list[int], window: int = 1024) -> float:
-    """Per token of every token but the first, in windows that each begin anew; prefills compute it."""
+    """Compute the perplexity of all tokens but the first, in separate windows, with prefills."""
 
     def logits(piece: list[int]) -> Tensor:
         return runner.step(runner.batch([piece], [blocks], all_logits=True)).logits
@@ -59,7 +59,7 @@ def perplexity(runner: hal.Runner, stream: list[int], window: int = 1024) -> flo
 
 
 def decoded_perplexity(runner: hal.Runner, stream: list[int], sequences: int, window: int) -> float:
-    """The same of the first ``sequences`` windows, one token of each a step, as decoding computes it."""
+    """Compute the perplexity of the first ``sequences`` windows by decoding, one token of each per step."""
     per_row = runner.spec.blocks_for(window)
     blocks = runner.blocks.take(per_row * sequences)
     assert blocks is not None

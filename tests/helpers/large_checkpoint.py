@@ -1,4 +1,4 @@
-"""A random Qwen3 checkpoint of any size, for measuring. Layers may be many or wide; the values mean nothing."""
+"""Writes a random Qwen3 checkpoint of any size for benchmarks. The values are meaningless."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 
 def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> int:
-    """Write the checkpoint; return the bytes of its weights."""
+    """Write the checkpoint; return the size of its weights in bytes."""
     config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"], "dtype": str(dtype).removeprefix("torch."), "hidden_size": 1024,
         "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,

@@ -1,4 +1,4 @@
-"""Limits of what a hostile input may take: time, and memory."""
+"""Limits on the time and memory that a malicious input may take."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MEBIBYTES = 512
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Fail a block that has not ended after :data:`SECONDS`, or that grew the process by :data:`MEBIBYTES`."""
+    """Fail if the block takes longer than :data:`SECONDS` or more memory than :data:`MEBIBYTES`."""
 
     def ring(*_: object) -> None:
-        pytest.fail("it waits without end")
+        pytest.fail("timed out")
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     before = signal.signal(signal.SIGALRM, ring)

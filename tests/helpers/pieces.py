@@ -1,4 +1,4 @@
-"""What the tests of steps in pieces share, on every device: runners, batches, and the step to compare with."""
+"""Runners, batches and reference steps for tests of piecewise steps on every device."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from hal.nn import Batch, CausalLM
 
 
 def form_of(runner: hal.Runner, phase: Phase) -> PiecewiseForm:
-    """What runs a phase, which is in pieces."""
+    """Return the form of a phase, which must be piecewise."""
     form = runner.forms[phase]
     assert isinstance(form, PiecewiseForm)
     return form
 
 
 def tokens_of(runner: hal.Runner, phase: Phase) -> list[int]:
-    """The numbers of tokens that a phase was captured for, ascending."""
+    """Return the numbers of tokens for which a phase was captured, ascending."""
     form = runner.forms[phase]
     assert isinstance(form, CapturedForm)
     return [shape.tokens for shape in form.shapes]
 
 
 def graphs_of(runner: hal.Runner, phase: Phase) -> int:
-    """The number of pieces that each step of a phase is captured in."""
+    """Return the number of graphs in which each step of a phase is captured."""
     form = runner.forms[phase]
     assert isinstance(form, CapturedForm)
     return form.num_graphs
 
 
 def uncaptured(model: CausalLM, backend: hal.Backend) -> hal.Runner:
-    """A runner with nothing captured, on a backend whose config stays as it is."""
+    """Return a runner without captures. The backend's config does not change."""
     return configured(model, backend, hal.CompilationConfig())
 
 
 def marked(model: CausalLM, backend: hal.Backend) -> hal.Runner:
-    """A runner whose steps are split by markers, without a compiler."""
+    """Return a runner whose steps are split without a compiler (piecewise_eager)."""
     config = backend.config.compilation
     return configured(model, backend, attrs.evolve(config, compiler="piecewise_eager", passes={}))
 
 
 def configured(model: CausalLM, backend: hal.Backend, compilation: hal.CompilationConfig) -> hal.Runner:
-    """A runner of another configuration than the backend's, which stays as it is."""
+    """Return a runner with another compilation config. The backend's config does not change."""
     config = backend.config
     backend.configure(attrs.evolve(config, compilation=compilation))
     try:
@@ -61,12 +61,12 @@ def configured(model: CausalLM, backend: hal.Backend, compilation: hal.Compilati
 
 @torch.inference_mode()
 def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
-    """The model's own Python, on the same cache."""
+    """Run the model's own Python code on the same cache."""
     return runner.model(batch, runner.states.layers)
 
 
 def drawn(runner: hal.Runner, seed: int, lengths: Sequence[int], cached: Sequence[int], **more: Any) -> Batch:
-    """A batch of new tokens behind cached ones, in blocks from all over. What is cached is computed eagerly."""
+    """Draw a batch of new tokens after cached ones, in random blocks. The cached tokens are computed eagerly."""
     draw = random.Random(seed)
     free = list(range(1, runner.spec.num_blocks))
     draw.shuffle(free)

@@ -1,4 +1,4 @@
-"""Checkpoints with int8 layers in both formats, made by hand, and what they compute."""
+"""Checkpoints with int8 layers in both formats, written without hal, and their expected results."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"
 
 @attrs.frozen
 class Layer:
-    """A quantised layer as the test made it.
+    """A quantized layer.
 
     Attributes:
         weight: int8.
-        scale: of each row.
-        input_scale: of the activations, where it is static.
-        offset: likewise.
-        bias: or None.
+        scale: the scale of each row.
+        input_scale: the scale of the activations, if static.
+        offset: the offset of the activations, if static.
+        bias: the bias, or None.
     """
 
     weight: Tensor
@@ -52,11 +52,11 @@ class Layer:
     offset: int
     bias: Tensor | None
 
-    def dequantised(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         return self.weight.double() * self.scale.double().unsqueeze(-1)
 
 
-def quantised(tensors: Mapping[str, Tensor], name: str, input_scale: float, offset: int) -> Layer:
+def quantized(tensors: Mapping[str, Tensor], name: str, input_scale: float, offset: int) -> Layer:
     weight = tensors[f"{name}.weight"]
     scale = weight.abs().amax(-1) / 127
     return Layer(
@@ -65,7 +65,7 @@ def quantised(tensors: Mapping[str, Tensor], name: str, input_scale: float, offs
 
 
 def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool) -> dict[str, Tensor]:  # noqa: A002
-    """A layer's tensors, written out from what the formats' documents say."""
+    """Return a layer's tensors, as the documentation of each format specifies them."""
     found = {"weight": layer.weight, "weight_scale": layer.scale.unsqueeze(-1)}
     if format == "compressed-tensors":
         if scheme == "w8a8":
@@ -87,7 +87,7 @@ def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool)
 
 
 def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
-    """A quantization_config."""
+    """Return a quantization_config."""
     group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": STATIC if scheme == "w8a8" else DYNAMIC}
     return {
         "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
@@ -100,7 +100,7 @@ def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, b
         change_json(folder / "config.json", lambda config: config.update(quantization_config=section(scheme)))
         return
     kind = {"w8a8": "W8A8", "w8a8_dynamic": "W8A8_DYNAMIC"}[scheme]
-    types = {name: kind if quantised else "FLOAT" for name, quantised in names.items()}
+    types = {name: kind if quantized else "FLOAT" for name, quantized in names.items()}
     write_json(folder / DESCRIPTION, {"model_quant_type": kind, "version": "1.0.0", "group_size": 0, **types})
 
 
@@ -118,7 +118,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 @attrs.frozen
 class Pair:
-    """A quantised checkpoint, the same with its weights dequantised, and its layers by name."""
+    """A quantized checkpoint, the same with dequantized weights, and its layers by name."""
 
     folder: Path
     float_folder: Path
@@ -135,8 +135,8 @@ def make_pair(
     offset: int = -7,
     **overrides: Any,
 ) -> Pair:
-    """Write both. ``keep`` names layers that are not quantised."""
-    folder = random_checkpoint(tmp_path / "quantised", **overrides)
+    """Write both checkpoints. ``keep`` names layers that are not quantized."""
+    folder = random_checkpoint(tmp_path / "quantized", **overrides)
     float_folder = shutil.copytree(folder, tmp_path / "float")
     tensors = load_file(folder / "model.safetensors")
     layers, written, plain, names = {}, {}, dict(tensors), {}
@@ -145,8 +145,8 @@ def make_pair(
         if name.rpartition(".")[2] not in PARTS or name in keep:
             written[full], names[full] = tensors[full], False
         elif suffix == "weight":
-            layers[name] = layer = quantised(tensors, name, 0.03, offset)
-            plain[full] = layer.dequantised().float()
+            layers[name] = layer = quantized(tensors, name, 0.03, offset)
+            plain[full] = layer.dequantized().float()
             found = entries(layer, name, format, scheme, bits)
             written |= found
             names |= dict.fromkeys(found, True)
@@ -161,7 +161,7 @@ def load(folder: Path, **config: Any) -> hal.nn.CausalLM:
 
 
 def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
-    """Of the prompt's last token, and of each of a few tokens decoded after it."""
+    """Return the logits of the prompt's last token, and of each of a few tokens decoded after it."""
     backend = hal.active_backend()
     backend.configure(attrs.evolve(backend.config, compilation=hal.CompilationConfig(compiler, capture_sizes=(1,))))
     runner = hal.Runner(model, backend)
@@ -174,8 +174,8 @@ def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
     return torch.cat(found)
 
 
-def fake_quantise(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    """To int8 and back, in float64."""
+def fake_quantize(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    """Quantize to int8 and dequantize, in float64."""
     x = arguments[0].double()
     if scheme == "w8a8":
         numbers = (x / layer.input_scale + layer.offset).round().clamp(-128, 127)
@@ -190,7 +190,7 @@ def names_of(path: str, module: Linear | QuantizedLinear) -> list[str]:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative, of the whole."""
+    """Return the relative error of the whole tensor."""
     return ((found - wanted).norm() / wanted.norm()).item()
 
 

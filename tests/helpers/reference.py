@@ -1,4 +1,4 @@
-"""What the tests of whole models share: prompts for the trained checkpoint, and runners."""
+"""Prompts for the trained checkpoint, and runners, for tests of whole models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TEXTS = (
 
 
 def prompts(trained: Path) -> list[list[int]]:
-    """:data:`TEXTS` as tokens of the trained checkpoint."""
+    """Return :data:`TEXTS` as tokens of the trained checkpoint."""
     return [encoding.ids for encoding in Checkpoint.open(trained).tokenizer().encode_batch(list(TEXTS))]
 
 
 def open_runner(
     path: Path, compiler: str = "eager", *, dtype: str = "float32", num_tokens: int = 2048, block_size: int = 16
 ) -> hal.Runner:
-    """A runner on the CPU, which becomes the active backend; its graphs are for batches of 2, 4 and 8."""
+    """Open and activate the CPU backend with graphs for batches of 2, 4 and 8; return a runner."""
     backend = hal.open(
         {
             "backend": "cpu",

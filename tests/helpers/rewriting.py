@@ -1,4 +1,4 @@
-"""What tests of rewrites share: functions traced as models are, and a decoder layer spelled in many ways."""
+"""Functions traced like models, and a decoder layer in many spellings, for tests of rewrites."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hal.ops.kernels.kernel_table import Kernel
 
 
 def node_of(operation: Operation) -> Kernel:
-    """What a call is in a trace: a fused operation's body, since no model calls one."""
+    """Return what a call is in a trace: a fused operation's body, since models do not call fused operations."""
     return operation.rebound(node_of) if operation.fused else operation.overload
 
 
 @attrs.frozen
 class Traced:
-    """A function as a graph, inputs for it, and the graph as it was traced."""
+    """A function's graph before and after passes, and its inputs."""
 
     graph: fx.GraphModule
     mode: FakeTensorMode
@@ -37,14 +37,14 @@ class Traced:
     original: fx.GraphModule
 
     def apply(self, *passes: Any) -> Report:
-        """Add passes, names of operations standing for their rewrites, and apply them."""
+        """Add passes, where an operation's name stands for its rewrite, and apply them."""
         manager = PassManager(self.graph, self.mode)
         for each in passes:
             manager.add(rewrite_of(each) if isinstance(each, str) else each)
         return manager.apply()
 
     def calls(self) -> Counter[str]:
-        """How often each overload is called, by name."""
+        """Return the number of calls of each overload, by name."""
         return Counter(
             node.target.name().partition("::")[2]
             for node in self.graph.graph.nodes
@@ -52,7 +52,7 @@ class Traced:
         )
 
     def check(self, inputs: Sequence[Tensor] | None = None) -> None:
-        """The graph gives and writes what it did when it was traced, to the bit, with references for kernels."""
+        """Check that results and mutations equal those of the trace bit for bit, with references as kernels."""
         inputs = self.inputs if inputs is None else inputs
         torch.testing.assert_close(run(self.graph, inputs), run(self.original, inputs), rtol=0, atol=0, equal_nan=True)
 
@@ -62,7 +62,7 @@ def rewrite_of(name: str) -> Rewrite:
 
 
 def run(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Any]:
-    """What a function gives, and what it leaves of copies of the inputs; those that share memory share it there."""
+    """Run a function on copies of the inputs, which share memory like the originals; return results and copies."""
     memories: dict[int, Tensor] = {}
     copies = []
     for each in inputs:
@@ -84,7 +84,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def trace(function: Callable[..., Any], *inputs: Tensor, rows: Collection[int] = ()) -> Traced:
-    """``function(*inputs)`` as a graph, in which the first size of the inputs ``rows`` is open."""
+    """Trace ``function(*inputs)``; the first dimension of the inputs at indices ``rows`` is symbolic."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for index, each in enumerate(inputs):
@@ -189,18 +189,18 @@ HEADS_FIRST = [_heads_first, _heads_first_by_slices, _flat_and_back]
 
 @attrs.frozen
 class Spelling:
-    """A decoder layer, of sizes and in a spelling drawn from a seed."""
+    """A decoder layer whose sizes and spelling are drawn from a seed."""
 
     seed: int
 
     @property
     def draw(self) -> random.Random:
-        """Begins anew every time: choices are the same in every trace."""
+        """Return a new generator at each access, so that choices are the same in every trace."""
         return random.Random(self.seed)
 
     @property
     def config(self) -> dict[str, Any]:
-        """Sizes: every ratio of query to key heads from 1 to 8, and either of what there are two of, in turn."""
+        """Return the sizes: every ratio of query to key heads from 1 to 8; binary choices alternate."""
         bits = self.draw.getrandbits(3) if self.seed >= 16 else self.seed // 2
         return {
             "kv_heads": 1 + self.seed % 3, "ratio": 1 + self.seed % 8, "head_dim": 128 if bits & 1 else 64,
@@ -209,7 +209,7 @@ class Spelling:
         }  # fmt: skip
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
-        """For :meth:`layer`; the first, and the last four, have a row for each token."""
+        """Return inputs of :meth:`layer`; the first and the last four have a row for each token."""
         config = self.config
         kv_heads, dim = config["kv_heads"], config["head_dim"]
         heads, width, draw = kv_heads * config["ratio"], 48, Draw(config["dtype"], seed=self.seed)
@@ -269,9 +269,9 @@ def _viewed(x: Tensor, dim: int) -> Tensor:
 
 
 def mixture(seed: int, steps: int = 14) -> Callable[[Tensor, Tensor], Any]:
-    """A function of two ``[rows, 24]``: views, writes in place, sums and norms in an order drawn from a seed.
+    """Return a function of two ``[rows, 24]``: views, in-place writes, sums and norms in an order drawn from a seed.
 
-    Some of its tensors see the same memory, some are inputs, and any may be written, read later, or returned.
+    Some of its tensors share memory, some are inputs, and any may be written, read later, or returned.
     """
 
     def function(x: Tensor, y: Tensor) -> Any:

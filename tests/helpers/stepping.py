@@ -14,10 +14,10 @@ CPU = torch.device("cpu")
 def states_of(
     model: CausalLM, num_blocks: int = 8, *, block_size: int = 16, dtype: torch.dtype = torch.float32
 ) -> StateMemory:
-    """Zeroed states of a model, on the CPU."""
+    """Return zeroed states of a model on the CPU."""
     return canonical_states(StateSpec(tuple(model.states), dtype, num_blocks, block_size, num_slots=8), CPU)
 
 
 def padding_of(model: CausalLM, shape: StepShape, *, columns: int = 5, block_size: int = 16) -> Batch:
-    """A batch of padding, of a shape."""
+    """Return a batch of padding with a given shape."""
     return StaticBatch(model.batch_type, shape, max_blocks=columns, block_size=block_size, device=CPU).batch

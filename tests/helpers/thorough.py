@@ -1,6 +1,6 @@
-"""Which cases `make test` leaves to `make test-all`, and why; `make thorough` lists them.
+"""Selects the cases that `make test` leaves to `make test-all`, with reasons; `make thorough` lists them.
 
-A case is thorough by the mark ``thorough(reason)``, or by a row of :data:`CASES`: further dtypes, draws and
+A case is thorough if it has the mark ``thorough(reason)`` or matches a row of :data:`CASES`: more dtypes, draws and
 configurations of what `make test` runs in one.
 """
 
@@ -15,14 +15,14 @@ import pytest
 
 from helpers import TESTS
 
-DTYPE = "a further dtype; another runs in `make test`"
-DRAW = "a further draw of arguments or orders; the first run in `make test`"
-MODE = "a further mode or configuration; another runs in `make test`"
-FAMILY = "a further family of models through the same code"
-PROCESSES = "many processes, each of which imports torch; others of the file stay"
-AGAIN = "what another command checks too, or other tests check in parts, once more as a whole"
+DTYPE = "another dtype; `make test` runs one"
+DRAW = "another draw of arguments or orders; `make test` runs the first"
+MODE = "another mode or configuration; `make test` runs one"
+FAMILY = "another family of models through the same code"
+PROCESSES = "many processes, each of which imports torch; `make test` runs other tests of the file"
+AGAIN = "also checked by another command, or in parts by other tests"
 
-# File under tests/, with the wildcards of pathlib; what the id after the path holds; reason.
+# File under tests/, with the wildcards of pathlib; regular expression for the id after the path; reason.
 CASES = (
     ("backends/cpu/test_cpu_conformance.py", r"/(bfloat16|float16)(/|\])", DTYPE),
     ("backends/cpu/test_cpu_conformance.py", r"\[closing/runner/(piecewise\w*|inductor)\]", MODE),
@@ -109,7 +109,7 @@ CASES = (
     ("cli/test_output.py", r"TestNoise::test_of_texts|TestFull::test_stdout\[arguments[12]", PROCESSES),
     ("compare/test_compare.py", r"test_stale_lengths\w+\[(eager|graph),|test_the_configuration_of_all", MODE),
     ("compare/test_compare.py", r"test_stale_lengths\w+\[piecewise|TestModes::test_of_the_cpu", MODE),
-    ("compile/test_normalise.py", r"test_any_order_of_views_and_writes\[[1-3]\d\]", DRAW),
+    ("compile/test_normalize.py", r"test_any_order_of_views_and_writes\[[1-3]\d\]", DRAW),
     ("compile/test_rewrites.py", r"test_any_order_of_views_writes_and_sums\[range\([1-9]", DRAW),
     ("compile/test_rewrites.py", r"test_any_spelling_for_any_number_of_tokens\[([6-9]|\d\d)\]", DRAW),
     ("config/test_config_values.py", r"test_keys_of_models\[(Mistral|Qwen3)", FAMILY),
@@ -153,11 +153,11 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
     """Mark the cases of :data:`CASES`.
 
     Args:
-        items: all tests that were collected.
-        complete: whether of each file all were.
+        items: all collected tests.
+        complete: whether all tests of each file were collected.
 
     Raises:
-        pytest.UsageError: a row finds no case in a file that was collected whole, or all of its cases.
+        pytest.UsageError: a row matches no case, or all cases, of a file that was collected completely.
     """
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -168,14 +168,14 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
         for item in found:
             item.add_marker(pytest.mark.thorough(reason))
         if complete and files and not found:
-            raise pytest.UsageError(f"no case of tests/{pattern} matches {named!r}: mend the row in {__file__}")
+            raise pytest.UsageError(f"no case of tests/{pattern} matches {named!r}: fix the row in {__file__}")
     for file, cases in by_file.items():
         if complete and all(item.get_closest_marker("thorough") for item in cases):
-            raise pytest.UsageError(f"`make test` would run nothing of tests/{file}: mend the rows in {__file__}")
+            raise pytest.UsageError(f"`make test` would run nothing of tests/{file}: fix the rows in {__file__}")
 
 
 def reasons(items: Sequence[pytest.Item]) -> Counter[tuple[str, str]]:
-    """How many thorough cases there are, by file and reason."""
+    """Return the number of thorough cases, by file and reason."""
     return Counter(
         (str(item.path.relative_to(TESTS)), marker.args[0])
         for item in items

@@ -1,4 +1,4 @@
-"""Checkpoints of the toy models, and a schedule that mixes, grows, shrinks and permutes batches."""
+"""Checkpoints of the toy models, and a schedule of batches that mix, grow, shrink and permute."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SPLIT_AT: Mapping[str, Sequence[str]] = {
     "RecurrentForCausalLM": ("paged_attention", "causal_conv", "linear_attention"),
     "PicturesForCausalLM": ("paged_attention",),
 }
-"""By model, what its steps are split at in pieces."""
+"""Splitting operations, by model."""
 SLOTS = 3
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Have the package found as an installed one is: its metadata lies beside it."""
+    """Make the package importable with its metadata, as if it were installed."""
     sys.path.insert(0, str(PACKAGE))
     try:
         yield
@@ -45,7 +45,7 @@ def installed() -> Iterator[None]:
 
 
 def checkpoint(folder: Path, architecture: str, *, seed: int = 0) -> Path:
-    """A checkpoint of random weights, under the names that the model binds."""
+    """Write a checkpoint of random weights, with the names that the model binds."""
     folder.mkdir(parents=True)
     config = {"architectures": [architecture], "torch_dtype": "float32", **COMMON}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -64,11 +64,11 @@ def checkpoint(folder: Path, architecture: str, *, seed: int = 0) -> Path:
 
 @attrs.frozen
 class Schedule:
-    """Sequences that start, grow, sit out steps, and end; and which new tokens each step holds.
+    """Sequences that start, grow, pause and end; and the new tokens of each step.
 
     Attributes:
-        texts: of each sequence.
-        steps: in order; each gives the sequences of the batch, by row, and their numbers of new tokens.
+        texts: the tokens of each sequence.
+        steps: in order; each has pairs of a sequence and its number of new tokens, by row of the batch.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -76,7 +76,7 @@ class Schedule:
 
     @classmethod
     def drawn(cls, seed: int, vocab_size: int, *, count: int = 9, together: int = SLOTS) -> Schedule:
-        """At most ``together`` sequences run at a time, so that slots and blocks are reused."""
+        """Draw a schedule. At most ``together`` sequences run at a time, so that slots and blocks are reused."""
         draw = random.Random(seed)
         texts = tuple(
             tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))) for _ in range(count)
@@ -102,12 +102,12 @@ class Schedule:
 
     @property
     def mixed(self) -> int:
-        """Steps in which some sequences have one new token and others more."""
+        """Return the number of steps in which some sequences have one new token and others more."""
         return sum(len({new == 1 for _, new in step}) == 2 for step in self.steps)
 
 
 def fields_of(architecture: str, rows: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """The fields that a model's batch has beside: of each sequence's tokens from one place to another."""
+    """Return the additional fields of a model's batch, for each sequence's tokens from a start to an end."""
     if architecture != "PicturesForCausalLM":
         return {}
     places = torch.tensor([at for _, start, end in rows for at in range(start, end)])
@@ -118,7 +118,7 @@ def fields_of(architecture: str, rows: Sequence[tuple[int, int, int]]) -> dict[s
 
 
 def alone(runner: hal.Runner, schedule: Schedule, architecture: str) -> list[Tensor]:
-    """Each text's logits at every token, run by itself in one step."""
+    """Return the logits of each text at every token, run alone in one step."""
     found = []
     for row, text in enumerate(schedule.texts):
         blocks = runner.blocks.take(runner.spec.blocks_for(len(text))) or []
@@ -134,7 +134,7 @@ def alone(runner: hal.Runner, schedule: Schedule, architecture: str) -> list[Ten
 
 
 def scheduled(runner: hal.Runner, schedule: Schedule, architecture: str) -> Iterator[tuple[int, int, Tensor]]:
-    """Run the schedule; yield of each step and sequence the number of tokens so far, and the logits behind them."""
+    """Run the schedule; yield, for each step and sequence, its number, the number of tokens so far, and the logits."""
     done = dict.fromkeys(range(len(schedule.texts)), 0)
     blocks: dict[int, list[int]] = {}
     slots: dict[int, list[int]] = {}
@@ -159,10 +159,10 @@ def scheduled(runner: hal.Runner, schedule: Schedule, architecture: str) -> Iter
 
 
 def check(runner: hal.Runner, schedule: Schedule, expected: Sequence[Tensor], architecture: str, slack: float) -> int:
-    """Run the schedule twice, so that each finds what the first left; tokens and logits must be those of ``expected``.
+    """Run the schedule twice, so that each run meets the other's state; compare tokens and logits with ``expected``.
 
     Returns:
-        How many tokens were compared.
+        The number of tokens that were compared.
 
     Raises:
         AssertionError: logits differ by more than ``slack`` of the largest, or a token where no tie explains it.

@@ -1,8 +1,7 @@
-"""Running a Triton kernel between fences, against its operation's reference.
+"""Runs a Triton kernel with guarded memory, and compares it with its operation's reference.
 
-In Triton's interpreter every tensor that the kernel is given, and every one that it allocates, ends where memory that
-may not be touched begins, or begins where it ends: a read or a write past either end kills the process. On a GPU
-compute-sanitizer does that work.
+In Triton's interpreter every tensor that the kernel is given, and every one that it allocates, starts or ends at
+protected memory: an access past that end kills the process. On a GPU, compute-sanitizer detects such accesses.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hal.ops.tolerance import assert_agree
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")
 SIDES = ("before", "after")
-"""Where the fence is that a tensor touches."""
+"""The side of a tensor on which the protected memory is."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,9 +38,9 @@ def check(
     kernel: Callable[..., Any] | None = None,
     sides: Sequence[str] = SIDES,
 ) -> Any:
-    """The kernel's results, after comparing them with the reference's, and those of several runs bit by bit.
+    """Return the kernel's results, after comparing them with the reference's and those of several runs bit for bit.
 
-    Host values are withheld: a graph is replayed with others than it was captured with.
+    Host values are withheld, because a graph is replayed with other host values than the captured ones.
     """
     operation = ops.operation(name)
     places = {argument: place for place, argument in enumerate(operation.signature.parameters)}
@@ -70,13 +69,16 @@ def clones(values: Sequence[Any]) -> list[Any]:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one dtype are the same, NaN included."""
+    """Return whether two tensors of one dtype are equal, NaN included."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.itemsize]
     return torch.equal(first.view(integers), second.view(integers))
 
 
 def fenced(tensor: Tensor, side: str) -> Tensor:
-    """A copy with the same strides on the device. On the CPU it touches a fence, and gaps between rows are NaN."""
+    """Return a copy with the same strides on the device.
+
+    On the CPU it is next to protected memory, and gaps hold NaN.
+    """
     if tensor.numel() == 0:
         return tensor.to(DEVICE)
     single = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
@@ -90,7 +92,7 @@ def fenced(tensor: Tensor, side: str) -> Tensor:
 
 
 def between_fences(count: int, dtype: torch.dtype, side: str) -> Tensor:
-    """``count`` elements on the CPU that hold NaN, or a number that sticks out, and touch a fence on one side."""
+    """Return ``count`` elements on the CPU next to protected memory, filled with NaN or a distinctive number."""
     page, size = mmap.PAGESIZE, count * dtype.itemsize
     body = -(-size // page) * page
     memory = mmap.mmap(-1, body + 2 * page)
@@ -104,7 +106,7 @@ def between_fences(count: int, dtype: torch.dtype, side: str) -> Tensor:
 
 
 def fencing(side: str) -> AbstractContextManager[Any]:
-    """What the kernel allocates inside touches a fence; and it may not read a value of the device's back."""
+    """Guard the kernel's allocations in the block, and forbid it to read device values on the host."""
     return _Fencing(side) if DEVICE.type == "cpu" else nullcontext()
 
 
@@ -114,7 +116,7 @@ class _Fencing(TorchDispatchMode):
         self._side = side
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a kernel's launch may not wait for a value"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a kernel's launch must not wait for a value"
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format and result.numel():
             return between_fences(result.numel(), result.dtype, self._side).view(result.shape)

@@ -1,4 +1,4 @@
-"""Our Llama and Mistral against those of Hugging Face transformers, on random checkpoints."""
+"""Tests for Llama and Mistral against Hugging Face transformers, on random checkpoints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ import hal
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import ROPE_TYPES
 
-SEEDS = range(8, 28)  # these cover what they should, says a test below
-COMPILED = (*SEEDS[:8], 27)  # compiling takes seconds each; these have all that changes a graph, says the same test
+SEEDS = range(8, 28)  # test_the_configurations_cover_what_they_should checks these seeds.
+# Compiling takes seconds each. These seeds cover all that changes a graph; the same test checks that.
+COMPILED = (*SEEDS[:8], 27)
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 def draw_config(seed: int) -> Any:
-    """A Llama or Mistral configuration; every type of rope parameters comes up in both."""
+    """Draw a Llama or Mistral configuration; every type of rope parameters occurs in both."""
     draw = random.Random(seed)
     family, kv_heads = ("llama", "mistral")[seed // len(ROPE_TYPES) % 2], draw.choice((1, 2))
     sizes = {
@@ -60,7 +61,7 @@ def draw_config(seed: int) -> Any:
 
 
 def older(config: dict[str, Any], draw: random.Random) -> None:
-    """The spelling of the first checkpoints, which leave out what follows from the other sizes."""
+    """Rewrite a config.json as the first checkpoints have it, without values that follow from other sizes."""
     spell_as_before_version_5(config, draw)
     if config["head_dim"] == config["hidden_size"] // config["num_attention_heads"]:
         del config["head_dim"]
@@ -149,7 +150,7 @@ YARN = {
     ],
 )
 def test_a_wrong_config_would_be_noticed(rope: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
-    """The comparison is no better than what it would notice."""
+    """The comparison detects a wrong value of each of these keys."""
     config = transformers.MistralConfig(
         vocab_size=97, hidden_size=48, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=128, sliding_window=9, rope_parameters=dict(rope),
@@ -167,7 +168,7 @@ def test_a_wrong_config_would_be_noticed(rope: dict[str, Any], changes: dict[str
 
 
 def with_extra(path: Path, name: str) -> Path:
-    """A one-file checkpoint of ``path`` that holds one more tensor."""
+    """Write a copy of the one-file checkpoint at ``path`` with one more tensor."""
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=48, intermediate_size=56, num_hidden_layers=1, num_attention_heads=4
     )
@@ -213,7 +214,7 @@ def windows(**changes: Any) -> list[int | None]:
 
 
 def test_windows_of_mistral() -> None:
-    assert windows() == [4096, 4096], "what transformers has by default"
+    assert windows() == [4096, 4096], "the default of transformers"
     assert windows(sliding_window=None) == [None, None]
     assert windows(sliding_window=6) == [6, 6]
     with pytest.raises(ConfigError, match="sliding_window is 0"):

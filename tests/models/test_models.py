@@ -1,4 +1,4 @@
-"""What a model's config and its attention may say, apart from the numbers, which test_transformers.py compares."""
+"""Tests for configs and attention of models, apart from numerics, which test_transformers.py compares."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_attention_refuses_a_window_without_the_token_itself(window: int) -> Non
 
 def test_windows_of_layers() -> None:
     assert windows(sliding_window=6, max_window_layers=2) == [None, None, 6, 6]
-    assert windows(sliding_window=6) == [None] * 4, "as many full layers as transformers has by default"
+    assert windows(sliding_window=6) == [None] * 4, "as many full layers as the default of transformers"
     assert windows(max_window_layers=3) == [None, None, None, 4096]
     assert windows(max_window_layers=0, sliding_window=None) == [None] * 4
     assert windows(max_window_layers=0, sliding_window=6, use_sliding_window=False) == [None] * 4
@@ -69,7 +69,7 @@ def test_windows_of_layers() -> None:
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "remove one"),
         ({"hidden_size": "8"}, "expected int, found str '8'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:

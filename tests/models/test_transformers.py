@@ -1,4 +1,4 @@
-"""Our Qwen3 against the one of Hugging Face transformers, on random checkpoints and on the trained one."""
+"""Tests for Qwen3 against Hugging Face transformers, on random checkpoints and on the trained one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers.comparison import (
     difference,
     draw_rope,
     our_logits,
-    randomise,
+    randomize,
     spell_as_before_version_5,
     their_logits,
 )
@@ -30,14 +30,14 @@ from torch import Tensor
 
 import hal
 
-transformers = pytest.importorskip("transformers", reason="transformers is what our logits are compared with")
+transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-SEEDS = range(30, 70)  # these cover what they should, says a test below
-SENSITIVE_SEED = 32  # two layers, one of them with a window, and a spelled-out layer_types
+SEEDS = range(30, 70)  # test_the_configurations_cover_what_they_should checks these seeds.
+SENSITIVE_SEED = 32  # Two layers, one of them with a window, and an explicit layer_types.
 
 
 def draw_config(seed: int) -> Any:
-    """A Qwen3 configuration. Sizes are such that hidden_size / num_attention_heads is never head_dim."""
+    """Draw a Qwen3 configuration, in which hidden_size / num_attention_heads is never head_dim."""
     draw = random.Random(seed)
     kv_heads, layers = draw.choice((1, 2)), draw.randint(1, 4)
     window: dict[str, Any] = {}
@@ -66,13 +66,13 @@ def draw_config(seed: int) -> Any:
     )
 
 
-COMPILED = (30, 37, 40, 42, 44, 51, 62, 65)  # compiling takes seconds each; these have all that changes a graph
+COMPILED = (30, 37, 40, 42, 44, 51, 62, 65)  # Compiling takes seconds each; these seeds cover all that changes a graph.
 WINDOWED = [seed for seed in SEEDS if draw_config(seed).use_sliding_window]
 
 
 def older(config: dict[str, Any], draw: random.Random) -> None:
     spell_as_before_version_5(config, draw)
-    del config["layer_types"]  # max_window_layers says the same
+    del config["layer_types"]  # the same as max_window_layers
 
 
 def build(seed: int, path: Path) -> Case:
@@ -117,7 +117,7 @@ def test_scaled_positions(rope_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", WINDOWED, ids="seed={}".format, indirect=True)
 def test_sliding_window_matters(case: Case) -> None:
-    """In transformers itself, or the comparison would prove nothing about windows."""
+    """Tested in transformers itself; otherwise the comparison would not test windows."""
     config = case.model.config
     unlimited = transformers.Qwen3Config.from_dict(
         {**config.to_dict(), "use_sliding_window": False, "layer_types": None}, attn_implementation="eager"
@@ -147,7 +147,7 @@ def test_the_configurations_cover_what_they_should() -> None:
         assert drawn(lambda c: (c.attention_bias, c.tie_word_embeddings, c.use_sliding_window), configs) == {
             (bias, tied, window) for bias in (False, True) for tied in (False, True) for window in (False, True)
         }
-        assert drawn(lambda c: len(set(c.layer_types)), configs) == {1, 2}  # some have both kinds of layers
+        assert drawn(lambda c: len(set(c.layer_types)), configs) == {1, 2}  # Some have both kinds of layers.
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_configurations_cover_what_they_should() -> None:
     ],
 )
 def test_a_wrong_config_would_be_noticed(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
-    """The comparison is no better than what it would notice."""
+    """The comparison detects a wrong value of each of these keys."""
     case = build(SENSITIVE_SEED, tmp_path / "right")
     shutil.copytree(case.path, tmp_path / "wrong")
     config = json.loads((case.path / "config.json").read_text())
@@ -177,11 +177,11 @@ def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path:
     model = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(vocab_size=97, num_hidden_layers=2, max_position_embeddings=64, **sizes, **defaults)
     )
-    randomise(model, seed=0)
+    randomize(model, seed=0)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     kept = {"architectures", "model_type", "vocab_size", "num_hidden_layers", "max_position_embeddings", *sizes}
-    kept |= {"use_sliding_window", "sliding_window"}  # of no layer below max_window_layers
+    kept |= {"use_sliding_window", "sliding_window"}  # has no layer below max_window_layers
     (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in kept}))
 
     model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
@@ -192,19 +192,19 @@ def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path:
 
 NEW_TOKENS = 64
 TIE = 2
-"""How many bfloat16 ulps two logits may differ by and still count as equal.
+"""Number of bfloat16 ulps by which two logits may differ and still count as equal.
 
 Rounding two logits to bfloat16 moves their difference by up to one ulp by itself. The hidden state that they are
 computed from was rounded too, a dozen times a layer and in other places here than there (transformers rounds a norm
 before it applies the weight, we after), which moves them by as much again.
 """
 SLACK = 1.2
-"""How much larger our error (against float32) may be than that of transformers; we round less often."""
+"""Maximum ratio of our error (against float32) to that of transformers; we round less often."""
 
 
 @attrs.frozen
 class Continuation:
-    """What transformers makes of a prompt, greedily in bfloat16; logits are ``[NEW_TOKENS, vocab_size]``.
+    """The greedy continuation of a prompt by transformers in bfloat16; logits are ``[NEW_TOKENS, vocab_size]``.
 
     ``exact`` are its logits in float32 on the same tokens.
     """
@@ -221,7 +221,7 @@ def continuations(trained: Path) -> list[Continuation]:
         transformers.Qwen3ForCausalLM.from_pretrained(trained, dtype=dtype, attn_implementation="eager").eval()
         for dtype in (torch.bfloat16, torch.float32)
     )
-    rounded.generation_config.eos_token_id = None  # to the full length
+    rounded.generation_config.eos_token_id = None  # to the maximum length
     found = []
     for prompt in prompts(trained):
         made = rounded.generate(
@@ -239,7 +239,7 @@ def continuations(trained: Path) -> list[Continuation]:
 
 
 def forced_logits(runner: hal.Runner, continuations: Sequence[Continuation]) -> list[Tensor]:
-    """Our logits where transformers chose its tokens, for all prompts in one batch."""
+    """Return our logits at the tokens that transformers chose, for all prompts in one batch."""
     blocks, taken = [], 1
     for each in continuations:
         count = runner.spec.blocks_for(len(each.prompt) + NEW_TOKENS)
@@ -254,14 +254,14 @@ def forced_logits(runner: hal.Runner, continuations: Sequence[Continuation]) -> 
 
 
 def ulps_apart(logits: Tensor, one: int, other: int) -> float:
-    """The distance of two logits in units of bfloat16's last place (it has 8 bits) at the larger one's magnitude."""
+    """Return the distance of two logits in bfloat16 units in the last place (8 bits) at the larger one's magnitude."""
     a, b = float(logits[one]), float(logits[other])
     ulp = 2.0 ** (math.floor(math.log2(max(abs(a), abs(b)))) - 7)
     return abs(a - b) / ulp
 
 
 def check_greedy(ours: Sequence[Tensor], continuations: Sequence[Continuation]) -> list[tuple[int, int]]:
-    """Hold our choices against theirs, token by token on their text; return the places of ties."""
+    """Check our choices against transformers', token by token on its text; return the positions of ties."""
     ties = []
     for row, (logits, theirs) in enumerate(zip(ours, continuations, strict=True)):
         for step, (our_choice, their_choice) in enumerate(zip(logits.argmax(-1).tolist(), theirs.tokens, strict=True)):
@@ -274,7 +274,7 @@ def check_greedy(ours: Sequence[Tensor], continuations: Sequence[Continuation]) 
 
 
 def error(logits: Sequence[Tensor], continuations: Sequence[Continuation]) -> float:
-    """Root mean square distance from the float32 logits."""
+    """Return the root mean square distance from the float32 logits."""
     return float((torch.cat(list(logits)) - torch.cat([each.exact for each in continuations])).square().mean().sqrt())
 
 
@@ -286,10 +286,10 @@ def test_greedy_tokens_of_the_trained_checkpoint(
     assert runner.spec.dtype is torch.bfloat16
     ours = forced_logits(runner, continuations)
     ties = check_greedy(ours, continuations)
-    # What rounding does to us is what it does to transformers; a mistake would come on top.
+    # Rounding affects transformers as much; a mistake would add to it.
     assert error(ours, continuations) <= SLACK * error([each.logits for each in continuations], continuations)
 
-    # Left to itself, the whole loop gives the same text, up to the first tie.
+    # The generation loop gives the same text, up to the first tie.
     made: list[list[int]] = [[] for _ in continuations]
     params = hal.SamplingParams(max_new_tokens=NEW_TOKENS)
     for token in hal.generate(runner, [each.prompt for each in continuations], params):

@@ -1,4 +1,4 @@
-"""Layers of a driver's own, in the place of those of hal.nn."""
+"""Tests for layers of a driver that replace those of hal.nn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
 class OwnNorm(RMSNorm):
-    """By torch's own function."""
+    """A norm that calls torch's function."""
 
     def __init__(self, layer: RMSNorm) -> None:
         super().__init__(layer.weight.shape[0], layer.eps)
@@ -35,7 +35,7 @@ class FaultyNorm(OwnNorm):
 
 
 class OwnMLP(GatedMLP):
-    """Around the layers of the original."""
+    """An MLP that wraps the layers of the original."""
 
     def __init__(self, layer: GatedMLP) -> None:
         nn.Module.__init__(self)
@@ -63,7 +63,7 @@ class OwnTable(Embedding):
 
 
 class Own(hal.Backend):
-    """The CPU's kernels, layers of its own, and weights that it prepares."""
+    """The CPU's kernels, with replaced layers and prepared weights."""
 
     def __init__(self, layers: Any) -> None:
         self.cpu = hal.open("cpu", activate=False)
@@ -90,7 +90,7 @@ def _the_cpu_again(cpu: hal.Backend) -> Iterator[None]:
 
 
 def logits(folder: Path, backend: hal.Backend, compiler: str = "eager") -> Tensor:
-    """Of a decode step after a short prompt."""
+    """Return the logits of a decode step after a short prompt."""
     compilation = hal.CompilationConfig(compiler, capture_sizes=(1,))
     backend.configure(hal.Config(backend=backend.name, dtype="float32", compilation=compilation))
     backend.activate()
@@ -113,11 +113,11 @@ def test_which_layers_are_replaced(folder: Path) -> None:
     kinds = [type(module) for module in model.modules()]
     assert kinds.count(OwnNorm) == 2 * 4 + 1
     assert kinds.count(OwnMLP) == 2
-    assert kinds.count(OwnLinear) == 2 * 2, "inside of what was replaced, too"
-    assert kinds.count(MergedLinear) == 2 * 2, "where the function gives it back"
+    assert kinds.count(OwnLinear) == 2 * 2, "must be replaced inside a replaced layer too"
+    assert kinds.count(MergedLinear) == 2 * 2, "must stay if the function returns it"
     assert not {RMSNorm, GatedMLP, Linear} & set(kinds)
     assert type(model.model.layers[0]).__name__ == "Qwen3Layer"
-    assert backend.prepared == 4 * 2 + 1, "the weights of own projections are prepared like others"
+    assert backend.prepared == 4 * 2 + 1, "the weights of replaced projections must be prepared like others"
     assert all(not parameter.is_meta for parameter in model.parameters())
 
 
@@ -129,11 +129,11 @@ def test_such_a_model_is_not_for_other_backends(folder: Path, cpu: hal.Backend) 
 
 
 def test_projections_in_int8_stay(folder: Path, tmp_path: Path) -> None:
-    quantised = quantize_checkpoint(folder, tmp_path / "int8", "w8a8_dynamic").path
-    wanted = logits(quantised, Own({}))
+    quantized = quantize_checkpoint(folder, tmp_path / "int8", "w8a8_dynamic").path
+    wanted = logits(quantized, Own({}))
     backend = Own({GatedMLP: OwnMLP, Linear: OwnLinear, MergedLinear: OwnMerged, RMSNorm: OwnNorm})
-    torch.testing.assert_close(logits(quantised, backend), wanted, rtol=0.02, atol=0.02)
-    kinds = {type(module) for module in hal.load_model(quantised, backend).modules()}
+    torch.testing.assert_close(logits(quantized, backend), wanted, rtol=0.02, atol=0.02)
+    kinds = {type(module) for module in hal.load_model(quantized, backend).modules()}
     assert {OwnMLP, OwnNorm, DynamicQuantizedLinear} <= kinds
     assert OwnMerged not in kinds
 

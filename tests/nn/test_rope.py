@@ -1,4 +1,4 @@
-"""Rope parameters: what config.json may say, and the frequencies that follow, against those of transformers."""
+"""Tests for rope parameters: valid config.json entries, and the resulting frequencies against transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RELEASED = {
 def check(rope: dict[str, Any], head_dim: int) -> None:
     ours = RopeParameters.from_config(rope)
     theirs = LlamaRotaryEmbedding(
-        transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, **copy.deepcopy(rope))  # it writes
+        transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, **copy.deepcopy(rope))  # mutated
     )
     torch.testing.assert_close(ours.inv_freq(head_dim, torch.device("cpu")), theirs.inv_freq, rtol=1e-6, atol=0)
     assert math.isclose(ours.attention_scaling, theirs.attention_scaling, rel_tol=1e-9)
@@ -45,7 +45,7 @@ def check(rope: dict[str, Any], head_dim: int) -> None:
     positions = torch.tensor([0, 1, 17, 1000])
     expected = theirs(torch.empty(0), positions[None])
     for mine, other in zip(RotaryEmbedding(head_dim, ours)(positions, torch.float32), expected, strict=True):
-        torch.testing.assert_close(mine, other[0], rtol=0, atol=2e-4)  # an ulp of an angle of 1000 is 6e-5
+        torch.testing.assert_close(mine, other[0], rtol=0, atol=2e-4)  # One ulp of an angle of 1000 is 6e-5.
         torch.testing.assert_close(mine[:2], other[0, :2], rtol=0, atol=2e-6)
 
 
@@ -73,7 +73,7 @@ def test_both_spellings() -> None:
         {"rope_scaling": without_type | {"type": "llama3"}} | theta,
         {"rope_scaling": LLAMA_3_1 | {"type": "llama3"}, "rope_parameters": None} | theta,
         {"rope_scaling": LLAMA_3_1 | theta, "rope_parameters": LLAMA_3_1 | theta},
-        {"rope_scaling": LLAMA_3_1 | theta, "rope_theta": 1e4},  # the table's own goes before
+        {"rope_scaling": LLAMA_3_1 | theta, "rope_theta": 1e4},  # The table's value takes precedence.
     ):
         assert RopeParameters.from_config(same) == new
     for default in ({}, {"rope_scaling": None}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}}):

@@ -1,4 +1,4 @@
-"""Declarations of weights: what each rank reads of which tensor and where it goes, and what is refused."""
+"""Tests for declarations of weights: the parts that each rank reads, their positions, and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def binding_of(weight: Weight, shape: Sequence[int]) -> Binding:
 
 
 def assembled(binding: Binding, stored: dict[str, Tensor], rank: int = 0, ranks: int = 1) -> Tensor:
-    """What a rank holds, of pieces that arrive a row at a time; NaN where none fills it."""
+    """Return a rank's tensor, assembled from pieces of one row each; NaN where nothing was written."""
     pieces = binding.pieces(rank, ranks)
     held = torch.full([max(piece.target[dim][1] for piece in pieces) for dim in range(binding.tensor.dim())], torch.nan)
     for piece in pieces:
@@ -116,7 +116,7 @@ def test_a_weight_is_assembled(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, _, shard) in CASES.items() if shard])
 def test_ranks_hold_their_shares(name: str) -> None:
-    """Of each concatenated part its own: put together part by part, they are the whole."""
+    """Each rank reads its share of each concatenated part; together the shares form the whole."""
     weight, expected, shard = CASES[name]
     assert shard is not None
     dim = weight.axes.split().index(shard)
@@ -126,7 +126,7 @@ def test_ranks_hold_their_shares(name: str) -> None:
     assert sum(cuts) == expected.shape[dim]
     by_part = zip(*(share.split([cut // 2 for cut in cuts], dim) for share in shares), strict=True)
     assert torch.equal(torch.cat([share for part in by_part for share in part], dim), expected)
-    assert sum(piece.numel for piece in binding.pieces(1, 2)) == expected.numel() // 2, "no more is read"
+    assert sum(piece.numel for piece in binding.pieces(1, 2)) == expected.numel() // 2, "nothing else must be read"
 
 
 def test_merged_parts_are_cut_one_by_one() -> None:
@@ -155,7 +155,7 @@ def test_what_is_not_cut_is_every_ranks() -> None:
 def test_parameters_without_a_declaration_are_their_own() -> None:
     model: Any = nn.Module()
     model.scale = nn.Parameter(torch.empty(3, 2), requires_grad=False)
-    model.weights = nn.ModuleList([Linear(2, 2)])  # a submodule of that name declares nothing
+    model.weights = nn.ModuleList([Linear(2, 2)])  # A submodule with that name declares no weights.
     found = {binding.full_name: binding.weight for binding in bindings_of(model)}
     assert set(found) == {"scale", "weights.0.weight"}
     assert (found["scale"].sources, found["scale"].consumer, found["scale"].shard) == (("scale",), None, None)
@@ -246,7 +246,7 @@ def test_a_tied_table_is_bound_once() -> None:
 
 
 def test_slices_are_read_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any tensors, in order within a file, and never more at a time than a file is mapped for."""
+    """Read any tensors, in order within a file, and at most as much at a time as is mapped."""
     monkeypatch.setattr(safetensors_files, "REMAP_BYTES", 120)
     stored = {"wide": WIDE, "a": A, "scalar": torch.tensor(3.0), "none": torch.empty(0, 6), "cube": drawn(2, 6, 4)}
     save_file(stored, tmp_path / "model.safetensors")
@@ -264,11 +264,11 @@ def test_slices_are_read_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for place, each in enumerate(wanted):
         expected = stored[each.name][tuple(slice(*taken) for taken in each.taken)]
         assert torch.equal(torch.cat(found[place]) if each.taken else found[place][0], expected), each.name
-    assert starts[0] == [0, 2, 4], "of rows of 56 bytes two fit"
+    assert starts[0] == [0, 2, 4], "two rows of 56 bytes fit"
 
 
 class Narrow(CausalLM):
-    """It holds a matrix of 8 bits, which a layer would scale."""
+    """A model with an 8-bit matrix, which a layer would scale."""
 
     vocab_size, max_length, states = 7, 32, ()
 
@@ -336,9 +336,9 @@ print(most)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="asks Linux what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc/self/smaps_rollup")
 def test_only_the_slice_is_read(tmp_path: Path) -> None:
-    """64 MiB in the middle of a tensor of 256 MiB take the memory of one piece: 32 MiB at a time, and a few beside."""
+    """A slice of 64 MiB of a tensor of 256 MiB takes the memory of one piece, 32 MiB, and a few MiB more."""
     values = torch.arange(1024.0)[:, None].expand(1024, 1 << 16).contiguous()
     save_file({"large": values}, tmp_path / "model.safetensors")
     write_json(tmp_path / "config.json", {"architectures": ["None"]})
@@ -373,7 +373,7 @@ def test_a_scheme_that_cannot_write_what_it_says(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "half" not in schemes()
     (warned,) = [each.getMessage() for each in caplog.records if each.name == "hal.config"]
-    assert warned.startswith("the quantisation scheme half sets `writes` or `calibrated` but has no write()")
+    assert warned.startswith("the quantization scheme half sets `writes` or `calibrated` but has no write()")
     with pytest.raises(
         ConfigError, match=r"half sets `writes` or `calibrated` but has no write.*\n.*registered by half 1\)"
     ):

@@ -1,4 +1,4 @@
-"""Axes, dtypes, rows and state: how declarations spell them, what is refused, and what the suite finds wrong."""
+"""Tests for axes, dtypes, rows and state in declarations: syntax, refusals, and problems that the suite finds."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TestAxes:
         assert shape.names == ("...", "tokens", "width")
 
     def test_every_step_axis_is_some_operations(self) -> None:
-        """A batch and the operations that read it call them alike."""
+        """A batch and the operations that read it use the same axis names."""
         names = {name for each in OPERATIONS for name in each.constraints.axes}
         assert names.issuperset(STEP_AXES)
 
@@ -240,7 +240,7 @@ class TestOperations:
                 )
 
     def test_state_of_another_package(self, cpu: hal.Backend) -> None:
-        """States that hal has never heard of are declared like its own, and no layout of a KV cache concerns them."""
+        """State of other packages is declared like hal's, and is independent of the layout of a KV cache."""
 
         @op(
             samples=no_samples, namespace="haltest", rowwise=None, state=("matrix", "window"), mutates=("matrix",),
@@ -268,7 +268,7 @@ class TestOperations:
 
     @pytest.mark.parametrize("how", ["hands it on", "names one", "names none", "writes by itself"])
     def test_a_fused_operation_hands_on_state(self, how: str) -> None:
-        """As a backend with a cache laid out otherwise must be able to tell."""
+        """A backend with another cache layout must be able to tell."""
 
         def samples(draw: Draw) -> Iterator[Sample]:
             for key, _, *rest in ops.operation("store_kv_cache").samples(draw):
@@ -323,7 +323,7 @@ class TestOperations:
         check_declaration(operation)
 
     def test_rows_at_any_dimension(self) -> None:
-        """Of rotary positions in three rows, say: what is cut, and where NaN goes, follow the declaration."""
+        """For example, rotary positions in three rows: slicing and NaN follow the declaration."""
 
         def samples(draw: Draw) -> Iterator[Sample]:
             for tokens, width in ((1, 8), (5, 6)):
@@ -369,7 +369,7 @@ class TestOperations:
 
 
 class TestConformance:
-    """A declaration that says other than its samples or its reference do is found out."""
+    """Declarations that contradict their samples or their reference are found."""
 
     @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
     def test_every_operation_is_as_it_declares(self, operation: Operation) -> None:
@@ -413,7 +413,7 @@ class TestConformance:
             result: Tensor = body(x, weight)
             return result
 
-        declared_so.__name__ = name = f"declared_so_{next(NUMBERS)}"  # torch keeps each
+        declared_so.__name__ = name = f"declared_so_{next(NUMBERS)}"  # torch keeps every registered name
         given = dict(given)
         samples = self.sample_sizes(*given.pop("sizes", ((4, 8), (6, 10))))
         op(samples=samples, namespace="haltest", **GOOD | given)(declared_so)
@@ -480,7 +480,7 @@ class TestRewrites:
             hal.Backend("acme", cpu.device, kernels={}, rewrites=(Rewrite("mine", plain, NODE, sums, **wrong),))
 
     def test_what_is_declared_is_applied_and_nothing_else(self) -> None:
-        """Also where all samples agree in more than is declared, or in less."""
+        """Also if all samples agree in more or in less than is declared."""
 
         def of_64(draw: Draw) -> Iterator[Sample]:
             yield draw.normal(3, 64), draw.normal(3, 64), draw.normal(64), 1e-6
@@ -502,7 +502,7 @@ class TestRewrites:
         assert (applied(fixed, *wide), applied(fixed, *narrow)) == (1, 0)
 
     def test_a_computed_size_of_an_open_one(self) -> None:
-        """In a trace, ``sequences+1`` may be a symbol that says nothing of ``sequences``."""
+        """In a trace, ``sequences+1`` may be a symbol unrelated to that of ``sequences``."""
 
         def spread(x: Tensor, starts: Tensor) -> Tensor:
             return x.repeat_interleave(2, 0).sum(0) + starts.sum()
@@ -535,7 +535,7 @@ class TestRewrites:
             assert not isinstance(value, Tensor) or {"of"} <= kinds, (argument, kinds)
 
     def test_violations_are_what_a_rewrite_would_be_applied_to(self) -> None:
-        """One that declares nothing to be alike takes many of them; one that declares what the kernel needs, none."""
+        """A rewrite without constraints applies to many violations; one with the kernel's constraints to none."""
 
         def again(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             hidden = residual + x

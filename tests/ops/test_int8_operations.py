@@ -1,4 +1,4 @@
-"""The operations on int8: references against arithmetic written out, and the CPU's kernels against the references."""
+"""Tests for int8 operations: references against explicit arithmetic, and the CPU's kernels against the references."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def each_seed(count: int) -> pytest.MarkDecorator:
 
 
 def rounded(value: Fraction) -> int:
-    """To the nearest integer, half to even, and into int8."""
-    return min(127, max(-128, round(value)))  # Python rounds half to even
+    """Round to the nearest integer, half to even, and convert to int8."""
+    return min(127, max(-128, round(value)))  # Python rounds half to even.
 
 
 def int8s(draw: Draw, *shape: int) -> Tensor:
@@ -41,7 +41,7 @@ class TestQuantize:
     @each_dtype()
     @each_seed(3)
     def test_against_exact_fractions(self, cpu: hal.Backend, seed: int, dtype: torch.dtype) -> None:
-        """With scales that are powers of 2 a quotient is exact, and so are its ties, of which there are many."""
+        """With scales that are powers of 2, quotients are exact, and many are ties."""
         draw = Draw(dtype, seed=seed)
         for exponent, offset in itertools.product((-6, -3, 0), (None, -128, -7, 0, 127)):
             x = draw.integers(-600, 600, 200).to(dtype) * 2.0 ** (exponent - 1)
@@ -52,7 +52,7 @@ class TestQuantize:
             assert found.tolist() == exact
 
     def test_it_divides(self, cpu: hal.Backend) -> None:
-        """A product with the reciprocal would differ: 1 / 41 is not what float32 holds."""
+        """Multiplication by the reciprocal would differ, because float32 does not represent 1 / 41."""
         x = torch.arange(-128, 128) * 41.0 / 2
         scale = torch.tensor([41.0])
         found = cpu.ops.quantize(x, scale, None)
@@ -112,7 +112,7 @@ class TestDynamicQuantize:
 
 class TestProjections:
     def drawn(self, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """x, weight, int32 bias, a scale per output and one per token, of a shape at random."""
+        """Draw x, weight, int32 bias, a scale per output and one per token, of a random shape."""
         draw, choose = Draw(seed=seed), random.Random(seed)
         tokens, width, out = choose.choice((0, 1, 2, 17)), choose.choice((1, 2, 31, 64, 1000)), choose.randint(1, 70)
         bias = draw.integers(-(2**30), 2**30, out, dtype=torch.int32)
@@ -122,7 +122,7 @@ class TestProjections:
     @each_dtype()
     @each_seed(12)
     def test_against_numpys_integers(self, cpu: hal.Backend, seed: int, dtype: torch.dtype) -> None:
-        """Reference and kernel alike, bit for bit: sums in 64 bits, and the declared float32 operations in order."""
+        """Reference and kernel are equal bit for bit: sums in 64 bits, and the declared float32 operations in order."""
         x, weight, bias, scale, by_token = self.drawn(seed)
         exact = x.numpy().astype(numpy.int64) @ weight.numpy().astype(numpy.int64).T
         static, dynamic = ops.operation("quant_linear_static"), ops.operation("quant_linear_dynamic")
@@ -140,7 +140,7 @@ class TestProjections:
                 assert torch.equal(run(x, by_token, weight, scale, add, dtype), right)
 
     def test_the_widest_sums_do_not_overflow(self, cpu: hal.Backend) -> None:
-        """All products at their extremes: 16384 of them stay below 2 ** 31, by far above what float32 holds."""
+        """16384 extreme products stay below 2 ** 31, far beyond the integers that float32 represents."""
         width = 16384
         for first, second in itertools.product((-128, 127), repeat=2):
             x = torch.full((1, width), first, dtype=torch.int8)
@@ -172,10 +172,10 @@ class TestProjections:
 
     @each_seed(4)
     def test_a_float_projection_is_recovered(self, cpu: hal.Backend, seed: int) -> None:
-        """What is folded at load, as the declaration says: scale, offset and bias; static and dynamic."""
+        """Scale, offset and bias are folded at load as the declaration specifies; static and dynamic."""
         draw = Draw(seed=seed)
         x, weight, bias = draw.normal(20, 128), draw.normal(48, 128, scale=0.1), draw.normal(48)
-        x = x + 0.7  # so that an offset helps
+        x = x + 0.7  # An offset reduces the error here.
         right = x @ weight.t() + bias
         weight_scale = weight.abs().amax(-1) / 127
         integers = (weight / weight_scale[:, None]).round().to(torch.int8)
@@ -196,7 +196,7 @@ class TestProjections:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_on_a_tape(self, cpu: hal.Backend, dtype: torch.dtype) -> None:
-        """Captured with one token's values, replayed with others."""
+        """Captured with one token's values, replayed with another's."""
         draw = Draw(dtype)
         x, weight, scale = draw.normal(4, 64), int8s(draw, 32, 64), torch.rand(32) * 1e-3
         input_scale = torch.full((64,), 0.02)
@@ -233,7 +233,7 @@ def test_fused_ones_are_their_parts(cpu: hal.Backend, dtype: torch.dtype, way: s
 
 @pytest.mark.parametrize("name", ["quant_linear_static", "quant_linear_dynamic"])
 def test_a_dtype_goes_through_a_trace(cpu: hal.Backend, name: str) -> None:
-    """It is an argument of the node, and any size compiles once."""
+    """The dtype is an argument of the node, and one compilation serves any size."""
     weight, scale = int8s(Draw(), 8, 64), torch.rand(8)
 
     def run(x: Tensor, by_token: Tensor) -> Tensor:

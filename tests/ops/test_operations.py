@@ -1,4 +1,4 @@
-"""Every operation of the catalogue: its declaration, its reference, the CPU's kernels, and how calls find them."""
+"""Tests for every operation of the catalogue: declaration, reference, CPU kernels, and dispatch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_cpu_kernel_meets_the_reference(cpu: hal.Backend, operation: Operation, 
 def test_opcheck(operation: Operation) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     for index, sample in enumerate(operation.samples(Draw())):
-        # Compiling takes by far the most time, and differs between samples by their sizes alone.
+        # Compiling takes most of the time, and depends only on the samples' sizes.
         compiled = [] if index else ["test_aot_dispatch_dynamic"]
         torch.library.opcheck(operation.overload, tuple(copied(sample)), test_utils=[*checks, *compiled])
 
@@ -84,7 +84,7 @@ def test_host_arguments_repeat_their_device_twins(operation: Operation) -> None:
 def test_documentation_says_what_goes_in_and_out(operation: Operation) -> None:
     text = operation.function.__doc__ or ""
     for parameter in operation.signature.parameters:
-        assert f"{parameter}:" in text, f"{operation.name} does not say what {parameter} is"
+        assert f"{parameter}:" in text, f"{operation.name} does not document {parameter}"
     assert operation.signature.return_annotation in (None, "None") or "Returns:" in text
 
 
@@ -104,13 +104,13 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
     other.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), x + 1)
     assert torch.equal(cpu.ops.rms_norm(x, eps=1e-6, weight=weight), right)
-    assert torch.equal(cpu.ops.linear(x, torch.eye(8)), x), "defaults are those of the declaration"
+    assert torch.equal(cpu.ops.linear(x, torch.eye(8)), x), "defaults must be those of the declaration"
     cpu.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), right)
 
 
 def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
-    """Neither when a backend with a wrong kernel is active, nor through a fused operation made of a fused operation."""
+    """Neither if a backend with a wrong kernel is active, nor through nested fused operations."""
     wrong = hal.Backend("wrong", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0})
     for operation in map(ops.operation, ("add_rms_norm", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache")):
         sample = next(iter(operation.samples(Draw())))
@@ -120,14 +120,14 @@ def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
         torch.testing.assert_close(operation.reference(*copied(sample)), expected, rtol=0, atol=0)
         stand_in = tree_leaves(operation.function(*copied(sample)))[0]
         assert not torch.allclose(stand_in, tree_leaves(expected)[0]), (
-            "run for want of a kernel, it takes its parts' kernels"
+            "without a kernel it must call its parts' kernels"
         )
     cpu.activate()
 
 
 @each_operation()
 def test_no_reference_reaches_a_kernel(cpu: hal.Backend, operation: Operation) -> None:
-    """However its body spells what it calls: any call of an operation in here would raise."""
+    """However the body spells its calls: any call of an operation would raise here."""
 
     def refuse(called: Operation, kernel: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> No
 
 
 def test_a_backends_own_functions_stay_its_own(cpu: hal.Backend) -> None:
-    """Taken while it is active, or while it is not; and a capture sees their calls."""
+    """Fetched while the backend is active or not; a capture records their calls."""
     other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
     arguments = torch.ones(1, 4), torch.ones(4), 1e-6
     mine, theirs, fused = cpu.ops.rms_norm, other.ops.rms_norm, other.ops.add_rms_norm
@@ -193,7 +193,7 @@ class TestInterception:
         assert seen == ["inner"]
 
     def test_another_thread_notices_nothing(self, cpu: hal.Backend) -> None:
-        """By call or by node, with interceptions of its own or without."""
+        """By call or by node, with or without its own interceptions."""
         seen: list[str] = []
         with ThreadPoolExecutor(1) as threads:
 
@@ -231,7 +231,7 @@ class TestInterception:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     def test_calls_may_run_the_node_behind_another_interception(self, cpu: hal.Backend) -> None:
-        """Around the one that gives the node, or inside it: none of them gets the node's own kernel to wrap again."""
+        """Around or inside the interception that returns the node: none wraps the node's kernel twice."""
         seen: list[str] = []
         expected = ops.rms_norm(*self.ARGUMENTS)
         with (
@@ -267,7 +267,7 @@ def test_strict_refuses_to_run_a_reference() -> None:
         ops.sample(*sample)
     backend.ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
     cpu = hal.open("cpu")
-    ops.sample(*sample)  # its body is bound now
+    ops.sample(*sample)  # binds its body
     cpu.configure(hal.Config(backend="cpu", strict=True))
     with pytest.raises(MissingKernel):
         ops.sample(*sample)
@@ -451,7 +451,7 @@ class TestDeclaration:
 
 
 class TestAttention:
-    """The reference itself, against attention written out for one query at a time."""
+    """The reference against attention written out for one query at a time."""
 
     @pytest.mark.parametrize("seed", range(3))
     def test_reference_against_one_query_at_a_time(self, seed: int) -> None:
@@ -493,7 +493,7 @@ class TestAttention:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_nan_is_handed_on(self, cpu: hal.Backend, dtype: torch.dtype) -> None:
-        """Of a query, a key or a value of this step: a broken model must show in its logits."""
+        """NaN in a query, key or value of this step propagates, so that a broken model is noticed in its logits."""
         prefill, decode = (list(ops.operation("paged_attention").samples(Draw(dtype)))[index] for index in (1, 3))
         for sample in (prefill, decode):
             arguments = copied(sample)
@@ -507,8 +507,8 @@ class TestAttention:
             arguments[which][block, offset] = math.nan
             found = cpu.ops.paged_attention(*arguments).isnan().flatten(1).any(1)
             first, last = int(arguments[4][1]), int(arguments[4][2])
-            assert found[first + offset : last].all(), "whoever sees it"
-            assert not found[:first].any(), "other sequences do not"
+            assert found[first + offset : last].all(), "every token that attends to it must be NaN"
+            assert not found[:first].any(), "other sequences must not be NaN"
             assert not found[last:].any()
 
 

@@ -1,9 +1,9 @@
-"""The documentation is true: its Python runs, its links lead somewhere, it names what exists, and it builds strictly.
+"""Tests for the documentation: its Python runs, its links and names are valid, and it builds without warnings.
 
-A page's ``python`` blocks run in order, in one namespace, from the root of the repository. Two kinds of block stand for
-files of a package that the reader would install, and are laid down as such: a ``python`` block that begins with a
-comment such as ``# toy_llama.py`` is that module, and an ``ini`` block with entry points is that package's metadata.
-Such a module whose name begins with ``test_`` is run by pytest.
+A page's ``python`` blocks run in order, in one namespace, from the root of the repository. Two kinds of block are
+written to files of a package instead: a ``python`` block that begins with a comment such as ``# toy_llama.py`` is that
+module, and an ``ini`` block with entry points is that package's metadata. Such a module whose name begins with
+``test_`` is run by pytest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hal.nn import ROPE_TYPES
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts)]
-# Pages whose Python another suite runs, and why.
+# Pages whose Python another test file runs, and why.
 ELSEWHERE = {
     "use-the-emulated-cann.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
     "run-on-an-npu.md": "tests/backends/npu/driver runs it, for the same reason",
@@ -38,7 +38,7 @@ MODULE = re.compile(r"# (\w+\.py)\n")
 
 @attrs.frozen
 class Block:
-    """A fenced block of a page, and the line its text begins at."""
+    """A fenced block of a page, and the line at which its text begins."""
 
     language: str
     text: str
@@ -102,7 +102,7 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)  # code has no links
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)  # Code has no links.
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     relative = [target for target in targets if "://" not in target]
     missing = [target for target in relative if not (page.parent / target).exists()]
@@ -128,7 +128,7 @@ def test_errors_page_has_every_error_that_calls_raise() -> None:
     text = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     rows = set(re.findall(r"^\| \{py:exc\}`~hal\.errors\.(\w+)` \| ", text, re.MULTILINE))
-    assert rows == defined - {"HalError"}, "of which all are"
+    assert rows == defined - {"HalError"}, "every error but the base class"
 
 
 def test_errors_page_has_every_logger() -> None:
@@ -183,7 +183,7 @@ def test_picture_stands_alone() -> None:
 
 
 def test_builds_strictly(tmp_path: Path) -> None:
-    """In CI `make docs` has just built them, as strictly, and what it made is looked at."""
+    """In CI `make docs` has just built them in the same way, and the test checks the result."""
     built = DOCS / "_build" / "html"
     if "CI" not in os.environ or not built.exists():
         built = build(tmp_path)

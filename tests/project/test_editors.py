@@ -1,6 +1,6 @@
-"""Editors and type checkers see every operation, layer and public name with its signature and docstring.
+"""Tests that editors and type checkers see every operation, layer and public name with its signature and docstring.
 
-jedi completes in editors and at prompts. It reads the sources and runs none of them; so does mypy.
+jedi completes names in editors and shells. Like mypy, it reads the sources and runs none of them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Script = Callable[[str], jedi.Script]
 
 @pytest.fixture(scope="module")
 def script(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    """What jedi makes of a source in the checkout."""
+    """Return jedi's analysis of a source in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jedi.settings, "cache_directory", str(tmp_path_factory.mktemp("jedi")))
-        # A process of its own, as in editors: in this one pytest's import hook would hide the sources.
+        # A subprocess, as in editors: pytest's import hook in this process would hide the sources.
         project, environment = jedi.Project(repository), jedi.create_environment(sys.executable, safe=False)
         yield lambda source: jedi.Script(source, project=project, environment=environment)
 
@@ -101,7 +101,7 @@ def test_type_checkers_find_a_wrong_call(repository: Path, tmp_path: Path) -> No
         "        super().__init__()",
         "        self.norm, self.up = nn.RMSNorm(4, 1e-6), nn.Linear(4, 4)",
         "    def forward(self, x: torch.Tensor) -> torch.Tensor:",
-        "        return self.up(self.norm(x))",  # neither a cast nor "returning Any"
+        "        return self.up(self.norm(x))",  # without a cast and without "returning Any"
         'ops.rms_norm(torch.ones(4), torch.ones(4), "small")',
         "ops.rms_norm(torch.ones(4), weight=torch.ones(4))",
         "nn.Linear(4, 4)(4)",

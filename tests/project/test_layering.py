@@ -1,6 +1,6 @@
-"""The layers of the design: import-linter where it reaches, the syntax tree for the rest, both tried on violations.
+"""Tests for the layers of the design, with import-linter and with the syntax tree. Violations test both checks.
 
-Circles of imports are looked for with grimp, import-linter's own library.
+Import cycles are found with grimp, import-linter's library.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import hal
 
 VENDORS = frozenset({"torch_npu", "torchair", "flashinfer", "triton", "vllm", "sglang", "transformers"})
 VENDOR_NAMES = frozenset({"torch.npu", "torch.cuda", "torch.xpu", "torch.mps"})
-# In names and in strings that stand for one; a sentence may have a vendor's as an example.
+# In names, and in strings that are names. Sentences may mention a vendor as an example.
 VENDOR_WORD = re.compile(
     r"(?<![a-z])(npu|cuda|ascend|cann|atb|mkldnn|onednn|xpu|mps|rocm|hip|nvidia|huawei)", re.IGNORECASE
 )
 MOST_LINES = 300
 LONG = {"hal/drivers/backend.py": "one class is what a vendor may override, with a docstring for each method"}
-"""By file, why it has more lines than others may have."""
+"""Reasons for files over the limit, by file."""
 CIRCLE = """
 from graphlib import CycleError, TopologicalSorter
 import grimp
@@ -40,7 +40,7 @@ MODELS_MAY_IMPORT = ("hal.ops", "hal.nn", "hal.step", "hal.config", "torch", "at
 
 
 def violations(root: Path) -> Iterator[str]:
-    """Vendors named in the core or in a model, and what else a model may not import."""
+    """Return the vendors named in the core or in a model, and other forbidden imports of models."""
     for folder in ("hal", "models"):
         for file in sorted((root / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -57,7 +57,7 @@ def violations(root: Path) -> Iterator[str]:
 
 
 def named(node: ast.AST) -> str:
-    """A name that a node uses or makes, or a string of one word."""
+    """Yield names that a node uses or defines, and strings of one word."""
     match node:
         case ast.Attribute(attr=name) | ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return name
@@ -89,13 +89,13 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def circle(root: Path) -> str:
-    """Modules that import each other, imports for types and inside functions included; nothing if none do."""
+    """Return modules of an import cycle, including imports for types and inside functions; empty if there is none."""
     command = [sys.executable, "-c", CIRCLE]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def too_long(root: Path) -> Iterator[str]:
-    """Modules over MOST_LINES lines without a reason."""
+    """Return the modules longer than MOST_LINES without a documented reason."""
     for folder in ("hal", "backends", "models"):
         for file in sorted((root / folder).rglob("*.py")):
             name, lines = str(file.relative_to(root)), file.read_text(encoding="utf-8").count("\n")
@@ -105,7 +105,7 @@ def too_long(root: Path) -> Iterator[str]:
 
 @pytest.fixture
 def copy(repository: Path, tmp_path: Path) -> Path:
-    """The sources, to be violated."""
+    """Return a copy of the sources, in which tests insert violations."""
     for folder in ("hal", "backends", "models"):
         shutil.copytree(repository / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(repository / "setup.cfg", tmp_path)
@@ -216,7 +216,7 @@ def test_a_long_module_is_found(copy: Path) -> None:
 
 
 def test_models_may_import_nothing_new(repository: Path) -> None:
-    """import-linter takes a list of what is forbidden, and what joins hal must join it."""
+    """import-linter has a list of forbidden modules, which must contain new modules of hal."""
     parser = ConfigParser()
     parser.read(repository / "setup.cfg", encoding="utf-8")
     listed = parser["importlinter:contract:models"]["forbidden_modules"].split()

@@ -1,4 +1,4 @@
-"""Models, operations, a compiler and a quantisation scheme of a package beside the tree, in every mode, on the CPU."""
+"""Tests for models, operations, a compiler and a quantization scheme of a separate package, in all modes on the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> Iterator[None]:
-    """Only while these tests run: what the package registers would change others."""
+    """Install the package for these tests only: it registers plugins that would change other tests."""
     with toys.installed(), forgetting_operations():
         yield
 
@@ -65,7 +65,7 @@ def test_a_model_in_batches_that_change(made: tuple[str, Path], mode: str) -> No
 
 
 def test_every_operation_meets_its_declaration() -> None:
-    """Samples, axes and dtypes of another package's operations are examined like hal's own."""
+    """Samples, axes and dtypes of another package's operations are checked like hal's."""
     toys.find_model("RecurrentForCausalLM")
     toys.find_model("LatentForCausalLM")
     toys.find_model("ExpertsForCausalLM")
@@ -92,7 +92,7 @@ def test_generate_hands_out_slots_and_resets_them(tmp_path: Path) -> None:
 
 
 def test_states_move_on_once_whatever_rows_of_logits_are_asked_for(tmp_path: Path) -> None:
-    """More rows than were captured take several runs of pieces, which states per sequence do not stand."""
+    """More rows than were captured would take several runs of pieces, but states must advance only once."""
     folder = toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM")
     text = [index % 61 for index in range(80)]
     found = []
@@ -129,7 +129,7 @@ def test_a_compiler_of_another_package(tmp_path: Path) -> None:
 
 
 class Notes(hal.Backend):
-    """Brings the experts' weights into a form of its own, and notes what it is told."""
+    """A driver that prepares the experts' weights, and records its calls."""
 
     def __init__(self, cpu: hal.Backend) -> None:
         super().__init__("notes", cpu.device, kernels=cpu.kernels)
@@ -172,18 +172,18 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def int8_weights(tmp_path: Path) -> tuple[Path, Path]:
-    """A Qwen3 whose linear layers are int8 by a compressed-tensors group without activations; and dequantised."""
+    """Return a Qwen3 with int8 linear layers (a compressed-tensors group without activations) and a dequantized one."""
     folder = random_checkpoint(tmp_path / "plain", attention_bias=True)
-    quantised = quantize_checkpoint(folder, tmp_path / "int8", "w8a8_dynamic").path
-    config = json.loads((quantised / "config.json").read_text())
+    quantized = quantize_checkpoint(folder, tmp_path / "int8", "w8a8_dynamic").path
+    config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
-    write_json(quantised / "config.json", config)
-    plain, int8 = (load_file(each / "model.safetensors") for each in (folder, quantised))
+    write_json(quantized / "config.json", config)
+    plain, int8 = (load_file(each / "model.safetensors") for each in (folder, quantized))
     for name in plain:
         if int8[name].dtype == torch.int8:
             plain[name] = int8[name].float() * int8[name.replace(".weight", ".weight_scale")]
     save_file(plain, folder / "model.safetensors")
-    return quantised, folder
+    return quantized, folder
 
 
 def logits(folder: Path, compiler: str) -> tuple[Tensor, CausalLM]:
@@ -197,27 +197,27 @@ def logits(folder: Path, compiler: str) -> tuple[Tensor, CausalLM]:
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_a_scheme_of_another_package(int8_weights: tuple[Path, Path], compiler: str) -> None:
-    quantised, dequantised = int8_weights
-    found, model = logits(quantised, compiler)
+    quantized, dequantized = int8_weights
+    found, model = logits(quantized, compiler)
     assert found.shape[0] == 4
     layers = [module for module in model.modules() if type(module).__name__ == "Int8Linear"]
     assert len(layers) == 8
     assert not [module for module in model.modules() if isinstance(module, Linear)]
     assert all(layer.weight.dtype == torch.int8 and layer.weight_scale.dtype == torch.float32 for layer in layers)
-    torch.testing.assert_close(found, logits(dequantised, compiler)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, logits(dequantized, compiler)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_scheme_of_another_package_refuses(int8_weights: tuple[Path, Path], tmp_path: Path) -> None:
-    quantised, dequantised = int8_weights
-    stored = load_file(quantised / "model.safetensors")
+    quantized, dequantized = int8_weights
+    stored = load_file(quantized / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight_scale"
-    save_file({**stored, name: stored[name][:-1].clone()}, quantised / "model.safetensors")
+    save_file({**stored, name: stored[name][:-1].clone()}, quantized / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{name} is \[31, 1\], not \[32, 1\]"):
-        build_model(hal.Checkpoint.open(quantised))
+        build_model(hal.Checkpoint.open(quantized))
     with pytest.raises(ConfigError, match=r"(?s)unknown scheme 'int8_weights'.*w8a8"):
-        quantize_checkpoint(dequantised, tmp_path / "out", "int8_weights")
-    config = json.loads((quantised / "config.json").read_text())
+        quantize_checkpoint(dequantized, tmp_path / "out", "int8_weights")
+    config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
-    write_json(quantised / "config.json", config)
+    write_json(quantized / "config.json", config)
     with pytest.raises(ConfigError, match=r"(?s)num_bits of the weights .* is 4, not 8.*\(int8_weights\).*\(w8a8\)"):
-        build_model(hal.Checkpoint.open(quantised))
+        build_model(hal.Checkpoint.open(quantized))

@@ -1,4 +1,4 @@
-"""The sdist builds, the wheel builds from the sdist, and what the wheel installs is whole and runs from any folder."""
+"""Tests for the sdist, the wheel built from it, and its installation, which must be complete and run anywhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checked(command: Sequence[str], folder: Path, environ: dict[str, str] | None
 
 
 def shipped(repository: Path) -> set[str]:
-    """The files that a wheel must hold, by their paths in it."""
+    """Return the files that a wheel must contain, by their paths in it."""
     return {
         f"{home}/{file.relative_to(repository / folder).as_posix()}"
         for folder, home in HOMES.items()
@@ -43,11 +43,11 @@ def shipped(repository: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def sdist(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that a build folder neither appears in the checkout nor leaks into the archive."""
+    """Build from a copy, so that the build folder is neither in the checkout nor in the archive."""
     folder, source = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("source")
     files = checked(["git", "ls-files", "-co", "--exclude-standard"], repository).splitlines()
     for name in files:
-        if not (repository / name).exists():  # deleted, and git has not been told yet
+        if not (repository / name).exists():  # deleted, but still in git's index
             continue
         if name.startswith(tuple(f"{home}/" for home in HOMES)) or "/" not in name:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def sdist(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as an installer without a wheel builds it."""
+    """Build from the sdist, as installers do if there is no wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder)]
     checked([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], folder)
@@ -70,7 +70,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @attrs.frozen
 class Environment:
-    """A virtual environment with the wheel in it, beside the packages of the one that the tests run in."""
+    """A virtual environment with the wheel, and access to the packages of the one that runs the tests."""
 
     home: Path
 
@@ -79,7 +79,7 @@ class Environment:
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.home)}))
 
     def run(self, program: str, *arguments: str) -> str:
-        """Run a program of the environment, from its folder; what it wrote."""
+        """Run a program of the environment from its folder; return its output."""
         environ = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "PYTHON"))}
         environ |= {"XDG_CACHE_HOME": str(self.home / "cache"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         return checked([str(self.home / "bin" / program), *arguments], self.home, environ)
@@ -89,7 +89,7 @@ class Environment:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     environment = Environment(tmp_path_factory.mktemp("environment"))
     venv.create(environment.home, with_pip=False)
-    # Paths alone, behind the environment's own: a .pth file there, such as the checkout's, is not read again.
+    # Added as paths after the environment's own: .pth files there, such as the checkout's, are not processed.
     paths = dict.fromkeys(path for path in sys.path if Path(path).name == "site-packages")
     (environment.site / "parent.pth").write_text("".join(f"{path}\n" for path in paths), encoding="utf-8")
     options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
@@ -100,7 +100,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
 def test_every_file_is_in_the_sdist(sdist: Path, repository: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    # Longest home first: hal/backends is in hal, too.
+    # Longest prefix first: hal/backends is in hal too.
     sources = set[str]()
     for path in shipped(repository):
         folder, home = next((folder, home) for folder, home in reversed(HOMES.items()) if path.startswith(f"{home}/"))

@@ -1,4 +1,4 @@
-"""CONTRIBUTING and the map of rooms name every room, and files that exist."""
+"""Tests that CONTRIBUTING and the map of rooms name every room, and only files that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rooms(repository: Path) -> set[str]:
 
 
 def first_cells(page: Path) -> set[str]:
-    """What is in backquotes in the first cells of a page's tables."""
+    """Return the names in backquotes in the first column of a page's tables."""
     rows = re.findall(r"^\| (`[^|]*`) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 

@@ -1,4 +1,4 @@
-"""Regular expressions over layer names match what Python's do, and take bounded time and memory."""
+"""Tests that regular expressions over layer names match like Python's, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hal.errors import CheckpointError, ConfigError
 from hal.quantization.compressed_tensors import Matcher
 from hal.quantization.layer_patterns import SECONDS, LayerPattern
 
-# As they stand in public checkpoints and in recipes of llm-compressor.
+# From public checkpoints and recipes of llm-compressor.
 REAL = [
     r".*lm_head", r".*mlp.gate$", r".*self_attn.(q|k|v)_proj.*", r".*self_attn.o_proj*", r".*[qkv]_proj", r"visual.*",
     r".*self_attn[.](q|k|v|o)_proj$", r"model\.layers\.(0|3)\..*", r"model\.layers\.\d+\.mlp\..*", r"^mtp\..*",
@@ -36,7 +36,7 @@ NAMES = [
 def test_what_checkpoints_hold_is_read_as_python_does() -> None:
     taken = {text: [name for name in NAMES if pattern(text).match(name)] for text in REAL}
     assert taken == {text: [name for name in NAMES if re.match(text, name)] for text in REAL}
-    assert len({tuple(each) for each in taken.values()}) > 12, "they tell names apart"
+    assert len({tuple(each) for each in taken.values()}) > 12, "patterns must match some names only"
 
 
 def pattern(text: str) -> LayerPattern:
@@ -44,7 +44,7 @@ def pattern(text: str) -> LayerPattern:
 
 
 def drawn(draw: random.Random, depth: int = 0, ahead: bool = False) -> str:
-    """An expression of what is read."""
+    """Draw an expression of the supported syntax."""
     kind = draw.randrange(10)
     if depth > 3 or kind < 4:
         some = ["a", "b", ".", "[ab]", "[^a]", r"\d", "1", "^", "$", r"\.", "a{2}", "b{1,2}", "a{0,}", "[.b-]", r"\W"]
@@ -99,7 +99,7 @@ NAME = "model.layers.17.mlp.experts.12.down_proj"
 )
 @pytest.mark.parametrize("name", ["a" * 60, NAME])
 def test_no_expression_takes_long(name: str, text: str) -> None:
-    """Python's own matcher would try exponentially many ways."""
+    """Python's matcher would take exponential time."""
     matcher, began = Matcher.of([f"re:{text}"], "ignore"), time.thread_time()
     with suppress(ConfigError):
         assert not matcher.names_layer(name)
@@ -118,7 +118,7 @@ def test_one_that_takes_too_long_is_refused() -> None:
 
 
 def test_names_share_the_time_of_an_expression() -> None:
-    """Thousands of layers would otherwise take just less than the limit each."""
+    """The time limit is per expression; otherwise thousands of layers could take just less than the limit each."""
     slow, began = pattern(r"(.*)(.*)(.*)(.*)(.*)\1\2\3\4\5[^\w.]$"), time.thread_time()
     with pytest.raises(ConfigError, match="takes more than 1 s"):
         any(slow.match(f"{NAME}.{number}") for number in range(1000))

@@ -1,4 +1,4 @@
-"""Models with int8 layers: both formats against references made by hand, and what is refused."""
+"""Tests for models with int8 layers: both formats against independent references, and errors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from helpers.quantized import (
     change_tensors,
     entries,
     error,
-    fake_quantise,
+    fake_quantize,
     load,
     logits,
     make_pair,
     names_of,
-    quantised,
+    quantized,
     section,
 )
 from safetensors.torch import load_file, save_file
@@ -70,11 +70,11 @@ def test_a_model_computes_as_its_dequantised_weights_do(
     for path, module in reference.named_modules():
         if isinstance(module, Linear) and path != "lm_head":
             layer = pair.layers[names_of(path, module)[0]]
-            module.register_forward_pre_hook(partial(fake_quantise, layer, scheme))
+            module.register_forward_pre_hook(partial(fake_quantize, layer, scheme))
     wanted = logits(reference)
     effect = error(logits(load(pair.float_folder)), wanted)
     assert effect > 0.005
-    # A static layer's bias is a whole number of its scale.
+    # The bias of a static layer is a multiple of its scale.
     assert error(found, wanted) < (effect / 4 if bias and scheme == "w8a8" else 1e-5)
 
 
@@ -85,7 +85,7 @@ def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: 
     pair = make_pair(tmp_path, format, scheme, bits=bits, attention_bias=True)
     model = load(pair.folder)
     found = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-    assert len(found) == 8, "four of each of the two layers"
+    assert len(found) == 8, "four projections in each of the two layers"
     generator = torch.Generator().manual_seed(0)
     for path, module in found.items():
         assert type(module) is (StaticQuantizedLinear if scheme == "w8a8" else DynamicQuantizedLinear)
@@ -96,13 +96,13 @@ def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: 
         assert y.dtype == x.dtype
         wanted = torch.cat(
             [
-                fake_quantise(layer, scheme, module, (x.double(),))[0] @ layer.dequantised().t()
+                fake_quantize(layer, scheme, module, (x.double(),))[0] @ layer.dequantized().t()
                 + (0 if layer.bias is None else layer.bias.double())
                 for layer in layers
             ],
             dim=-1,
         )
-        # A static layer's bias is a whole number of its scale.
+        # The bias of a static layer is a multiple of its scale.
         unit = max((layer.input_scale * layer.scale).max().item() for layer in layers) if scheme == "w8a8" else 0.0
         assert (y - wanted).abs().max() < unit / 2 + 1e-5
     assert isinstance(getattr(model, "lm_head", None), Linear | None)
@@ -111,7 +111,7 @@ def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None:  # noqa: A002
-    """The layer that they are computed as has the largest, and each part its own weights' scales and bias."""
+    """The merged layer has the largest input scale, and each part keeps its weights' scales and bias."""
     pair = make_pair(tmp_path, format, "w8a8", attention_bias=True)
     scales = dict(zip(("q_proj", "k_proj", "v_proj"), (0.02, 0.05, 0.035), strict=True))
     tensors = load_file(pair.folder / "model.safetensors")
@@ -125,7 +125,7 @@ def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None
     assert module.input_scale.unique().tolist() == [pytest.approx(0.05)]
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
     layers = [attrs.evolve(pair.layers[f"model.layers.0.self_attn.{part}"], input_scale=0.05) for part in scales]
-    wanted = [fake_quantise(layer, "w8a8", module, (x.double(),))[0] @ layer.dequantised().t() for layer in layers]
+    wanted = [fake_quantize(layer, "w8a8", module, (x.double(),))[0] @ layer.dequantized().t() for layer in layers]
     biases = torch.cat([layer.bias.double() for layer in layers if layer.bias is not None])
     unit = 0.05 * max(layer.scale.max().item() for layer in layers)
     assert (module(x) - torch.cat(wanted, dim=-1) - biases).abs().max() < unit + 1e-5
@@ -144,7 +144,7 @@ def test_layers_that_stay(format: Format, tmp_path: Path) -> None:  # noqa: A002
 
 
 def test_schemes_by_layer(tmp_path: Path) -> None:
-    """Groups that name layers go before those that take all linear ones."""
+    """Groups that name layers take precedence over those for all linear layers."""
     pair = make_pair(tmp_path, "compressed-tensors", "w8a8")
     tensors = load_file(pair.folder / "model.safetensors")
     dropped = [name for name in tensors if ".mlp." in name and ".input_" in name]
@@ -166,7 +166,7 @@ def test_an_output_projection_in_int8(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "modelslim", "w8a8_dynamic", tie_word_embeddings=False)
     plain = load(pair.folder)
     tensors = load_file(pair.folder / "model.safetensors")
-    layer = quantised(tensors, "lm_head", 0, 0)
+    layer = quantized(tensors, "lm_head", 0, 0)
     tensors |= entries(layer, "lm_head", "modelslim", "w8a8_dynamic", bits=False)
     save_file(tensors, pair.folder / "model.safetensors")
     change_json(pair.folder / DESCRIPTION, lambda types: types.update({"lm_head.weight": "W8A8_DYNAMIC"}))
@@ -204,7 +204,7 @@ def test_names_of_modelslims_own_files(tmp_path: Path) -> None:
 
 @attrs.frozen
 class Case:
-    """A broken checkpoint: what breaks it, and what says so."""
+    """A broken checkpoint: the change, and the error."""
 
     format: Format
     scheme: Scheme
@@ -274,13 +274,13 @@ CASES = {
     "a local dynamic": compressed(
         group("input_activations", dynamic="local"), ConfigError, "dynamic of the input_activations.* is 'local', not"
     ),
-    "a quantised cache": compressed(config(kv_cache_scheme={"num_bits": 8}), ConfigError, "has a kv_cache_scheme"),
+    "a quantized cache": compressed(config(kv_cache_scheme={"num_bits": 8}), ConfigError, "has a kv_cache_scheme"),
     "rotations": compressed(config(transform_config={"config_groups": {}}), ConfigError, "has a transform_config"),
     "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
     "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
     "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "not a list of names"),
     "only a part ignored": compressed(
-        config(ignore=[QUERY]), CheckpointError, "into one are quantised differently: .*q_proj not, .*k_proj w8a8"
+        config(ignore=[QUERY]), CheckpointError, "into one are quantized differently: .*q_proj not, .*k_proj w8a8"
     ),
     "ignored, yet in int8": compressed(
         config(ignore=[DOWN]), CheckpointError, f"{DOWN}.weight is I8, expected a floating-point dtype"
@@ -328,12 +328,12 @@ CASES = {
         types({f"{DOWN}.weight": "W4A8_DYNAMIC"}), CheckpointError, "type 'W4A8_DYNAMIC' for .*down_proj.weight.*W8A8"
     ),
     "layers of one, by ModelSlim": slim(
-        types({f"{QUERY}.weight": "FLOAT"}), CheckpointError, "quantised differently: .*q_proj not, .*k_proj w8a8"
+        types({f"{QUERY}.weight": "FLOAT"}), CheckpointError, "quantized differently: .*q_proj not, .*k_proj w8a8"
     ),
     "a name that it lacks": slim(
-        types({}, f"{DOWN}.weight"), CheckpointError, f"has no quantisation type for {DOWN}.weight"
+        types({}, f"{DOWN}.weight"), CheckpointError, f"has no quantization type for {DOWN}.weight"
     ),
-    "a quantised cache, by ModelSlim": slim(types({"kv_quant_type": "C8"}), ConfigError, "kv_quant_type 'C8'"),
+    "a quantized cache, by ModelSlim": slim(types({"kv_quant_type": "C8"}), ConfigError, "kv_quant_type 'C8'"),
     "a broken description": slim(
         lambda folder: (folder / DESCRIPTION).write_text("{"), CheckpointError, f"{DESCRIPTION} cannot be read"
     ),
@@ -342,13 +342,13 @@ CASES = {
     ),
     "two descriptions": slim(
         lambda folder: shutil.copy(folder / DESCRIPTION, folder / "quant_model_description_w8a8.json"),
-        CheckpointError, "holds 2 quantisation descriptions",
+        CheckpointError, "holds 2 quantization descriptions",
     ),
     "described twice": slim(
         lambda folder: change_json(
             folder / "config.json", lambda value: value.update(quantization_config=section("w8a8"))
         ),
-        CheckpointError, "describes its quantisation twice",
+        CheckpointError, "describes its quantization twice",
     ),
     "no bias of integers": slim(tensor(f"{DOWN}.quant_bias", None), CheckpointError, f"{DOWN}.quant_bias is missing"),
     "a bias of floating point": slim(
@@ -389,7 +389,7 @@ def test_a_bias_too_large(tmp_path: Path) -> None:
 
 
 def test_a_model_of_its_own_kind_of_layer_stays(tmp_path: Path) -> None:
-    """Whoever subclasses Linear computes something else; it is not replaced, and the int8 weight does not fit."""
+    """A subclass of Linear may compute something else, so it is not replaced, and the int8 weight does not fit."""
     from hal.models.qwen3 import Qwen3ForCausalLM
 
     class Scaled(Linear):
@@ -431,7 +431,7 @@ def test_peak_memory_of_loading(scheme: Scheme, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOADING, str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, weights = map(int, result.stdout.split())
-    assert weights > 300e6, "much more than a file is mapped for at a time"
+    assert weights > 300e6, "must be much more than is mapped at a time"
     assert peak < 1.2 * weights
 
 
@@ -443,7 +443,7 @@ MADE = [("compressed-tensors", "w8a8"), ("modelslim", "w8a8"), ("compressed-tens
 
 @pytest.fixture(scope="module")
 def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Path]]:
-    """The trained checkpoint in each scheme, calibrated on text that it was trained on."""
+    """Return the trained checkpoint in each scheme, calibrated on text on which it was trained."""
     folder = tmp_path_factory.mktemp("made")
     text = "".join(sorted(held_out.texts()[0], key=len)[300:310])
     found = {}
@@ -492,7 +492,7 @@ def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[s
 
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
 def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
-    """Greedy, by the command: the same text eagerly and by graphs, and most of it what Python looks like."""
+    """Greedy, by the command: the text is the same eagerly and with graphs, and most of it looks like Python."""
     arguments = ["generate", str(made[key]), "--backend", "cpu", "--prompt", "def read_file(path):\n"]
     texts = [
         CliRunner().invoke(main, [*arguments, "--max-new-tokens", "40", "--compiler", compiler])
@@ -504,7 +504,7 @@ def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> 
 
 
 def test_merged_layers_are_one(made: dict[tuple[str, str], Path]) -> None:
-    """Calibration gives the parts of a merged layer one scale and one offset, since they have one input."""
+    """The parts of a merged layer have one input, so calibration gives them one scale and one offset."""
     tensors = all_tensors(made["modelslim", "w8a8"])
     for layer in range(4):
         for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):

@@ -1,4 +1,4 @@
-"""Making checkpoints with int8 layers: what is written, what is calibrated, and what is refused."""
+"""Tests for writing checkpoints with int8 layers: content, calibration, and errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path)
     assert {file.name for file in folder.iterdir()} == {
         *(file.name for file in plain.iterdir()), *([DESCRIPTION] if format == "modelslim" else [])
     }  # fmt: skip
-    assert not any(file.name.startswith(".") for file in tmp_path.iterdir()), "nothing unfinished is left"
+    assert not any(file.name.startswith(".") for file in tmp_path.iterdir()), "no temporary files must remain"
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     assert set(weight_map) == set(after)
     model = load(folder)
@@ -101,7 +101,7 @@ def test_modelslim_scales_are_of_its_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 def test_ranges_are_those_of_the_inputs(plain: Path) -> None:
-    """Over several windows, by layers' paths; compared with what hooks of the test's own saw."""
+    """Ranges over several windows, by layer path, are compared with those that hooks of the test recorded."""
     backend = hal.open("cpu")
     model = hal.load_model(plain, backend)
     seen: dict[str, list[Tensor]] = {}
@@ -114,11 +114,11 @@ def test_ranges_are_those_of_the_inputs(plain: Path) -> None:
     for path, (low, high) in ranges.items():
         assert sum(len(each) for each in seen[path]) == 100
         assert (low, high) == (min(map(torch.min, seen[path])).item(), max(map(torch.max, seen[path])).item())
-    assert backend.config.cache == hal.CacheConfig(), "its configuration is as it was"
+    assert backend.config.cache == hal.CacheConfig(), "its configuration must not change"
     before = len(seen[path])
     logits(model)
     assert len(seen[path]) > before
-    assert input_ranges(model, backend, tokens, window=32) == ranges, "no hook is left that would see more"
+    assert input_ranges(model, backend, tokens, window=32) == ranges, "no hook must remain"
 
 
 def test_the_active_backend_stays(plain: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:
     refused(plain, taken / "a file" / "below", "cannot be written")
     refused(tmp_path / "nothing", tmp_path / "out", "no checkpoint at")
     made = make(plain, tmp_path / "made", "modelslim", "w8a8_dynamic")
-    refused(made, tmp_path / "out", "already quantised")
+    refused(made, tmp_path / "out", "already quantized")
     assert {file.name for file in taken.iterdir()} == {"a file"}
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -1,4 +1,4 @@
-"""Prompts that begin alike share the blocks of their beginning, and the texts stay the same."""
+"""Tests that prompts with a common prefix share its blocks, and that texts do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(runner: hal.Runner, prompts: list[list[int]], new: int = 12) -> list[l
 
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of every step with several of a sequence."""
+    """Return the number of tokens of each step with several tokens of a sequence."""
     counts: list[int] = []
     step = hal.Runner.step
 
@@ -49,7 +49,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_shared_beginning_runs_once(trained: Path, prefilled: list[int]) -> None:
-    common = list(range(100, 140))  # two full blocks, and half of one
+    common = list(range(100, 140))  # two full blocks and half of one
     prompts = [[*common, 7, 8], [*common, 9], common, common[:32], common[:31]]
     plain, reusing = open_runner(trained, reuse=False), open_runner(trained, reuse=True)
     expected = []
@@ -59,11 +59,11 @@ def test_a_shared_beginning_runs_once(trained: Path, prefilled: list[int]) -> No
     prefilled.clear()
     reusing.backend.activate()
     assert [texts(reusing, [prompt])[0] for prompt in prompts] == expected
-    # Of [0:32] only the first block is reused: its last token has to run.
+    # Of [0:32] only the first block is reused, because its last token must run.
     assert prefilled == [42, 41 - 32, 40 - 32, 32 - 16, 31 - 16]
     prefilled.clear()
     assert texts(reusing, prompts) == expected
-    assert prefilled == [10 + 9 + 8 + 16 + 15], "all at once, too"
+    assert prefilled == [10 + 9 + 8 + 16 + 15], "also all at once"
 
 
 def test_an_answer_is_found_by_the_next_question(trained: Path, prefilled: list[int]) -> None:
@@ -100,7 +100,7 @@ def test_a_caller_that_stops_early_gives_its_blocks_back(trained: Path) -> None:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Any order of taking, remembering and giving back: what is reused holds what was asked for."""
+    """Takes, registers and frees blocks in any order: a reused block has the requested content."""
 
     owned = Bundle("owned")
     blocks = 6
@@ -120,11 +120,13 @@ class Sharing(RuleBasedStateMachine):
         self.owners.update(shared)
         taken = self.cache.take(-(-len(tokens) // 2) + extra - len(shared))
         if taken is None:
-            assert self.blocks - len(+self.owners) < -(-len(tokens) // 2) + extra - len(shared), "there was room"
+            assert self.blocks - len(+self.owners) < -(-len(tokens) // 2) + extra - len(shared), (
+                "a free block must be available"
+            )
             self.cache.give_back(shared)
             self.owners.subtract(shared)
             return []
-        assert not any(self.owners[block] for block in taken), "a block that somebody reads was given away"
+        assert not any(self.owners[block] for block in taken), "a block in use was reallocated"
         self.owners.update(taken)
         blocks = shared + taken
         for index, block in enumerate(blocks):
@@ -156,7 +158,7 @@ TestSharing.settings = settings(max_examples=200, stateful_step_count=30, deadli
 
 @pytest.mark.parametrize("taken", range(6))
 def test_a_beginning_outlives_its_end(taken: int) -> None:
-    """A chain is forgotten from its end: what is left of it can still be found."""
+    """A chain is evicted from its end, so its remaining beginning can still be found."""
     cache = PrefixCache(BlockAllocator(7), 2)
     for tokens in ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4]):
         shared = cache.reuse(tokens)
@@ -186,7 +188,7 @@ def test_what_is_not_ones_own_is_refused_whole(blocks: list[int]) -> None:
 
 
 class Failing(hal.Backend):
-    """A backend whose first step with tokens for the cache fails: as NaN, or unseen until the host waits for it."""
+    """A backend whose first step with tokens for the cache fails: with NaN, or with an error when the host waits."""
 
     def __init__(self, kernels: Mapping[str, Any], *, late: bool) -> None:
         self.late, self.failed, self.waits = late, False, False
@@ -198,7 +200,7 @@ class Failing(hal.Backend):
         if self.failed or not self.late:
             self.sound["store_kv_cache"](*arguments)
         else:
-            self.waits = True  # nothing is written, and the step goes on
+            self.waits = True  # Nothing is written, and the step continues.
 
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
         found = self.sound["linear"](x, weight, bias)

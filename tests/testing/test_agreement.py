@@ -1,4 +1,4 @@
-"""The measure by which logits are held against a reference: what it lets pass, and what it does not."""
+"""Tests for the comparison of logits with a reference: what it accepts and what it rejects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hal.ops.tolerance import assert_agree, error
 
 SEED, TEXTS, TOKENS, VOCAB = 5, 3, 20, 50
 ERROR = 1e-3
-"""How far the reference's logits are off, root mean square."""
+"""Root mean square error of the reference's logits."""
 
 
 def drawn(seed: int) -> list[Tensor]:
@@ -30,7 +30,7 @@ KNOWN = ReferenceLogits.of([a + ERROR * b for a, b in zip(EXACT, drawn(SEED + 1)
 
 
 def off_by(size: float, seed: int = SEED + 2) -> dict[tuple[int, int], Tensor]:
-    """Logits that are so far from the exact ones, in units of the reference's distance."""
+    """Return logits at a distance from the exact ones, in units of the reference's distance."""
     return {
         (row, at): exact[at] + size * ERROR * noise[at]
         for row, (exact, noise) in enumerate(zip(EXACT, drawn(seed), strict=True))
@@ -46,7 +46,7 @@ def test_what_is_as_far_as_the_reference_passes() -> None:
     found = check(off_by(1.0))
     assert found.tokens == TEXTS * TOKENS
     assert found.mean == pytest.approx(1.0, rel=0.1)
-    assert found.worst == pytest.approx(0.5, rel=0.5)  # its unit is the reference's distance twice
+    assert found.worst == pytest.approx(0.5, rel=0.5)  # in units of the reference's distance, twice
 
 
 def test_the_mean_is_that_of_the_tokens_compared() -> None:
@@ -82,7 +82,7 @@ def test_what_is_no_number_is_refused(value: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
 def test_rounding_the_logits_themselves_is_the_least_error(dtype: torch.dtype, error: float) -> None:
-    """A reference that comes out exact by chance does not demand that of others."""
+    """If the reference is exact by chance, others need not be."""
     known = ReferenceLogits.of([torch.ones(4, 8)], [torch.ones(4, 8)], dtype)
     assert known.mean == pytest.approx(error / 12**0.5)
 
@@ -97,13 +97,13 @@ def test_another_choice_must_be_a_tie() -> None:
         match=r"here: chose token 0 instead of 1; their logits differ by 1\.05, with a rounding error of",
     ):
         check_choice("here", 0, known, 0, 0)
-    sure = ReferenceLogits.of([rounded], [rounded], torch.float32)  # the same gap, and hardly an error
+    sure = ReferenceLogits.of([rounded], [rounded], torch.float32)  # the same gap, with almost no error
     with pytest.raises(AssertionError, match=r"here: chose token 2 instead of 1; their logits differ by 0\.05"):
         check_choice("here", 2, sure, 0, 0)
 
 
 class TestOneCall:
-    """What a declared tolerance lets pass."""
+    """Deviations that a declared tolerance accepts."""
 
     NORM, WANT = ops.operation("rms_norm"), torch.tensor([[1.0, 100.0]])
 
@@ -159,23 +159,23 @@ class TestOneCall:
 
 
 def test_steps_are_counted_under_python_o_too() -> None:
-    """It leaves out assert statements, which a check must therefore not be."""
+    """python -O removes assert statements, so checks must not use them."""
     namespace: dict[str, object] = {"__name__": tolerance.__name__}
     source = Path(tolerance.__file__).read_text(encoding="utf-8")
     exec(compile(source, tolerance.__file__, "exec", optimize=2), namespace)
-    optimised = namespace["assert_agree"]
-    assert callable(optimised)
+    optimized = namespace["assert_agree"]
+    assert callable(optimized)
     operation = ops.operation("dynamic_quantize")
     dtype = next(iter(operation.off_by_one))
     expected = operation.reference(*next(iter(operation.samples(ops.Draw(dtype)))))
-    optimised(operation, dtype, expected, expected)
+    optimized(operation, dtype, expected, expected)
     for wrong in (expected[0] ^ 64, expected[0].unsqueeze(0), expected[0].int()):
         with pytest.raises(AssertionError):
-            optimised(operation, dtype, (wrong, expected[1]), expected)
+            optimized(operation, dtype, (wrong, expected[1]), expected)
 
 
 def test_no_check_is_an_assert_statement() -> None:
-    """Those that are there narrow a type, and check nothing."""
+    """The remaining assert statements narrow a type."""
     package = Path(hal.__file__).parent
     files = [each for room in ("testing", "compare", "doctor") for each in (package / room).rglob("*.py")]
     found = [

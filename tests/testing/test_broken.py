@@ -1,4 +1,4 @@
-"""Every way of being wrong is caught by a case that says so, which the unbroken twin passes."""
+"""Tests that some case detects every bug with a clear message, and that the correct twin passes it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hal.testing import Conformance
 
 @attrs.frozen
 class Flaw:
-    """A way of being wrong.
+    """A bug.
 
     Attributes:
-        name: what it is.
-        open: opens the driver that has it.
-        fails: cases that must fail, and what each must say.
-        passes: cases that must not, for they look at something else.
+        name: its description.
+        open: opens the driver with the bug.
+        fails: cases that must fail, and a part of each message.
+        passes: cases that must pass, because they test something else.
     """
 
     name: str
@@ -39,7 +39,7 @@ def kernel(name: str, make: Callable[[], object]) -> Callable[[], hal.Backend]:
 THREE = hal.Limits(block_sizes=(64, 32, 48))
 SIXTEEN = hal.Limits(max_streams=16)
 LIMITS = {"a limit told wrong": THREE, "a limit of streams told wrong": SIXTEEN}
-"""What the twins of drivers with limits of their own have, too."""
+"""Limits that differ from the CPU driver's; the twins have them too."""
 FLAWS = (
     Flaw(
         "a wrong epsilon", kernel("rms_norm", lambda: broken.wrong_epsilon),

@@ -1,4 +1,4 @@
-"""The hook as a vendor writes it, in a pytest run of its own: exceptions, reports, and what is wrong with a hook."""
+"""Tests for the conformance hook in a separate pytest run: exceptions, reports, and invalid hooks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ acme_halve
 
 
 CPU = Conformance(backend="cpu")
-"""Its modules are there before pytester's runs inside this process, which forget what they import."""
+"""Imported before pytester's runs in this process, which unload the modules that they import."""
 for each in CPU.cases[:2]:
     each.run()
 
@@ -187,7 +187,7 @@ def test_unavailable_is_skipped_and_missing_fails(pytester: pytest.Pytester) -> 
 
 
 def test_a_library_that_the_probe_did_not_miss_fails(pytester: pytest.Pytester) -> None:
-    """Else a misspelt import would look like a machine without the device."""
+    """Otherwise a misspelled import would look like a machine without the device."""
     result = run(pytester, "test_conformance", before=WITHOUT_LIBRARY, backend="acme", apart=True)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
@@ -238,8 +238,8 @@ def test_an_operation_is_covered_the_day_it_is_declared(pytester: pytest.Pyteste
 def test_a_run_without_conformance_imports_neither_torch_nor_hal(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pytest loads the plugin in every run, of any project, wherever torch-hal is installed."""
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)  # without it, `import hal` imports torch
+    """pytest loads the plugin in every run of every project in an environment with torch-hal."""
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)  # then `import hal` imports torch
     pytester.makepyfile("""
         import sys
 

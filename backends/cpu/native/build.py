@@ -20,7 +20,7 @@ SOURCES = Path(__file__).parent
 LIBRARY = "kernels.so"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared",
-    # Required to vectorise sums. NaN and infinity are preserved.
+    # Required to vectorize sums. NaN and infinity are preserved.
     "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros",
 )  # fmt: skip
 

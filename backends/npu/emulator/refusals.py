@@ -16,7 +16,7 @@ from .build import SOURCES
 from .catalogue import arguments_of, title_of
 
 KINDS = {"DOCUMENTED": "documented", "UNDEFINED": "undefined", "OURS": "ours"}
-"""Kinds by macro: CANN or torch_npu documents it; hardware's behaviour is undefined; the emulated CANN requires it."""
+"""Kinds by macro: CANN or torch_npu documents it; hardware's behavior is undefined; the emulated CANN requires it."""
 
 RAISES = {
     "Refused": 0, "NotEmulated": 0, "runtime_error": 0, "require": 1, "fail": 1, "DeviceError": 1, "invalidate": 2,
@@ -33,8 +33,8 @@ PRINTED = re.compile(r"%(?:-?\d*\.?\d*)(?:l|ll|z|j)?[a-zA-Z]")
 REFERENCE = re.compile(
     r"(?P<repository>[a-z-]+)(?:@(?P<revision>[\w.-]+))?: (?P<path>[^\s()]+)(?: \((?P<remark>.+)\))?"
 )
-ORGANISATIONS = {"pytorch": "Ascend", "op-plugin": "Ascend"}
-"""Organisations at gitcode.com of the repositories outside ``cann``."""
+ORGANIZATIONS = {"pytorch": "Ascend", "op-plugin": "Ascend"}
+"""Organizations at gitcode.com of the repositories outside ``cann``."""
 
 
 @attrs.frozen
@@ -68,9 +68,9 @@ class Reference:
     @property
     def url(self) -> str:
         """The address of the file."""
-        organisation = ORGANISATIONS.get(self.repository, "cann")
+        organization = ORGANIZATIONS.get(self.repository, "cann")
         kind = "blob" if "." in self.path.rpartition("/")[2] else "tree"
-        return f"https://gitcode.com/{organisation}/{self.repository}/{kind}/{self.revision or 'master'}/{self.path}"
+        return f"https://gitcode.com/{organization}/{self.repository}/{kind}/{self.revision or 'master'}/{self.path}"
 
 
 def refusals(sources: Path = SOURCES) -> list[Refusal]:

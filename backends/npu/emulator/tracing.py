@@ -77,7 +77,7 @@ class Trace:
 
     @property
     def records(self) -> list[Record]:
-        """All records so far. Unfinished work is missing: synchronise first."""
+        """All records so far. Unfinished work is missing: synchronize first."""
         return _records() if self._final is None else self._final
 
     def ran(self, kind: Kind = "kernel", phase: Phase | None = None) -> list[Record]:
@@ -92,7 +92,7 @@ class Trace:
 
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
-    """Record every launch in the block. Its end synchronises the devices, so that the trace is complete.
+    """Record every launch in the block. Its end synchronizes the devices, so that the trace is complete.
 
     Example:
         >>> with emulator.trace() as trace:

@@ -15,7 +15,7 @@ import torch_npu
 from torch import Tensor
 
 from hal.compile.lower import lower, source_of
-from hal.compile.optimise import OptimisedStep, Stage, optimise_model
+from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
 from hal.device.host_values import HostValue
 from hal.device.stream import Stream
@@ -175,17 +175,17 @@ class ExForm(FullGraphForm):
 
 
 class ExGraphs(GraphMaker):
-    """A graph maker that compiles the optimised step with torch_npu's compiler.
+    """A graph maker that compiles the optimized step with torch_npu's compiler.
 
     Attributes:
-        optimised: the compiled step of each shape; most shapes share one.
+        optimized: the compiled step of each shape; most shapes share one.
     """
 
     def __init__(self, context: FormContext, backend: NpuBackend) -> None:
         self._context, self._npu = context, backend
         self._code = CodeCache(context.config.cache_dir, compiler_options(backend.options))
-        self._lowered: list[tuple[OptimisedStep, Callable[..., tuple[Tensor]]]] = []
-        self.optimised: dict[StepShape, OptimisedStep] = {}
+        self._lowered: list[tuple[OptimizedStep, Callable[..., tuple[Tensor]]]] = []
+        self.optimized: dict[StepShape, OptimizedStep] = {}
 
     @property
     def cache_hits(self) -> int:
@@ -204,7 +204,7 @@ class ExGraphs(GraphMaker):
         return graph
 
     def stages(self, static: StaticBatch) -> tuple[Stage, ...]:
-        """Return the stages that the optimised step for a batch's shape goes through."""
+        """Return the stages that the optimized step for a batch's shape goes through."""
         began = time.perf_counter()
         step = self._native(static)
         calls = sum(node.op == "call_function" for node in step.graph.graph.nodes)
@@ -220,10 +220,10 @@ class ExGraphs(GraphMaker):
         known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
         if known is None:
             sizes = StepSizes(shape.sequences, shape.queries)
-            step = optimise_model(context.model, context.states, sizes, self._npu, context.config.passes)
+            step = optimize_model(context.model, context.states, sizes, self._npu, context.config.passes)
             step.hoist(self._npu)
             known = step, lower(step.traced.graph.graph)
             self._lowered.append(known)
         step, lowered = known
-        self.optimised[shape] = step
+        self.optimized[shape] = step
         return native_step(lowered, step.traced.fixed, static)

@@ -1,4 +1,4 @@
-"""Lowering of an optimised step to a graph of torch_npu's and torch's operations, which npugraph_ex compiles.
+"""Lowering of an optimized step to a graph of torch_npu's and torch's operations, which npugraph_ex compiles.
 
 The step and the backend's kernels run on fake tensors of one batch size. The lengths that kernels read on the host
 become separate inputs: a symbolic integer for each sequence, and a tensor for kernels that take one.
@@ -25,7 +25,7 @@ from ..failures import first_line
 
 LENGTHS, STARTS = "kv_lens_host", "query_start_loc_host"
 FIRST_HINT = 5
-"""Hint of the first symbolic length. 0 and 1 would be specialised to constants, and equal hints could be merged."""
+"""Hint of the first symbolic length. 0 and 1 would be specialized to constants, and equal hints could be merged."""
 
 
 @attrs.frozen
@@ -84,7 +84,7 @@ def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], sta
     """Lower a step for batches of one size.
 
     Args:
-        step: the optimised step, which calls the active backend's kernels. It takes the tensors of a batch, in the
+        step: the optimized step, which calls the active backend's kernels. It takes the tensors of a batch, in the
             order of its fields, then the fixed tensors, and returns ``(logits,)``.
         fixed: weights, buffers and caches.
         static: a batch of that size, on the static memory of all batches.

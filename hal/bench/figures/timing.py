@@ -64,7 +64,7 @@ class Summary:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Summary:
-        """Summarise at least two durations."""
+        """Summarize at least two durations."""
         first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, first, third)
 

@@ -19,7 +19,7 @@ from hal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
-    from hal.compile.optimise import Stage
+    from hal.compile.optimize import Stage
     from hal.compile.split import SplitStep
     from hal.drivers.backend import Backend
     from hal.nn import CausalLM

@@ -28,9 +28,9 @@ CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8.
 def command(
     source: Path, target: Path, scheme: str, format_: str, calibration: Path | None, calibration_tokens: int | None
 ) -> None:
-    """Quantise the checkpoint in the folder IN to int8, weights and activations, into the new folder OUT.
+    """Quantize the checkpoint in the folder IN to int8, weights and activations, into the new folder OUT.
 
-    All linear layers except the output projection are quantised. `hal generate OUT` runs the result.
+    All linear layers except the output projection are quantized. `hal generate OUT` runs the result.
     """
     from hal.quantize.quantize_checkpoint import quantize_checkpoint
 

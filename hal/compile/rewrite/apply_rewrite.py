@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal.compile.fx.alias_analysis import AliasAnalysis, may_overlap, written
-from hal.compile.fx.normalise import same_shape, value
+from hal.compile.fx.normalize import same_shape, value
 from hal.compile.rewrite.match import Match, Matcher, NearMiss
 from hal.compile.rewrite.pattern import outputs_of, signature, trace_function
 from hal.compile.rewrite.proof_samples import as_list, check_same_results
@@ -25,7 +25,7 @@ KEPT = ("stack_trace", "nn_module_stack")
 """The metadata that a replacement copies from the last node that it replaces."""
 
 
-class Rewriting:
+class RewriteApplication:
     """The application of one rewrite to one graph."""
 
     def __init__(self, rewrite: Rewrite, graph: fx.GraphModule, mode: FakeTensorMode) -> None:

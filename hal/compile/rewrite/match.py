@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal.compile.fx.arithmetic import number_key, number_like
-from hal.compile.fx.normalise import IN_PLACE, VIEWS, mutates, value
+from hal.compile.fx.normalize import IN_PLACE, VIEWS, mutates, value
 from hal.compile.rewrite.node_match import (
     Binding,
     alike,
@@ -221,8 +221,8 @@ class Matcher:
             return ""
         pairs = list(zip(again, (bound[part] for part in parts), strict=True))
         first = len(self._inputs)
-        said = (difference(node, found) for node, found in (*pairs[first:], *pairs[:first]))
-        return next((f": {each}" for each in said if each is not None), "")
+        differences = (difference(node, found) for node, found in (*pairs[first:], *pairs[:first]))
+        return next((f": {each}" for each in differences if each is not None), "")
 
     def _equal(self, again: list[fx.Node], bound: Binding) -> bool:
         parts = [*self._inputs, *self._calls]

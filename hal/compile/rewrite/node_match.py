@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from hal.compile.fx.arithmetic import RESPELLED, Reading, operands, readings, same_number, target_of
-from hal.compile.fx.normalise import IN_PLACE, VIEWS, same_shape, value
+from hal.compile.fx.normalize import IN_PLACE, VIEWS, same_shape, value
 
 aten = torch.ops.aten
 
@@ -161,7 +161,7 @@ def same(node: fx.Node, found: fx.Node, places: Binding) -> bool:
 def difference(node: fx.Node, found: fx.Node) -> str | None:
     """Describe how a node of the pattern's second trace differs from its matched node, or return None."""
     here, there = value(node), value(found)
-    said = []
+    differences = []
     if node.op == "call_function" and node.target not in VIEWS:
         mine, theirs = next(readings(node)), next(_readings_as(node, found), next(readings(found)))
         compared = zip(mine.compared(), theirs.compared(), strict=False)
@@ -172,11 +172,11 @@ def difference(node: fx.Node, found: fx.Node) -> str | None:
             if not (_is_tensor(one) or _is_tensor(other)) and (
                 not agreeing or (_dtype(here) != _dtype(there) and type(one) is not type(other))
             ):
-                said.append(f"has {value(other)}, where the pattern has {value(one)}")
+                differences.append(f"has {value(other)}, where the pattern has {value(one)}")
                 break
     if isinstance(here, Tensor) and isinstance(there, Tensor) and not _is_alike(here, there):
-        said.append(f"returns {_tensor(there)}, where the pattern returns {_tensor(here)}")
-    return f"{_name(node)} {', and '.join(said)}" if said else None
+        differences.append(f"returns {_tensor(there)}, where the pattern returns {_tensor(here)}")
+    return f"{_name(node)} {', and '.join(differences)}" if differences else None
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

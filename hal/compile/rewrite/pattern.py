@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal.compile.fx.arithmetic import number_key, scaled_inverse
 from hal.compile.fx.make_graph import make_graph
-from hal.compile.fx.normalise import normalise
+from hal.compile.fx.normalize import normalize
 
 
 def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
@@ -32,7 +32,7 @@ def trace_function(function: Callable[..., Any], arguments: Sequence[Any], mode:
 def trace_pattern(
     pattern: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode | None = None
 ) -> fx.Graph:
-    """Return the pattern as a normalised graph, whose placeholders are its tensors in order.
+    """Return the pattern as a normalized graph, whose placeholders are its tensors in order.
 
     Args:
         pattern: the function.
@@ -43,7 +43,7 @@ def trace_pattern(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         arguments = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
     graph = trace_function(pattern, arguments, mode).graph
-    normalise(graph)
+    normalize(graph)
     return graph
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hal.compile.fx.normalise import same_shape
+from hal.compile.fx.normalize import same_shape
 from hal.errors import CompileError
 from hal.ops.declaration.axes import LEADING, Axis
 from hal.ops.declaration.constraints import Constraints, format_shape
-from hal.ops.declaration.dtypes import FLOATING, Dtypes, shown
+from hal.ops.declaration.dtypes import FLOATING, Dtypes, format_dtypes
 from hal.ops.declaration.samples import Draw, Sample
 
 DRAWN = (torch.float32, torch.bfloat16)
@@ -77,11 +77,11 @@ def check_same_results(given: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def _tensors(values: Sequence[Any]) -> str:
-    said = [
-        f"{shown([each.dtype])} {format_shape(each.shape)}" if isinstance(each, Tensor) else repr(each)
+    formatted = [
+        f"{format_dtypes([each.dtype])} {format_shape(each.shape)}" if isinstance(each, Tensor) else repr(each)
         for each in values
     ]
-    return ", ".join(said) or "nothing"
+    return ", ".join(formatted) or "nothing"
 
 
 def violations(constraints: Constraints, sample: Sample) -> Iterator[tuple[str, Sample]]:

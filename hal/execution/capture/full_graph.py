@@ -14,7 +14,7 @@ from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import queries_to_capture, sequences_to_capture
 from hal.execution.capture.captured_form import Bucket, CapturedForm
 from hal.execution.context import FormContext
-from hal.execution.optimised_model import OptimisedModel
+from hal.execution.optimized_model import OptimizedModel
 from hal.step import Batch, StaticBatch, StepShape
 
 
@@ -35,16 +35,16 @@ class GraphMaker(ABC):
         """
 
 
-class OptimisedGraphs(GraphMaker):
-    """Captures the optimised step; above ``torch_compile_max_bs`` sequences, the model's Python code.
+class OptimizedGraphs(GraphMaker):
+    """Captures the optimized step; above ``torch_compile_max_bs`` sequences, the model's Python code.
 
     Attributes:
-        optimised: the optimised steps.
+        optimized: the optimized steps.
     """
 
     def __init__(self, context: FormContext) -> None:
         self._context = context
-        self.optimised = OptimisedModel(context)
+        self.optimized = OptimizedModel(context)
 
     def walk(self, static: StaticBatch) -> Callable[[], Any]:
         try:
@@ -63,8 +63,8 @@ class OptimisedGraphs(GraphMaker):
         limit, shape = self._context.config.torch_compile_max_bs, static.shape
         if limit is not None and shape.sequences > limit:
             return partial(self._context.eagerly, static.batch)
-        self.optimised.prepare(shape)
-        return partial(self.optimised, static.batch, shape)
+        self.optimized.prepare(shape)
+        return partial(self.optimized, static.batch, shape)
 
 
 class FullGraphForm(CapturedForm):

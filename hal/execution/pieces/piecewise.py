@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.compile.optimise import OptimisedStep, optimise_model
+from hal.compile.optimize import OptimizedStep, optimize_model
 from hal.compile.split import SplitStep, operation_of, split
 from hal.compile.trace import StepSizes
 from hal.device.graph import Graph
@@ -32,28 +32,28 @@ class _Part:
 
 
 class PiecewiseForm(TokenForm):
-    """The optimised step, split at the splitting operations; every other piece is a graph. See :class:`TokenForm`.
+    """The optimized step, split at the splitting operations; every other piece is a graph. See :class:`TokenForm`.
 
     Attributes:
-        optimised: the step before the split, with the report of its passes.
+        optimized: the step before the split, with the report of its passes.
         split: the segments.
     """
 
-    optimised: OptimisedStep | None = None
+    optimized: OptimizedStep | None = None
     split: SplitStep | None = None
 
     def prepare(self) -> Sequence[StaticBatch]:
         (largest,) = super().prepare()
         context = self.context
         backend = context.backend
-        step = optimise_model(context.model, context.states, StepSizes(None), backend, context.config.passes)
-        self.optimised = step
+        step = optimize_model(context.model, context.states, StepSizes(None), backend, context.config.passes)
+        self.optimized = step
         step.traced.check_any_size(context.model)
         at = backend.splitting_ops(context.config)
         present = {name for node in step.traced.graph.graph.nodes if (name := operation_of(node)) is not None}
         if missing := sorted(at - present):
             raise ConfigError(
-                f"splitting_ops has {', '.join(missing)}, which the optimised step does not call",
+                f"splitting_ops has {', '.join(missing)}, which the optimized step does not call",
                 f"remove the name, or disable the pass that fuses it; the step calls {', '.join(sorted(present))}",
             )
         step.hoist(backend, keep=at)

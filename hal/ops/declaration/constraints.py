@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration.axes import LEADING, Axis, Shape, may_be_size, same_size, same_sizes
-from hal.ops.declaration.dtypes import FLOATING, Dtypes, shown
+from hal.ops.declaration.dtypes import FLOATING, Dtypes, format_dtypes
 
 
 @attrs.frozen
@@ -106,7 +106,7 @@ def _unlike(
     for each in allowed:
         if each is FLOATING:
             if not dtype.is_floating_point and len(allowed) == 1:
-                return f"{name} is {shown([dtype])}, but declared floating"
+                return f"{name} is {format_dtypes([dtype])}, but declared floating"
             if step is None:
                 return None
             known[step[1]] = step[0]
@@ -121,8 +121,10 @@ def _unlike(
         return None
     if len(known) == 1 and "" not in known.values():
         ((wanted, other),) = known.items()
-        return f"{other} is {shown([wanted])} and {name} is {shown([dtype])}, but they are declared alike"
-    return f"{name} is {shown([dtype])}, but declared {shown(known)}"
+        return (
+            f"{other} is {format_dtypes([wanted])} and {name} is {format_dtypes([dtype])}, but they are declared alike"
+        )
+    return f"{name} is {format_dtypes([dtype])}, but declared {format_dtypes(known)}"
 
 
 _Found: TypeAlias = tuple[str, Shape, tuple[Any, ...]]

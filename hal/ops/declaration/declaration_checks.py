@@ -107,7 +107,7 @@ def read_constraints(
     )
 
 
-NOT_DECLARED = "unsaid"
+NOT_DECLARED = "undeclared"
 """The default of ``rowwise``, which is an error, so that declarations are explicit."""
 
 

@@ -61,6 +61,6 @@ def parse_dtypes(given: object, what: str, arguments: Collection[str]) -> Dtypes
     return several
 
 
-def shown(dtypes: Iterable[torch.dtype]) -> str:
+def format_dtypes(dtypes: Iterable[torch.dtype]) -> str:
     """Return dtypes as text: ``float32 or int8``."""
     return " or ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))

@@ -64,7 +64,7 @@ class Operation:
         host: arguments whose values a kernel may read on the host.
         weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
-        off_by_one: the largest share of quantised (int8) results that may be off by one, by dtype.
+        off_by_one: the largest share of quantized (int8) results that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
     """
 

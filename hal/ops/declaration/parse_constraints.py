@@ -93,8 +93,8 @@ def _checked(
         )
     for name in given:
         if name in others or (name == RESULT and results == 0):
-            said = "it returns nothing" if name == RESULT else f"{name} is not a tensor"
-            raise OperationError(f"{what} declares {kind} of {name!r}, but {said}", f"remove {name!r} from {kind}")
+            reason = "it returns nothing" if name == RESULT else f"{name} is not a tensor"
+            raise OperationError(f"{what} declares {kind} of {name!r}, but {reason}", f"remove {name!r} from {kind}")
         if name not in arguments and name != RESULT:
             raise OperationError(
                 f"{what} declares {kind} of {name!r}, which is not an argument", nearest(str(name), arguments)

@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add and normalise. This is one call, but not faster than its parts."""
+    """Add and normalize. This is one call, but not faster than its parts."""
     hidden = x + residual
     return functional.rms_norm(hidden, weight.shape, weight, eps), hidden
 

@@ -55,8 +55,8 @@ class ComparedCall:
         try:
             self.results = run(*arguments)
         except Exception as error:
-            said = f"it raised {type(error).__name__}: {error}"
-            raise Failure([said], self.operation.name, *describe(self.operation, self.wanted)) from error
+            problem = f"it raised {type(error).__name__}: {error}"
+            raise Failure([problem], self.operation.name, *describe(self.operation, self.wanted)) from error
 
     def _prepared(self) -> list[Any]:
         return prepare_weights(self.backend, self.operation, self.given, self.dtype)

@@ -154,4 +154,4 @@ def _explain(target: Target) -> None:
     explain: Callable[[BaseException], HalError | None] = target.activated().explain
     require(explain(ValueError("mine")) is None, "explain() converted an exception that is not the device's")
     out_of_memory = explain(torch.OutOfMemoryError("planted"))
-    require(isinstance(out_of_memory, DeviceOutOfMemory), "explain() did not recognise torch.OutOfMemoryError")
+    require(isinstance(out_of_memory, DeviceOutOfMemory), "explain() did not recognize torch.OutOfMemoryError")

@@ -88,7 +88,7 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
         for graph in (plain, changed):
             _read(graph, _intermediates(graph.graph)[reader])
     from hal.compile.fx.clean import CLEANUPS
-    from hal.compile.optimise import all_passes
+    from hal.compile.optimize import all_passes
     from hal.compile.pass_manager import PassManager
 
     manager = PassManager(changed, mode)

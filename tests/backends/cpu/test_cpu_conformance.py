@@ -1,4 +1,4 @@
-"""The conformance suite on the CPU driver."""
+"""The conformance suite with the CPU driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU's kernels in C++ and its packed weights: when they are used, what they refuse, and that a tape sees them."""
+"""Tests for the CPU's C++ kernels and packed weights: when they are used, what they refuse, and capture on a tape."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_cpu(**options: Any) -> hal.Backend:
 
 @pytest.fixture(scope="module")
 def native() -> hal.Backend:
-    """With the kernels in C++, or an error."""
+    """Return the C++ kernels; raise if they cannot be built."""
     return open_cpu(native=True)
 
 
@@ -57,7 +57,7 @@ def test_both_sets_of_kernels_meet_the_reference(seed: int, by_torch: bool, name
 @pytest.mark.parametrize("window", [None, 0, 1, 5, 64])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 6), (14, 2)])
 def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: torch.dtype, native: hal.Backend) -> None:
-    """Lengths around what is read at once, blocks in any order, batches below and above the number of threads."""
+    """Test lengths around the chunk size, shuffled blocks, and batches smaller and larger than the thread count."""
     (num_heads, kv_heads), draw = heads, Draw(dtype, seed=3)
     for lengths in ([1], [4, 0, 5], [3] * 9, [130, 1, 64, 63, 65, 0]):
         columns = -(-max(lengths) // 16)
@@ -84,7 +84,7 @@ def test_what_is_not_finite_comes_out(broken: float, native: hal.Backend) -> Non
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
     values = keys.clone()
     values[1, 3] = broken
-    values[1, 7] = broken  # beyond the length: nobody may read it
+    values[1, 7] = broken  # Beyond the length: must not be read.
     for value in (values, values.nan_to_num(1.0, 1.0, 1.0)):
         arguments = (torch.randn(1, 1, 16), keys, value, table, starts, lens, starts, lens, 1.0, True, None)
         found = native.kernels["paged_attention"](*arguments)
@@ -101,7 +101,7 @@ def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
         table, lens = torch.tensor([[block]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
             native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
-    starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # a prefill, which is torch's
+    starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # A prefill, which torch computes.
     for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2), ([0, 1], -1)):
         table, lens = torch.tensor([blocks], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
@@ -113,7 +113,7 @@ def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
 
 
 def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
-    """C++ would read past the end of it."""
+    """Invalid arguments raise; the C++ code would read out of bounds."""
     kernels, ones = native.kernels, torch.ones
     cache, row = torch.zeros(2, 4, 1, 8), ones(3, 1, 8)
     table, starts, lens = ones(3, 1).int(), torch.arange(4).int(), ones(3).int()
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
 
 def test_any_layout_of_queries_will_do(native: hal.Backend) -> None:
     query, caches = torch.randn(2, 32, 4).transpose(1, 2), [torch.randn(3, 8, 2, 32) for _ in range(2)]
-    table, starts = torch.tensor([[1], [2]]), torch.arange(3)  # int64, too
+    table, starts = torch.tensor([[1], [2]]), torch.arange(3)  # int64 too
     lens = torch.tensor([5, 8])
     arguments = (query, *caches, table, starts, lens, starts, lens, 0.2, True, None)
     expected = ops.operation("paged_attention").reference(*arguments)
@@ -163,7 +163,7 @@ def test_a_tape_replays_them_on_new_inputs(native: hal.Backend) -> None:
 
 
 def test_without_a_compiler(tmp_path: Path, trained: Path) -> None:
-    """Torch's kernels stand in with a warning, or, if C++ was asked for, the driver refuses with a remedy."""
+    """The torch kernels are used with a warning. If C++ was requested, opening fails with a remedy."""
     program = f"""
 import logging, hal
 logging.basicConfig()
@@ -217,7 +217,7 @@ def test_a_damaged_library_is_compiled_again(
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
     build.load.__wrapped__()
     (library,) = tmp_path.glob("cpu/*/kernels.so")
-    library.unlink()  # which stays as it is where it is loaded
+    library.unlink()  # The loaded library keeps its own inode.
     library.write_bytes(b"")
     assert build.load.__wrapped__().rms_norm
     assert f"{library} is damaged" in caplog.text
@@ -243,11 +243,11 @@ def test_without_a_home_folder_torchs_kernels_run(variable: str, tmp_path: Path)
 
 
 class TestTrust:
-    """What others could have written is code that is not run."""
+    """Code that another user could have written is not loaded."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """The cache's, and a compiler that makes an empty library in no time."""
+        """Return the cache's folder. The compiler is replaced with one that writes an empty library."""
         fast = tmp_path / "fast"
         fast.write_text('#!/bin/sh\nfor last; do :; done\nexec g++ -shared -x c++ /dev/null -o "$last"\n')
         fast.chmod(0o755)
@@ -270,7 +270,7 @@ class TestTrust:
         made = library.stat().st_ino
         build.load.__wrapped__()
         assert library.stat().st_ino == made
-        assert [each.levelname for each in caplog.records] == ["INFO"], "compiled once, and nothing to warn of"
+        assert [each.levelname for each in caplog.records] == ["INFO"], "compiled once, without a warning"
 
     @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
     def test_one_that_others_may_write_is_compiled_again(
@@ -282,7 +282,7 @@ class TestTrust:
         library = self.library(folder)
         made = library.stat().st_ino
         library.chmod(mode)
-        keeping = library.open("rb")  # so that its inode is not given to the next
+        keeping = library.open("rb")  # Otherwise the next file may get its inode.
         build.load.__wrapped__()
         assert f"another user could have written {library}; hal recreates it" in caplog.text
         assert library.stat().st_ino != made
@@ -297,7 +297,7 @@ class TestTrust:
         build.load.__wrapped__()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of a file")
     @pytest.mark.parametrize("given", ["folder", "library"])
     def test_what_is_anothers_is_not_loaded(self, given: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         from hal.backends.cpu.native import build
@@ -372,7 +372,7 @@ class TestPacking:
             assert self.gains(monkeypatch, 0.9, 0.9, 0.9).prepare(weight, shared=shared) is weight
 
     def test_a_table_keeps_both_forms(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Packed up to 8 rows, where that is faster, and as it is above."""
+        """The packed weight is used up to 8 rows, where it is faster, and the unpacked one above."""
         packed = self.gains(monkeypatch, 1.5, 1.2, 0.7).prepare(weight, shared=True)
         used = []
         monkeypatch.setattr(packing, "_packed_linear", lambda x, *rest: used.append(x.shape[0]))

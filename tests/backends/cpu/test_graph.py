@@ -1,4 +1,4 @@
-"""Graphs on the CPU: what a tape records, how it replays, and what it refuses."""
+"""Tests for graphs on the CPU: what a tape records, how it replays, and what it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = ops.operation("paged_attention")
 
 
 class Attention:
-    """One captured attention over fixed memory, for tests of host values."""
+    """One captured attention on fixed memory, for tests of host values."""
 
     def __init__(self, backend: hal.Backend, sample: int = 3) -> None:
         arguments = list(ATTENTION.samples(Draw()))[sample]
@@ -44,11 +44,14 @@ class Attention:
 
 
 def test_every_operation_replays_what_it_computes(cpu: hal.Backend) -> None:
-    """Inputs changed in place show in the outputs, which keep their addresses; glue around the call is replayed too."""
+    """A replay reads inputs that changed in place and keeps the addresses of outputs.
+
+    Plain torch operations around the call are replayed too.
+    """
     for operation in ops.catalogue().values():
         for index, sample in enumerate(operation.samples(Draw())):
             if operation.name == "sample":
-                continue  # draws its noise from steps; covered below, since its inputs are no plain values
+                continue  # Draws its noise from `steps`; tested below, because its inputs depend on each other.
             check_replay(cpu, operation, list(sample), f"{operation.name}, sample {index}")
 
 
@@ -93,7 +96,7 @@ def test_sampling_replays_with_new_seeds(cpu: hal.Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_glue_of_every_kind(cpu: hal.Backend, dtype: torch.dtype) -> None:
-    """Views, writes through views, casts, several results, constants, indexing, and an output that is an input."""
+    """Views, writes through views, casts, multiple results, constants, indexing, and an output that is an input."""
     x, table = torch.randn(6, 8).to(dtype), torch.randn(10, 8).to(dtype)
     index = torch.tensor([3, 1, 2, 0, 5, 4])
 
@@ -204,7 +207,7 @@ class TestHostValues:
     ) -> None:
         attention = Attention(cpu)
         before = attention.output.clone()
-        attention.arguments[0].normal_()  # a replay would show
+        attention.arguments[0].normal_()  # a replay would change it
         values = {"query_start_loc_host": attention.starts, "kv_lens_host": attention.lens}
         with pytest.raises(HostValueError, match=message):
             attention.graph.replay(**change(values))
@@ -225,7 +228,7 @@ class TestHostValues:
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
     def test_a_call_through_the_dispatcher_is_recorded_too(self, cpu: hal.Backend) -> None:
-        """As traced code calls it. On the CPU such a call can be recorded, so it is."""
+        """Traced code calls operations through the dispatcher. The CPU records such calls."""
         arguments = list(ATTENTION.samples(Draw()))[3]
         graph = cpu.graph()
         output = graph.capture(lambda: torch.ops.hal.paged_attention(*arguments))
@@ -280,7 +283,7 @@ class TestRefusals:
         graph = cpu.graph()
         with pytest.raises(CaptureError, match=r"test_graph\.py:\d+"):
             graph.capture(lambda: function(x))
-        output = graph.capture(lambda: x + 1)  # the graph, and capture at large, still work
+        output = graph.capture(lambda: x + 1)  # The graph and other captures still work.
         graph.replay()
         assert (output == 1).all()
 
@@ -292,7 +295,7 @@ class TestRefusals:
         with pytest.raises(ZeroDivisionError, match="mine"):
             graph.capture(function)
         kernel = ops.operation("rms_norm").kernel
-        assert kernel is cpu.kernels["rms_norm"], "the interception was not taken back"
+        assert kernel is cpu.kernels["rms_norm"], "the interception was not removed"
 
     def test_out_of_order(self, cpu: hal.Backend, tmp_path: Path) -> None:
         graph = cpu.graph()
@@ -317,7 +320,7 @@ def test_other_threads_are_not_captured(cpu: hal.Backend) -> None:
 
     graph = cpu.graph()
     graph.capture(function)
-    graph.replay()  # would ask for host values if the other thread's attention were on the tape
+    graph.replay()  # Would require host values if the other thread's attention were on the tape.
 
 
 def test_a_capture_waits_for_another_threads(cpu: hal.Backend) -> None:
@@ -371,7 +374,7 @@ def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
         return sorted(file for file in files if "/models/" in file or "/hal/nn/" in file)
 
     assert of_the_model(python_files(lambda: model(batch, runner.states.layers))), (
-        "the profile sees the model when it runs"
+        "the profile must see the model when it runs"
     )
     assert not of_the_model(python_files(lambda: runner.step(batch)))
 
@@ -400,7 +403,7 @@ def test_a_capture_runs_the_function_once(cpu: hal.Backend) -> None:
 
 
 class TestNumbers:
-    """Where a replay once differed from the function, or could."""
+    """Regressions: cases in which a replay once gave other numbers than the function."""
 
     def same(self, cpu: hal.Backend, function: Callable[[Tensor], Any], *shape: int, dtype: torch.dtype) -> None:
         x = torch.randn(shape).to(dtype)
@@ -451,7 +454,7 @@ class TestNumbers:
 
 class TestContract:
     def test_a_host_value_made_inside_is_refused(self, cpu: hal.Backend) -> None:
-        """Its launch would write the old lengths over the new ones at every replay."""
+        """At a replay its launch would overwrite the new lengths with the captured ones."""
         sample = list(ATTENTION.samples(Draw()))[3]
 
         def function() -> Tensor:
@@ -510,17 +513,17 @@ class TestContract:
 
 
 class TestBeginAndEnd:
-    """Several graphs from one run, with eager work between them."""
+    """Several graphs from one run, with eager operations between them."""
 
     def chain(self, backend: hal.Backend, x: Tensor, graphs: list[hal.Graph]) -> list[Tensor]:
-        """Three graphs of one pool; what runs between them is in ``between`` of :meth:`expected`."""
+        """Capture three graphs that share a pool, with the operations of :meth:`expected` between them."""
         made, pool = [], None
         with backend.capturing() as captures:
             found = x
             for number, graph in enumerate(graphs):
                 captures.begin(graph, pool=pool)
                 made.append(captures.end((found * 2 + number).sum(-1, keepdim=True)))
-                pool, found = graph.pool, x + made[-1].clone().cumsum(0)  # the latter eagerly
+                pool, found = graph.pool, x + made[-1].clone().cumsum(0)  # the second term runs eagerly
                 if number < 2:
                     self.memory[number].copy_(found)
                     found = self.memory[number]
@@ -558,7 +561,7 @@ class TestBeginAndEnd:
         "error", [ZeroDivisionError("mine"), KeyboardInterrupt("mine")], ids=["error", "interrupt"]
     )
     def test_after_an_exception_in_the_middle(self, cpu: hal.Backend, error: BaseException) -> None:
-        """The graph that was under way is empty, the one before stays, and another thread can capture at once."""
+        """The graph in progress is left empty, the one before stays valid, and another thread can capture."""
         x, graphs = torch.ones(4, 8), [cpu.graph() for _ in range(3)]
 
         def broken() -> None:
@@ -592,7 +595,7 @@ class TestBeginAndEnd:
             captures.begin(first)
             captures.end(x + 1)
             x.mul_(2)
-            assert x.tolist() == [2.0] * 4  # which reads values, as no capture may
+            assert x.tolist() == [2.0] * 4  # Reads values, which a capture does not allow.
             captures.begin(second, pool=first.pool)
             captures.end(x + 3)
         for graph in (first, second):
@@ -646,4 +649,4 @@ class TestBeginAndEnd:
 
 
 class OtherGraph(Tape):
-    """Of another kind."""
+    """A graph of another driver."""

@@ -1,4 +1,4 @@
-"""The GPU for the tests of this folder that need one. Without it they are skipped, with the probe's reason."""
+"""Fixtures for tests that need a GPU. Without one the tests are skipped, with the probe's reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hal
 
 @pytest.fixture(scope="session")
 def gpu_here() -> None:
-    """Skips what uses it where the driver cannot run."""
+    """Skip the test if the CUDA driver cannot run."""
     found = probe()
     if not found.available:
         pytest.skip(f"no GPU: {found.reason}")
@@ -21,7 +21,7 @@ def gpu_here() -> None:
 
 @pytest.fixture
 def gpu(gpu_here: None) -> Iterator[Callable[..., hal.Backend]]:
-    """Opens the cuda backend, active: keywords are keys of the configuration, ``options`` among them."""
+    """Return a function that opens and activates the cuda backend. Keywords are configuration keys and ``options``."""
 
     def opened(**config: Any) -> hal.Backend:
         return hal.open({"backend": "cuda", **config})

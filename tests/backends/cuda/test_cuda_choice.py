@@ -1,4 +1,4 @@
-"""Which library's kernel an operation gets, and what is said of one that cannot be had."""
+"""Tests for the choice of a library for each operation, and for the reasons why a kernel is unavailable."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_library_goes_before_torch_and_torch_before_ours_where_it_takes_one_la
 
 
 def test_the_kernel_of_fewest_launches_adds_and_norms() -> None:
-    """FlashInfer's writes over its arguments, so that both would be copied first."""
+    """FlashInfer's kernel writes to its arguments, so both would have to be copied first."""
     triton = Library("triton", {"add_rms_norm": torch.mul})
     assert choose([FLASHINFER, triton, TORCH], {})["add_rms_norm"].library == "triton"
     assert choose([FLASHINFER, TORCH], {})["add_rms_norm"].library == "flashinfer"
@@ -105,11 +105,11 @@ def test_what_makes_flashinfer_unusable(tmp_path: Path) -> None:
 
 
 def test_an_import_that_fails_is_a_reason() -> None:
-    """A library that says it is there and is not, as a broken installation would."""
+    """A library that claims to be installed but fails to import, as in a broken installation."""
     import importlib.util
 
     if importlib.util.find_spec("flashinfer") is not None:
-        pytest.skip("flashinfer is installed, and can be imported")
+        pytest.skip("flashinfer is installed and can be imported")
     reference = {name: each.reference for name, each in ops.catalogue().items()}
     found = flashinfer_library(torch.device("cpu"), reference, present, present)  # type: ignore[arg-type]
     assert "flashinfer cannot be used: No module named 'flashinfer'" in found.problem
@@ -133,7 +133,7 @@ print(json.dumps({name: each.library for name, each in found.items()}))
 
 @cache
 def table(*capability: int) -> dict[str, str]:
-    """In a process of its own: it imports Triton, and tests of Triton's interpreter must be the first that do."""
+    """Return the table of a subprocess: it imports Triton, which tests of Triton's interpreter must import first."""
     command = [sys.executable, "-c", TABLE, *map(str, capability)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -142,11 +142,11 @@ def table(*capability: int) -> dict[str, str]:
 
 
 class TestGraphsWithFlashInfer:
-    """FlashInfer plans on the host before every replay, so graphs capture another kernel unless it is asked for."""
+    """FlashInfer plans on the host before every replay, so graphs capture another kernel unless it is requested."""
 
     @pytest.fixture
     def chosen(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, bool]]:
-        """What attention's kernel is said to be, and whether graphs have FlashInfer's, which is not installed here."""
+        """Return the reported attention kernel, and whether graphs use FlashInfer's. FlashInfer is not installed."""
 
         def flashinfer(device: torch.device, otherwise: Any, *, in_graphs: bool) -> Library:
             def attend() -> bool:
@@ -197,13 +197,13 @@ def test_the_page_says_which_library_an_operation_gets(repository: Path) -> None
     with_triton, without = table(9, 0), table(7, 5)
     for name, (_, library, old) in said.items():
         stands_in = "composed" if ops.operation(name).fused else "reference"
-        # Only torch for CUDA has the flash attention that long prefills go to.
+        # Only builds of torch for CUDA have the flash attention that is used for long prefills.
         assert with_triton[name].partition(",")[0] in ("flashinfer", library.partition(",")[0]), name
         assert without.get(name, stands_in) in ("flashinfer", old), name
 
 
 class TestByLength:
-    """The one kernel or the other, by what the host knows."""
+    """Attention chooses one of two kernels by lengths known on the host."""
 
     @pytest.mark.parametrize(
         ("queries", "kind"),

@@ -1,4 +1,4 @@
-"""The CUDA driver where there is no GPU: reasons and remedies; and what does not need one."""
+"""Tests for the CUDA driver without a GPU: reasons, remedies, and functions that do not need a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_torch_for_the_cpu_is_told_from_one_for_cuda() -> None:
     with pytest.raises(DriverUnavailable, match=r"torch \S+ is a build for the CPU only") as caught:
         hal.open("cuda")
     assert INSTALL in caught.value.remedy
-    # If the probe were wrong, opening it says the same.
+    # Opening reports the same if the probe is wrong.
     with pytest.raises(DriverUnavailable, match="cannot use CUDA: Torch not compiled with CUDA enabled") as caught:
         CudaDriver().open({})
     assert INSTALL in caught.value.remedy

@@ -1,4 +1,4 @@
-"""What is said of CUDA's errors, by the exceptions that torch raises."""
+"""Tests for the explanations of CUDA errors, given the exceptions that torch raises."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_capture_that_breaks_says_why() -> None:
     text = "CUDA error: operation not permitted when stream is capturing" + TAIL
     found = explain_in_capture(torch.AcceleratorError(text))
     assert type(found) is CaptureError
-    assert "it synchronises" in found.problem
+    assert "it synchronizes" in found.problem
     assert "move it out of the captured function" in found.remedy
     copied = explain_in_capture(RuntimeError(
         "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. Please "
@@ -91,7 +91,10 @@ def test_a_capture_that_breaks_says_why() -> None:
     ("error", "known"), [(RuntimeError("CUBLAS: CUDA error"), CaptureError), (RuntimeError("mine"), type(None))]
 )
 def test_what_the_end_of_a_capture_says_counts_for_errors_of_cuda(error: Exception, known: type) -> None:
-    """Another exception between a fork and its join leaves work unjoined, too, and comes out as it is."""
+    """CUDA errors are explained by the error at the end of the capture.
+
+    Any other exception between a fork and its join also leaves work unjoined, and is raised unchanged.
+    """
     error.add_note("the capture's end: CUDA error: capturing stream has unjoined work")
     found = explain_in_capture(error)
     assert type(found) is known

@@ -1,4 +1,4 @@
-"""The conformance suite on the CUDA driver. Where there is no GPU it has one case, which is skipped with the reason."""
+"""The conformance suite with the CUDA driver. Without a GPU it has one case, which is skipped with the reason."""
 
 from __future__ import annotations
 

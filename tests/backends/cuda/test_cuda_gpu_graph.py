@@ -1,4 +1,4 @@
-"""On a GPU: CUDA graphs behind hal's Graph. Host values are never stale, captures fail in words, memory is shared."""
+"""Tests for CUDA graphs on a GPU: host values are up to date, capture errors are explained, and memory is shared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Opened = Callable[..., hal.Backend]
 
 
 class Attend(attending.Attend):
-    """In blocks and heads that every library takes."""
+    """Attention with block sizes and heads that every library supports."""
 
     def __init__(self, backend: hal.Backend, window: int | None = None) -> None:
         super().__init__(backend, block_size=64, head_dim=64, window=window)
@@ -55,7 +55,7 @@ def attend(request: pytest.FixtureRequest, gpu: Opened) -> Attend:
 
 class TestHostValues:
     def test_every_replay_reads_its_own_lengths(self, attend: Attend) -> None:
-        """Also where the caller leaves the tensor of lengths on the device as it was."""
+        """Also if the caller does not update the tensor of lengths on the device."""
         expected = [attend.eagerly(lens) for lens in LENGTHS]
         graph = attend.backend.graph()
         output = graph.capture(attend.twice)
@@ -67,7 +67,7 @@ class TestHostValues:
         assert graph.outputs.data_ptr() == address
 
     def test_without_a_wait_between_replays(self, attend: Attend) -> None:
-        """A replay whose lengths are set while the one before it still runs must not hand them to that one."""
+        """A replay whose lengths are set while the previous one runs must not change the previous one's lengths."""
         expected = [attend.eagerly(lens) for lens in LENGTHS]
         graph, results = attend.backend.graph(), []
         output = graph.capture(attend.twice)
@@ -90,7 +90,7 @@ class TestHostValues:
             values = attend.host_values(LENGTHS[1])
             if pinned:
                 values["kv_lens_host"] = values["kv_lens_host"].pin_memory()
-            torch.cuda._sleep(50_000_000)  # tens of milliseconds, in which the copies wait
+            torch.cuda._sleep(50_000_000)  # Takes tens of milliseconds, while the copies wait.
             graph.replay(**values)
             values["kv_lens_host"].fill_(3)
             assert_same(output.cpu(), expected)
@@ -155,10 +155,10 @@ class TestCapture:
     @pytest.mark.parametrize(
         ("breaks", "message"),
         [
-            (lambda x: x.sum().item(), "it synchronises|not pinned"),
-            (lambda x: x.cpu(), "it synchronises|not pinned"),
-            (lambda x: torch.ones(8).to(x.device), "not pinned|it synchronises"),
-            (lambda x: torch.cuda.synchronize(), "it synchronises"),
+            (lambda x: x.sum().item(), "it synchronizes|not pinned"),
+            (lambda x: x.cpu(), "it synchronizes|not pinned"),
+            (lambda x: torch.ones(8).to(x.device), "not pinned|it synchronizes"),
+            (lambda x: torch.cuda.synchronize(), "it synchronizes"),
             (lambda x: unjoined(x), "a stream that was not joined"),
         ],
         ids=["item", "cpu", "unpinned", "synchronize", "unjoined"],
@@ -181,7 +181,7 @@ class TestCapture:
         assert caught.value.__cause__ is not None
         assert torch.cuda.current_stream() == stream
         assert not torch.cuda.is_current_stream_capturing()
-        backend.device.empty_cache()  # which fails if the allocator still thinks of a capture
+        backend.device.empty_cache()  # Fails if the allocator is still in capture mode.
         output = graph.capture(lambda: x + 2)
         graph.replay()
         assert output.tolist() == [3.0] * 8
@@ -219,7 +219,7 @@ class TestCapture:
 
 
 def unjoined(x: Tensor) -> None:
-    """Work on another stream, which the captured one never waits for."""
+    """Launch work on another stream, which the captured stream never waits for."""
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
@@ -232,7 +232,7 @@ class TestMemory:
         x = torch.ones(1 << 22, device=backend.device.torch)
         first, second = backend.graph(), backend.graph()
         first.capture(lambda: (x + 1) * 2)
-        gc.collect()  # graphs of other tests would be collected in between
+        gc.collect()  # Otherwise graphs of other tests could be collected during the test.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         second.capture(lambda: (x + 3) * 2, pool=first.pool)
@@ -259,10 +259,10 @@ class TestMemory:
         assert second.outputs[:3].tolist() == [6.0] * 3
 
     def test_memory_of_cublas_is_the_pools(self, gpu: Opened) -> None:
-        """As Inductor does when it captures: what cuBLAS had for partial sums is given back, and others take it."""
+        """cuBLAS's workspace is released, as Inductor does when it captures, and other graphs reuse it."""
         backend = gpu()
         weight = torch.randn(1024, 16384, device=backend.device.torch, dtype=torch.float16) / 128
-        x = torch.randn(1, 16384, device=backend.device.torch, dtype=torch.float16)  # long sums, which are split
+        x = torch.randn(1, 16384, device=backend.device.torch, dtype=torch.float16)  # long sums, which cuBLAS splits
         expected = x @ weight.t()
         graph = backend.graph()
         output = graph.capture(lambda: x @ weight.t())
@@ -293,7 +293,7 @@ class TestMemory:
             torch.cuda.empty_cache()
             return torch.cuda.memory_reserved()
 
-        step(16)  # what cuBLAS takes once
+        step(16)  # cuBLAS's one-time allocation
         graphs, pool, before, after = [], None, reserved(), []
         for rows in (4096, 2048, 1024, 512, 256, 128):
             graph = backend.graph()
@@ -311,7 +311,7 @@ class TestMemory:
 def test_on_another_gpu_than_the_current_one(gpu: Opened) -> None:
     gpu()
     if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU only")
+        pytest.skip("there is only one GPU")
     attend = Attend(gpu(options={"device_index": 1}))
     expected = [attend.eagerly(lens) for lens in LENGTHS]
     graph = attend.backend.graph()
@@ -340,7 +340,7 @@ except hal.errors.DeviceError as error:
 
 
 def test_a_value_out_of_range_is_an_error_that_says_so(gpu: Opened) -> None:
-    """In a process of its own, which CUDA serves no more after it."""
+    """Runs in a subprocess, because CUDA is unusable in the process after a device-side error."""
     gpu()
     result = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=False)
     assert "a kernel found a value out of range" in result.stdout, result.stderr

@@ -1,4 +1,4 @@
-"""On a GPU: every kernel of every library against the references."""
+"""Tests for every kernel of every library against the references, on a GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
 ATTENTION = ops.operation("paged_attention")
 LIBRARIES = (None, "flashinfer", "triton", "torch")
-"""None is what the driver chooses."""
+"""None stands for the driver's choice."""
 
 Opened = Callable[..., hal.Backend]
 
 
 def opened(gpu: Opened, operation: Operation, library: str | None, dtype: torch.dtype) -> hal.Backend:
-    """The backend, with the operation's kernel from a library."""
+    """Open the backend with the operation's kernel from one library."""
     try:
         backend = gpu(options={} if library is None else {"kernels": {operation.name: library}})
     except ConfigError as error:
@@ -36,7 +36,7 @@ def opened(gpu: Opened, operation: Operation, library: str | None, dtype: torch.
 
 
 def draw_on_gpu(operation: Operation, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
-    """Its samples, with what the declaration says is for the host there."""
+    """Return the operation's samples on the GPU, with host arguments on the host."""
     for sample in operation.samples(Draw(dtype, "cuda", seed)):
         names = zip(operation.signature.parameters, sample, strict=True)
         yield tuple(value.cpu() if name in operation.host else value for name, value in names)
@@ -47,7 +47,7 @@ def on_cpu(sample: Sample) -> Sample:
 
 
 def check(operation: Operation, dtype: torch.dtype, kernel: Callable[..., Any], sample: Sample, what: str) -> None:
-    """Results and what is mutated are right, and the rest stays as it was."""
+    """Check results and mutated arguments; other arguments must not change."""
     before, reference = on_cpu(sample), on_cpu(sample)
     with torch.inference_mode():
         found, expected = kernel(*sample), operation.reference(*reference)
@@ -73,12 +73,12 @@ def test_it_meets_the_reference(
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
 def test_nothing_waits_for_the_gpu(gpu: Opened, operation: Operation) -> None:
-    """torch raises where one of its own functions would wait; kernels may not, at any call."""
+    """torch raises where one of its functions would synchronize; kernels must not do so at any call."""
     backend = opened(gpu, operation, None, torch.float16)
     kernel = getattr(backend.ops, operation.name)
     for sample in list(draw_on_gpu(operation, torch.float16, 0)):
         with torch.inference_mode():
-            kernel(*sample)  # what is compiled or allocated at a first call
+            kernel(*sample)  # compilation and allocation at a first call
             torch.cuda.set_sync_debug_mode("error")
             try:
                 kernel(*sample)
@@ -87,7 +87,7 @@ def test_nothing_waits_for_the_gpu(gpu: Opened, operation: Operation) -> None:
 
 
 def attention_sample(draw: Draw, queries: list[int], lengths: list[int], **shape: Any) -> Sample:
-    """Of the shapes of models, on the GPU."""
+    """Return a sample with the shapes of real models, on the GPU."""
     heads, kv_heads, head_dim = shape.get("heads", 32), shape.get("kv_heads", 8), shape.get("head_dim", 128)
     block_size, window = shape.get("block_size", 64), shape.get("window")
     columns = -(-max(lengths) // block_size) + 1
@@ -130,14 +130,14 @@ def test_attention_of_the_shapes_of_models(gpu: Opened, dtype: torch.dtype, libr
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
 def test_a_step_after_another_on_the_same_tensors(gpu: Opened, library: str | None) -> None:
-    """Blocks and lengths change in place between steps: what was worked out for the one must not serve the other."""
+    """Blocks and lengths change in place between steps, so nothing computed from them may be reused."""
     backend = opened(gpu, ATTENTION, library, torch.float16)
     first = attention_sample(Draw(torch.float16, "cuda", 0), [1] * 4, [100, 200, 65, 128])
     for lengths in ([100, 200, 65, 128], [7, 64, 199, 1]):
         kv_lens = torch.tensor(lengths, dtype=torch.int32)
         first[5].copy_(kv_lens)
         first[7].copy_(kv_lens)
-        for _ in range(2):  # of the same lengths, with other blocks
+        for _ in range(2):  # the same lengths, with other blocks
             first[3].copy_(first[3].flip(0))
             check(ATTENTION, torch.float16, backend.ops.paged_attention, first, f"lengths {lengths}")
 

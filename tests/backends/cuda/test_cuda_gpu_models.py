@@ -1,4 +1,4 @@
-"""On a GPU: whole models give the CPU's tokens, in every mode."""
+"""Tests that whole models generate the CPU's tokens on a GPU, in every mode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def new_runner(backend: hal.Backend, path: Path) -> hal.Runner:
 
 @pytest.fixture(scope="module")
 def expected(gpu_here: None, trained: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """What the CPU gives in float32: of the likeliest tokens, and of drawn ones."""
+    """Return the CPU's tokens in float32: greedy ones and sampled ones."""
     runner = reference.open_runner(trained)
     prompts = reference.prompts(trained)
     return tokens(runner, prompts), tokens(runner, prompts, temperature=0.8, top_p=0.9, seed=11)
@@ -62,7 +62,7 @@ def test_the_trained_checkpoint_gives_the_cpus_tokens(
 def test_with_each_librarys_attention(
     gpu: Opened, trained: Path, expected: tuple[list[list[int]], list[list[int]]], mode: str, dtype: str, library: str
 ) -> None:
-    """In 16 bits a near tie may fall otherwise, after which a text goes its own way: most beginnings agree."""
+    """In 16 bits near ties may be resolved differently, after which texts diverge: most beginnings must agree."""
     try:
         backend = gpu(
             dtype=dtype, compilation=MODES[mode], cache={"num_tokens": 8192},
@@ -79,10 +79,10 @@ def test_with_each_librarys_attention(
 
 
 def test_strict(gpu: Opened, trained: Path) -> None:
-    """Nothing that a model runs lacks a kernel."""
+    """No operation that a model runs lacks a kernel."""
     backend: Any = gpu(dtype="float32", strict=True)
     if "triton" not in backend.sources.values():
-        pytest.skip("triton cannot be used here, so operations run their references")
+        pytest.skip("triton cannot be used, so operations run their references")
     found = tokens(new_runner(backend, trained), reference.prompts(trained)[:2], temperature=0.5)
     assert [len(each) for each in found] == [NEW_TOKENS, NEW_TOKENS]
 
@@ -97,12 +97,12 @@ def test_a_quantised_model(gpu: Opened, trained: Path, tmp_path: Path, mode: str
     wanted = tokens(runner, prompts)
     backend = gpu(dtype="float32", compilation=MODES[mode], cache={"num_tokens": 4096})
     found = tokens(new_runner(backend, made.path), prompts)
-    # A value at the middle of two integers may be rounded either way.
+    # A value halfway between two integers may be rounded either way.
     assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= len(prompts) - 1
 
 
 def test_lengths_up_to_what_the_cache_holds(gpu: Opened, trained: Path) -> None:
-    """Prompts that cross blocks, in one batch with short ones, until they end at different steps."""
+    """Prompts that cross blocks run in one batch with short ones, and end at different steps."""
     prompts = [
         (each * 40)[:length] for each, length in zip(reference.prompts(trained), (1, 63, 64, 65, 200), strict=False)
     ]
@@ -113,7 +113,7 @@ def test_lengths_up_to_what_the_cache_holds(gpu: Opened, trained: Path) -> None:
 
 
 def test_a_step_in_a_graph_takes_the_host_little_time(gpu: Opened, trained: Path) -> None:
-    """Less than 0.2 ms, which does not depend on the model's size: one replay, and copies into its inputs."""
+    """A step takes the host less than 0.2 ms, whatever the model's size: one replay, and copies into its inputs."""
     backend = gpu(dtype="float16", compilation={"compiler": "graph", "capture_sizes": [8]}, cache={"num_tokens": 2048})
     runner = new_runner(backend, trained)
     batch = runner.batch([[5]] * 8, [[row + 1] for row in range(8)], cached=[10] * 8)

@@ -1,4 +1,4 @@
-"""The CUDA driver's probe: whatever is missing is named, with its remedy, and torch is not imported for it."""
+"""Tests for the CUDA driver's probe: it names what is missing, with a remedy, and does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ xpu: Optional[str] = None
 
 
 class Machine:
-    """A machine of files: an installed torch, a folder of device files, one of libraries."""
+    """A simulated machine: an installed torch, a folder of device files, and a folder of libraries."""
 
     def __init__(self, folder: Path) -> None:
         self.torch, self.devices, self.libraries = (folder / name for name in ("torch", "dev", "lib"))
@@ -85,7 +85,7 @@ def test_torch_does_not_say_what_it_is_built_for(machine: Machine) -> None:
 
 
 def test_the_installed_torch_says_what_it_is() -> None:
-    """Of the torch that runs this test, the text gives what the module does."""
+    """The probe's description of the installed torch is that of the module."""
     import torch
 
     assert built_for(Path(torch.__file__).with_name("version.py"))[0] == torch.version.cuda
@@ -113,7 +113,7 @@ def test_where_the_library_is_looked_for(tmp_path: Path) -> None:
     library.parent.mkdir()
     cache = tmp_path / "ld.so.cache"
     cache.write_bytes(b"glibc-ld.so.cache1.1\0libc.so.6\0/lib/libc.so.6\0" + f"{LIBRARY}\0{library}\0".encode())
-    here = loadable({}, tmp_path / "nothing")  # what this machine has by itself
+    here = loadable({}, tmp_path / "nothing")  # what this machine has
     assert loadable({}, cache) == loadable({"LD_LIBRARY_PATH": f":{library.parent}"}, tmp_path / "nothing") == here
     library.touch()
     assert loadable({}, cache)
@@ -145,14 +145,14 @@ def test_windows_shares_its_gpu(machine: Machine) -> None:
 )
 def test_the_permission_is_missing(machine: Machine, closed: set[str], named: str | None) -> None:
     found = machine.probe(access=lambda path, mode: path.name not in closed)
-    if named is None:  # one GPU that may be used is enough
+    if named is None:  # one accessible GPU is enough
         assert found.reason == "torch for CUDA 13.0, and 1 GPU"
     else:
         assert found.reason == f"no permission to use {machine.devices / named}"
 
 
 def test_it_takes_less_than_50_ms(machine: Machine) -> None:
-    for each in (machine.probe, probe):  # a machine of files, and this one
+    for each in (machine.probe, probe):  # a simulated machine, and this one
         start = time.perf_counter()
         each()
         assert time.perf_counter() - start < 0.05

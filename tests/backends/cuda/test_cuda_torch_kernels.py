@@ -1,4 +1,4 @@
-"""The kernels that are made of torch's functions, on the CPU: what they compute does not depend on the device."""
+"""Tests for kernels composed of torch functions, on the CPU: their results do not depend on the device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sequences_are_gathered_one_after_the_other(seed: int) -> None:
 
 
 def attention_case(draw: Draw, lengths: list[int], window: int | None) -> tuple[Any, ...]:
-    """Arguments of a decode, in blocks of 8."""
+    """Return arguments of a decode, in blocks of 8."""
     rows, columns = len(lengths), -(-max(lengths) // 8) + 1
     kv_lens, starts = torch.tensor(lengths, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     caches = draw.normal(rows * columns, 8, 2, 16), draw.normal(rows * columns, 8, 2, 16)
@@ -57,7 +57,10 @@ def attention_case(draw: Draw, lengths: list[int], window: int | None) -> tuple[
 @pytest.mark.parametrize("lengths", [[1], [8, 9, 7], [0, 16, 0], [0, 0]], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 8, 100])
 def test_decodes_two_ways(lengths: list[int], window: int | None) -> None:
-    """By a mask over all slots, as in a capture, and one by one; both hide what no sequence filled, even NaN."""
+    """Test the masked form, used in captures, and the per-sequence form.
+
+    Both ignore unfilled slots, even if they hold NaN.
+    """
     case = attention_case(Draw(seed=7), lengths, window)
     query, keys, values, table, starts, kv_lens, _, _, scale, causal, _ = case
     expected = ops.operation("paged_attention").reference(*case)
@@ -74,7 +77,7 @@ def test_decodes_two_ways(lengths: list[int], window: int | None) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 40])
 def test_the_product_of_int8_is_exact(rows: int) -> None:
-    """Also of fewer rows than cuBLAS takes."""
+    """Exact also for fewer rows than cuBLAS accepts."""
     draw = Draw(seed=rows)
     x = draw.integers(-128, 128, rows, 64, dtype=torch.int8)
     weight = draw.integers(-128, 128, 24, 64, dtype=torch.int8)
@@ -85,7 +88,7 @@ def test_the_product_of_int8_is_exact(rows: int) -> None:
 @pytest.mark.parametrize("out", [16, 20])
 @pytest.mark.parametrize("width", [32, 36])
 def test_a_projection_of_any_width_is_served(width: int, out: int) -> None:
-    """cuBLAS takes multiples of 8; the rest runs the reference."""
+    """cuBLAS requires multiples of 8; other widths run the reference."""
     draw = Draw(seed=1)
     x, weight = (draw.integers(-128, 128, rows, width, dtype=torch.int8) for rows in (3, out))
     scale, bias = draw.normal(out).abs() * 1e-4, draw.integers(-100, 100, out, dtype=torch.int32)
@@ -105,7 +108,7 @@ def test_where_a_plan_finds_its_blocks(lengths: list[int], block_size: int) -> N
     assert torch.equal(table.flatten()[places], torch.cat(expected))
     assert ends.tolist() == [sum(counts[:row]) for row in range(len(counts) + 1)]
     spans = zip(ends.diff().tolist(), last.tolist(), strict=True)
-    # As FlashInfer works the lengths out again.
+    # FlashInfer recomputes the lengths.
     assert [max(count - 1, 0) * block_size + left for count, left in spans] == lengths
     assert ends.dtype == last.dtype == torch.int32
 
@@ -127,7 +130,7 @@ def test_what_flashinfer_takes() -> None:
 
 
 class TestPlansAreShared:
-    """By the layers of one step, and by no other call."""
+    """Plans are shared by the layers of one step only."""
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         table = torch.arange(6, dtype=torch.int32).view(2, 3)
@@ -146,7 +149,7 @@ class TestPlansAreShared:
 
     @pytest.mark.parametrize("changed", range(3), ids=["table", "starts", "lengths"])
     def test_another_models_layer_sees_what_was_written_since(self, changed: int) -> None:
-        """A draft and its target may share a batch, which the engine writes to between them."""
+        """A draft and its target may share a batch, which the engine updates between them."""
         step = self.step()
         plan = self.planned(step, {1, 2})
         with torch.inference_mode():

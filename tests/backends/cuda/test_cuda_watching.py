@@ -1,4 +1,4 @@
-"""What a CUDA graph notes of the calls in its capture, which needs no GPU: names, kernels for graphs, fixed queries."""
+"""Tests for what a CUDA graph records about calls during its capture. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Kernel:
 
 @pytest.fixture
 def kernels() -> Iterator[tuple[Kernel, Kernel]]:
-    """The kernel for graphs and the one for long prefills, of the active backend."""
+    """Return the active backend's kernels for graphs and for long prefills."""
     backend = hal.open("cpu")
     short, long = Kernel(), Kernel()
     attention = ByLength(short, long)
@@ -45,12 +45,12 @@ def kernels() -> Iterator[tuple[Kernel, Kernel]]:
 
 @pytest.fixture
 def graph() -> CudaGraph:
-    """One without a stream to capture on, which watching does not need."""
+    """Return a graph without a capture stream."""
     return CudaGraph(0, None)  # type: ignore[arg-type]
 
 
 def watched(graph: CudaGraph) -> AbstractContextManager[None]:
-    """As in a capture of the graph."""
+    """Watch calls as in a capture of the graph."""
     watch = Watch()
     watch.graph = graph
     return ops.intercepted(watch.wrap)
@@ -79,7 +79,7 @@ def test_names_are_recorded(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) ->
 def test_graphs_take_the_kernel_that_reads_lengths_on_the_device(
     graph: CudaGraph, kernels: tuple[Kernel, Kernel]
 ) -> None:
-    """For a long prefill too."""
+    """Long prefills included."""
     short, long = kernels
     call([40])
     with watched(graph):

@@ -1,6 +1,6 @@
-"""Triton's kernels: in Triton's interpreter, on a GPU where there is one, and compiled for GPUs that are not there.
+"""Tests for Triton kernels: in Triton's interpreter, on a GPU if there is one, and compiled for other GPUs.
 
-Each way is settled when triton is imported, for the whole process; so each file of tests has processes of its own.
+Triton chooses the way when it is imported, for the whole process. So each file of tests runs in a subprocess.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 
 def passes(file: str, *, interpret: bool) -> None:
-    """Run a file's tests in a process of its own."""
+    """Run a file's tests in a subprocess; check that they pass."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    # numpy, which the interpreter computes with, warns of every infinity.
+    # numpy, which the interpreter uses, warns about every infinity.
     command = [
         sys.executable,
         "-m",
@@ -55,7 +55,7 @@ def test_compiled_for_gpus() -> None:
 
 
 def test_fences_hold() -> None:
-    """A read past either end of what kernels are given in the interpreter kills its process."""
+    """An out-of-bounds read of an argument in the interpreter kills the process."""
     code = (
         "import torch; from helpers import triton_checking as c\n"
         "x = torch.zeros(7); f = c.fenced(x, '{side}'); assert torch.equal(f, x); "
@@ -72,6 +72,6 @@ def test_fences_hold() -> None:
 
 
 @pytest.mark.parametrize("file", ["triton_rows.py", "triton_attention.py"])
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU, or a torch that was not built for one")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU, or torch is not built for CUDA")
 def test_on_the_gpu(file: str) -> None:
     passes(file, interpret=False)

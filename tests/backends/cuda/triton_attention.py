@@ -1,4 +1,4 @@
-"""Triton's attention against the reference. Run by test_triton_kernels.py, in a process of its own."""
+"""Tests for Triton's attention against the reference. Run by test_triton_kernels.py in a subprocess."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def drawn(
     spare: int = 1,
     integers: torch.dtype = torch.int32,
 ) -> Sample:
-    """Arguments with blocks in any order, NaN where no sequence has written, and query a view of a packed projection.
+    """Draw arguments: shuffled blocks, NaN in unwritten slots, and a query that is a view of a packed projection.
 
     ``padding`` tokens follow the last sequence's; ``spare`` columns of the table are more than any sequence needs.
     """
@@ -63,7 +63,7 @@ def drawn(
 
 
 def cut(tiling: Tiles, parts: int) -> Any:
-    """The kernel with the work cut in a given way, in place of the one that the shapes suggest."""
+    """Return the kernel with a fixed split of the work, in place of the heuristic's."""
 
     def kernel(*arguments: Any) -> Tensor:
         return attend(*arguments[:6], *arguments[8:], tiling, parts)
@@ -72,7 +72,7 @@ def cut(tiling: Tiles, parts: int) -> Any:
 
 
 agree = partial(check, "paged_attention", sides=("after",))
-"""In one run, between fences at the tensors' ends: the interpreter takes its time."""
+"""One run, with protected memory at the tensors' ends, because the interpreter is slow."""
 
 
 def test_declared_samples(dtype: torch.dtype) -> None:
@@ -92,7 +92,7 @@ def test_runs_agree_bit_by_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("first", ["query", "key"])
 def test_infinities_are_neither_hidden_nor_spread(first: str, parts: int) -> None:
-    """A row whose scores are all minus infinity is NaN; one of which some are is what the other keys give."""
+    """A row of scores that are all minus infinity gives NaN; if only some are, the result is that of the other keys."""
     draw = Draw(torch.float32, seed=5)
     sample = drawn(draw, [1, 1, 1], [1, 37, 50])
     query, key_cache, _, table = sample[:4]
@@ -101,7 +101,7 @@ def test_infinities_are_neither_hidden_nor_spread(first: str, parts: int) -> Non
         key_cache[..., 0] = -1.0
     else:
         query[..., 0] = 1.0
-        key_cache[table.long()[1:, :3], :, :, 0] = float("-inf")  # of two sequences, the blocks that come first
+        key_cache[table.long()[1:, :3], :, :, 0] = float("-inf")  # the first blocks of two sequences
     kernel = cut(Tiles(1, 16, 16, 4, 2), parts)
     if first == "key":
         agree(torch.float32, sample, kernel)
@@ -154,7 +154,7 @@ def test_windows(window: int) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_padding(queries: int, parts: int) -> None:
-    """Sequences of length 0, sequences without queries, and tokens past the last sequence, which all give 0."""
+    """Empty sequences, sequences without queries, and padding tokens all give 0."""
     draw, kernel = Draw(torch.float32, seed=parts), cut(Tiles(queries, 16, 16, 4, 2), parts)
     found = agree(torch.float32, drawn(draw, [1, 1, 1, 1], [33, 0, 5, 0], padding=3), kernel)
     assert not found[[1, 3, 4, 5, 6]].any()
@@ -162,7 +162,7 @@ def test_padding(queries: int, parts: int) -> None:
     assert not found[6:].any()
     found = agree(torch.float32, drawn(draw, [2, 3], [0, 0], padding=1), kernel)
     assert not found.any()
-    agree(torch.float32, drawn(draw, [0, 0], [9, 0]), kernel)  # no token at all
+    agree(torch.float32, drawn(draw, [0, 0], [9, 0]), kernel)  # no tokens
 
 
 def test_more_parts_than_keys() -> None:
@@ -179,7 +179,7 @@ def test_more_sequences_than_are_looked_at_together() -> None:
 
 @pytest.mark.parametrize("seed", range(6), ids="seed={}".format)
 def test_random_batches(seed: int) -> None:
-    """Whatever the lengths, however the work is cut."""
+    """For any lengths and any split of the work."""
     dtype = DTYPES[seed % 3]
     draw = Draw(dtype, seed=100 + seed)
 
@@ -200,7 +200,7 @@ def test_random_batches(seed: int) -> None:
 
 
 def test_large_scores() -> None:
-    """Softmax of scores of which nearly all underflow; a later tile holds the largest, so that sums are scaled down."""
+    """Scores of which nearly all underflow in softmax; a later tile holds the largest, so sums are rescaled."""
     draw = Draw(torch.float16, seed=1)
     sample = drawn(draw, [1, 4], [50, 50])
     for row in sample[3].long():
@@ -217,10 +217,10 @@ def test_the_cut_depends_on_shapes_alone_and_covers_all_lengths() -> None:
             assert tiling.queries == 1 if tokens <= sequences else tiling.queries >= 1
             assert tiling.queries * group <= tiling.rows
             assert min(tiling.rows, tiling.keys) >= 16
-            # The last sequence's first block and the tokens past it, with the lengths that need most blocks.
+            # The last sequence's first block and the padding tokens, with the lengths that need most blocks.
             ones = tokens // tiling.queries + sequences if tiling.queries > 1 else tokens - 1
             assert ones < blocks(tokens, sequences, tiling.queries)
-    assert splits(8, 4096, 132) == 16  # one long sequence: a part has 256 keys at least
+    assert splits(8, 4096, 132) == 16  # one long sequence: a part has at least 256 keys
     assert splits(8, 100, 132) == 1
     assert splits(1000, 4096, 132) == 1  # the device is full
     assert splits(1, 10**6, 132) == MAX_SPLITS

@@ -1,7 +1,7 @@
-"""Triton's kernels compiled for GPUs that are not there. Run by test_triton_kernels.py, in a process of its own.
+"""Tests that compile the Triton kernels for GPUs that are not present. Run by test_triton_kernels.py in a subprocess.
 
-The interpreter takes what the compiler refuses, and knows no registers. So here a driver of Triton's own kind names a
-GPU, lets Triton and ptxas compile as for it, shared memory and all, and launches nothing.
+The interpreter accepts programs that the compiler rejects, and does not model registers. So a Triton driver here
+reports a GPU, lets Triton and ptxas compile for it, including shared memory, and launches nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from triton.backends.driver import DriverBase
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED = {80: 166912, 86: 101376, 90: 232448}
-"""Bytes that a program may take, by compute capability: CUDA C++ Programming Guide, technical specifications."""
+"""Shared memory of a program in bytes, by compute capability: CUDA C++ Programming Guide, technical specifications."""
 TOKENS, SEQUENCES = 48, 3
 
 
 @attrs.frozen
 class Compiled:
-    """A kernel as ptxas left it: registers of a thread, and bytes of it in memory for want of more."""
+    """A compiled kernel: registers per thread, and bytes spilled to memory."""
 
     name: str
     registers: int
@@ -38,7 +38,7 @@ class Compiled:
 
 
 class Launcher:
-    """Launches nothing."""
+    """A launcher that does nothing."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.metadata = metadata
@@ -48,7 +48,7 @@ class Launcher:
 
 
 class Compiling(DriverBase):  # type: ignore[misc]
-    """A driver for a GPU of a compute capability, as far as compiling needs one."""
+    """A driver for a GPU of a compute capability, as far as compilation needs one."""
 
     launcher_cls = Launcher
 
@@ -74,7 +74,7 @@ class Compiling(DriverBase):  # type: ignore[misc]
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps what it compiled by device
+        return self.capability  # Triton caches compiled kernels by device.
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -83,7 +83,7 @@ class Compiling(DriverBase):  # type: ignore[misc]
         return {"max_shared_mem": SHARED[device]}
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Path, None, int, int, int]:
-        """In place of loading: ask what it takes."""
+        """Query resource usage instead of loading."""
         cubin = self.folder / f"{len(self.compiled)}.cubin"
         cubin.write_bytes(kernel)
         usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
@@ -121,7 +121,7 @@ def attend(tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, windo
 
 
 def rows() -> dict[str, tuple[Any, ...]]:
-    """Arguments of the size that Qwen3-8B has, of every kernel but attention."""
+    """Return arguments of every kernel but attention, with the sizes of Qwen3-8B."""
     heads, kv_heads, head_dim, hidden, inner = 32, 8, 128, 4096, 12288
     x, weight, merged = empty(TOKENS, hidden), empty(hidden), empty(TOKENS, 2 * inner)
     scale, offset = torch.ones(1), torch.ones(1, dtype=torch.int32)
@@ -154,22 +154,24 @@ def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
         KERNELS[name](*sample)
         (kernel,) = compiling.compiled[before:]
         assert kernel.spilled == 0, f"{name} spills {kernel.spilled} bytes of {kernel.registers} registers"
-        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.ptx), f"{name} reads less than 16 bytes at once"
+        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.ptx), f"{name} loads less than 16 bytes at a time"
         assert re.search(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b32", kernel.ptx), name
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 def test_attention_fits(head_dim: int, dtype: torch.dtype, compiling: Compiling) -> None:
     before = len(compiling.compiled)
-    for tokens in (SEQUENCES, 16, 4096):  # decode, and prefills of few tokens and of many
+    for tokens in (SEQUENCES, 16, 4096):  # decode, and prefills of few and of many tokens
         attend(tokens, SEQUENCES, head_dim, dtype)
     kernels = compiling.compiled[before:]
     assert {kernel.name for kernel in kernels} == {"_attend", "_combine"}
     for kernel in kernels:
         assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
     for kernel in (each for each in kernels if each.name == "_attend"):
-        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "keys move less than 16 bytes at once"
-        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
+        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), (
+            "keys are loaded less than 16 bytes at a time"
+        )
+        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products do not use tensor cores"
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.bfloat16), (128, torch.float32), (256, torch.float32)])
@@ -183,7 +185,7 @@ def test_attention_that_may_spill_a_little(head_dim: int, dtype: torch.dtype, dr
 
 
 def test_consumer_gpus_have_the_shared_memory(driver: Compiling) -> None:
-    """Of which they have least; Triton refuses what does not fit."""
+    """Consumer GPUs have the least shared memory; Triton refuses kernels that do not fit."""
     driver.capability, before = 86, len(driver.compiled)
     for head_dim in (128, 256):
         attend(SEQUENCES, SEQUENCES, head_dim, torch.bfloat16)
@@ -192,7 +194,10 @@ def test_consumer_gpus_have_the_shared_memory(driver: Compiling) -> None:
 
 
 def test_one_compilation_serves_all_batches(driver: Compiling) -> None:
-    """Divisible by 16 or not; 1 too. A step must not wait for a compiler because its batch is new."""
+    """One compilation serves sizes divisible by 16, others, and 1.
+
+    A step must not wait for a compiler because its batch size is new.
+    """
     driver.capability, before = 90, len(driver.compiled)
     for sequences in (1, 2, 16, 33):
         attend(sequences, sequences, 96, torch.bfloat16)
@@ -200,4 +205,4 @@ def test_one_compilation_serves_all_batches(driver: Compiling) -> None:
         KERNELS["silu_and_mul"](empty(sequences, 1536))
     names = [kernel.name for kernel in driver.compiled[before:]]
     assert names.count("_norm") == names.count("_silu") == 1
-    assert names.count("_attend") <= 2  # with a split and without
+    assert names.count("_attend") <= 2  # with and without a split

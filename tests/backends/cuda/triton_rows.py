@@ -1,4 +1,7 @@
-"""Triton's kernels but attention against the references. Run by test_triton_kernels.py, in a process of its own."""
+"""Tests for the Triton kernels other than attention against the references.
+
+Run by test_triton_kernels.py in a subprocess.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_the_norm_reads_the_rounded_sum(dtype: torch.dtype) -> None:
     x, residual, weight = moved((draw.normal(9, 256), draw.normal(9, 256), draw.normal(256)))
     normed, hidden = KERNELS["add_rms_norm"](x, residual, weight, 1e-6)
     assert torch.equal(hidden, x + residual)
-    # On a GPU two compilations of a sum may contract differently, which moves few elements by one rounding.
+    # On a GPU, two compilations of a sum may contract differently, which changes few elements by one rounding.
     assert (normed == KERNELS["rms_norm"](hidden, weight, 1e-6)).float().mean() > 0.95
 
 
@@ -97,7 +100,7 @@ def test_the_rotation_reads_the_rounded_norm(dtype: torch.dtype) -> None:
     normed = (KERNELS["rms_norm"](each, weight, 1e-6) for each in (query, key))
     turned = KERNELS["rotary_embedding"](*normed, cos, sin)
     found = KERNELS["split_qkv_rmsnorm_rope"](qkv, weight, weight, cos, sin, 1e-6, 2, 1)[:2]
-    # Sums in another order move few elements by one rounding; in float32, more.
+    # A different order of summation changes few elements by one rounding; in float32, more.
     least = 0.5 if dtype is torch.float32 else 0.95
     assert all((one == other).float().mean() > least for one, other in zip(found, turned, strict=True))
 
@@ -145,7 +148,7 @@ def test_heads_of_any_shape(num_heads: int, kv_heads: int, head_dim: int) -> Non
     dtype = DTYPES[num_heads % 3]
     draw = Draw(dtype, seed=head_dim)
     for tokens in (0, 1, 3):
-        # Wider rows than the projection's, as a slice of a still wider one has.
+        # Wider rows than the projection's, as in a slice of a wider tensor.
         width = (num_heads + 2 * kv_heads) * head_dim
         qkv = draw.normal(tokens, width + 16)[:, :width]
         query, key, value = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), 1)
@@ -168,7 +171,7 @@ def test_angles_may_be_views(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=5)
     query, key = draw.normal(3, 4, 64), draw.normal(3, 2, 64)
     angles = draw.normal(1, 32).float().repeat(1, 2)
-    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).expand(3, -1)  # one row for all tokens, cos then sin
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).expand(3, -1)  # one row for all tokens: cos, then sin
     check("rotary_embedding", dtype, (query, key, table[:, :64], table[:, 64:]))
 
 

@@ -1,4 +1,4 @@
-"""The NPU driver's probe: whatever is missing is named, with its remedy, and nothing of torch_npu is imported."""
+"""Tests for the NPU driver's probe: it names what is missing, with a remedy, and does not import torch_npu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 
 pytestmark = pytest.mark.skipif(
     activation.is_active() or next(activation.real_cann({}), None) is not None,
-    reason="a CANN is here, real or emulated, which the probe finds whatever it is told",
+    reason="a real or emulated CANN is installed, which the probe always finds",
 )
 
 
@@ -36,7 +36,7 @@ def missing(name: str) -> None:
 
 @pytest.fixture
 def cann(tmp_path: Path) -> dict[str, str]:
-    """The environment of an installed CANN."""
+    """Return the environment of an installed CANN."""
     (tmp_path / "cann" / "lib64").mkdir(parents=True)
     (tmp_path / "cann" / "lib64" / "libascendcl.so").touch()
     return {"ASCEND_HOME_PATH": str(tmp_path / "cann")}
@@ -44,7 +44,7 @@ def cann(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def devices(tmp_path: Path) -> Path:
-    """A folder of device files, of two NPUs."""
+    """Return a folder with the device files of two NPUs."""
     folder = tmp_path / "dev"
     folder.mkdir()
     for name in ("davinci0", "davinci1", "davinci_manager", "davincitty"):
@@ -113,7 +113,7 @@ def test_one_npu_that_may_be_used_is_enough(cann: dict[str, str], devices: Path)
     assert found.reason == "CANN and 1 NPU"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every file")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can open every file")
 def test_the_permission_is_that_of_the_files(cann: dict[str, str], devices: Path) -> None:
     (devices / "davinci_manager").chmod(0)
     assert probe(cann, devices, installed).reason == f"no permission to use {devices}/davinci_manager"
@@ -121,7 +121,7 @@ def test_the_permission_is_that_of_the_files(cann: dict[str, str], devices: Path
 
 @pytest.mark.parametrize("text", ["", "0", "off", "false"])
 def test_a_switch_that_is_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the driver, to whoever activates by the environment, and when torch is imported."""
+    """The switch affects the driver, activation by the environment, and the import of torch."""
     monkeypatch.setenv("HAL_NPU_EMULATOR", text)
     assert not activation.activate_from_environment()
     autoload()

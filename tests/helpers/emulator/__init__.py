@@ -1,1 +1,1 @@
-"""What the tests of the emulated CANN share."""
+"""Modules shared by the tests of the emulated CANN."""

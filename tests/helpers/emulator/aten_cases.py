@@ -1,4 +1,4 @@
-"""The table of test_aten.py: every ATen operation that the emulated CANN knows."""
+"""The cases of test_aten.py: every ATen operation that the emulated CANN implements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the cases of test_aten.py are drawn: shapes, values, strides and offsets, by a seed.
+"""Draws the cases of test_aten.py from a seed: shapes, values, strides and offsets.
 
-An input maker takes a :class:`Draw` and returns a CPU tensor, in the type that is being tested, or an argument that is
-no tensor. Makers run in order; later ones may look at `draw.shape`, the shape of the case.
+An input maker takes a :class:`Draw` and returns a CPU tensor of the tested dtype, or another argument. Makers run in
+order; later ones may use `draw.shape`, the shape of the case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHAPES = ((), (1,), (7,), (0,), (4, 8), (3, 0, 2), (1, 5), (2, 3, 4), (2, 1, 3, 
 
 
 class Draw:
-    """What is random in one case: its shape, and numbers by its seed."""
+    """The random parts of a case: its shape, and numbers from its seed."""
 
     def __init__(self, seed: int, dtype: torch.dtype, dims: int, empty: bool) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -36,7 +36,7 @@ class Draw:
     def numbers(
         self, shape: Sequence[int], low: float = -3, high: float = 3, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Numbers of the type under test; integers, if that is their type."""
+        """Return numbers of the tested dtype; integers, if it is an integer dtype."""
         dtype = dtype or self.dtype
         if dtype == torch.bool:
             return torch.randint(2, tuple(shape), generator=self.generator).bool()
@@ -45,13 +45,13 @@ class Draw:
         return (torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64) * (high - low) + low).to(dtype)
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """The same values behind other strides and a storage offset."""
+        """Return the same values with other strides and a storage offset."""
         kind = self.below(5)
         if kind == 0 or tensor.dim() == 0:
             return tensor.clone()
         if kind == 1:  # transposed
             return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-        if kind == 2:  # every other element, from an offset on
+        if kind == 2:  # every other element, from an offset
             wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2 + 3, dtype=tensor.dtype)
             view = wide[..., 3 : 3 + 2 * tensor.shape[-1] : 2]
         elif kind == 3:  # some rows of a larger tensor
@@ -66,12 +66,12 @@ Maker = Callable[[Draw], Any]
 
 
 def tensor(low: float = -3, high: float = 3, dtype: torch.dtype | None = None) -> Maker:
-    """A tensor of the case's shape."""
+    """Return a tensor of the case's shape."""
     return lambda draw: draw.laid_out(draw.numbers(draw.shape, low, high, dtype))
 
 
 def broadcast(low: float = -3, high: float = 3) -> Maker:
-    """A tensor that broadcasts to the case's shape."""
+    """Return a tensor that broadcasts to the case's shape."""
 
     def make(draw: Draw) -> Tensor:
         shape = [1 if draw.below(4) == 0 else size for size in draw.shape][draw.below(len(draw.shape) + 1) :]
@@ -81,39 +81,39 @@ def broadcast(low: float = -3, high: float = 3) -> Maker:
 
 
 def distinct(draw: Draw) -> Tensor:
-    """A tensor of the case's shape without equal elements, so that its order is unique."""
+    """Return a tensor of the case's shape without equal elements, so that its order is unique."""
     count = torch.Size(draw.shape).numel()
     values = torch.randperm(count, generator=draw.generator).reshape(draw.shape)
     return draw.laid_out((values - count // 2).to(draw.dtype))
 
 
 def sized(*shape: int, low: float = -1, high: float = 1, dtype: torch.dtype | None = None) -> Maker:
-    """A tensor of this shape."""
+    """Return a tensor of this shape."""
     return lambda draw: draw.laid_out(draw.numbers(shape, low, high, dtype))
 
 
 def index(*shape: int, end: int) -> Maker:
-    """Indices below `end`."""
+    """Return indices below `end`."""
     return lambda draw: draw.laid_out(torch.randint(end, shape, generator=draw.generator))
 
 
 def permutation(size: int) -> Maker:
-    """Indices without repetition."""
+    """Return indices without repetition."""
     return lambda draw: torch.randperm(size, generator=draw.generator)
 
 
 def mask(draw: Draw) -> Tensor:
-    """ReferenceLogits values of the case's shape."""
+    """Return booleans of the case's shape."""
     return draw.laid_out(draw.numbers(draw.shape, dtype=torch.bool))
 
 
 def const(value: Any) -> Maker:
-    """An argument that is the same every time."""
+    """Return a constant argument."""
     return lambda draw: value
 
 
 def dim(draw: Draw) -> int:
-    """A dimension of the case's shape."""
+    """Return a dimension of the case's shape."""
     count = max(len(draw.shape), 1)
     return draw.below(2 * count) - count
 
@@ -123,14 +123,14 @@ class Case:
     """One operation.
 
     Attributes:
-        function: called with tensors of the device, and with those of the reference.
-        inputs: makers of its arguments.
-        dtypes: of its main inputs.
-        dims: the fewest dimensions its shape may have.
+        function: called with device tensors, and with the reference's.
+        inputs: input makers of its arguments.
+        dtypes: the dtypes of its main inputs.
+        dims: the minimum number of dimensions of its shape.
         empty: whether a dimension may be 0.
-        out: whether it takes `out=`, or a tuple of as many.
-        inplace: whether its first argument is changed, and compared too.
-        scale: how many times the usual tolerance it needs, and why is said at the case.
+        out: whether it takes `out=`, or the number of tensors if that is a tuple.
+        inplace: whether its first argument is mutated, and compared too.
+        scale: the factor on the usual tolerance; the case has the reason.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Indexing, scattering, masks, sorting and counting."""
+"""Cases for indexing, scattering, masks, sorting and counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element by element: functions, arithmetic, comparisons, activations."""
+"""Cases for pointwise functions, arithmetic, comparisons and activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.emulator.aten_draw import ALL, FLOATS, INTEGERS, NUMBERS, Case, bro
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """torch_npu's own, which knows both forms: ATen's is always the tanh form on the NPU."""
+    """Call torch_npu's gelu, which has both forms; ATen's is always the tanh form on the NPU."""
     if x.device.type == "npu":
         return torch_npu.npu_gelu(x, approximate=approximate)
     return functional.gelu(x, approximate=approximate)
@@ -33,7 +33,7 @@ def unary() -> list[Case]:
     cases = []
     for name, (low, high) in domains.items():
         dtypes = FLOATS + INTEGERS if name in ("abs", "neg") else FLOATS
-        scale = 1 if name in steps else 4  # float32's own elementary functions are a few units off
+        scale = 1 if name in steps else 4  # The elementary functions of float32 are off by a few units.
         inputs = [tensor(low, high)]
         cases.append(Case(name, getattr(torch, name), inputs, dtypes, out=True, scale=scale))
         cases.append(Case(name + "_", getattr(Tensor, name + "_"), inputs, dtypes, inplace=True, scale=scale))

@@ -1,4 +1,4 @@
-"""The in-place and mixed forms that few programs use."""
+"""Cases for rarely used in-place and mixed forms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from helpers.emulator.aten_draw import (
 
 
 def rarer() -> list[Case]:
-    """The in-place and mixed forms that few programs use."""
+    """Return cases for rarely used in-place and mixed forms."""
     cases = []
     for name in ("eq_", "ne_", "lt_", "le_", "gt_", "ge_"):
         cases.append(Case(name, getattr(Tensor, name), [tensor(-2, 2), broadcast(-2, 2)], NUMBERS, inplace=True))

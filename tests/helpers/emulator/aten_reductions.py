@@ -1,4 +1,4 @@
-"""Reductions, products, norms, losses and convolutions."""
+"""Cases for reductions, products, norms, losses and convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining, repeating, rearranging, copying, creating."""
+"""Cases for joining, repeating, rearranging, copying and creating tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random inputs of the fused operations, their way to the NPU, and how results are compared.
+"""Random inputs of the fused operations, their transfer to the NPU, and comparison of results.
 
-A case is a function that draws inputs, runs one operation and yields pairs of a result and what it should be.
-:func:`parameters` makes a test of it for every type, every combination of its axes, and every seed.
+A case is a function that draws inputs, runs one operation and yields pairs of a result and its expected value.
+:func:`parameters` parametrizes a test with every dtype, every combination of axes, and every seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
 @attrs.frozen
 class Near:
-    """Within rounding of a float64 result; `scale` times as far, for results of several roundings."""
+    """Expects a float64 result within rounding, times `scale` for results of several roundings."""
 
     value: Tensor
     scale: float = 1
@@ -38,7 +38,10 @@ class Near:
 
 @attrs.frozen
 class Rounded:
-    """The integers nearest to a float64 result, clamped; ties, and what float32 makes one, may go either way."""
+    """Expects the integers nearest to a float64 result, clamped.
+
+    Ties, also those due to float32, may round either way.
+    """
 
     value: Tensor
     low: int = -128
@@ -53,7 +56,7 @@ class Rounded:
 
 @attrs.frozen
 class Same:
-    """Exactly this."""
+    """Expects exactly this tensor."""
 
     value: Tensor
 
@@ -65,7 +68,7 @@ Pairs = Iterator[tuple[Tensor, Near | Rounded | Same]]
 
 
 class Draw:
-    """What is random in one case."""
+    """The random parts of a case."""
 
     def __init__(self, name: str, dtype: torch.dtype, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {dtype} {seed}".encode()))
@@ -84,7 +87,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
 
     def positive(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Between a half and one and a half."""
+        """Return numbers between 0.5 and 1.5."""
         return (torch.rand(shape, generator=self.generator) + 0.5).to(dtype or self.dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -94,7 +97,7 @@ class Draw:
         return torch.randperm(count, generator=self.generator)
 
     def strided(self, tensor: Tensor) -> Tensor:
-        """On the NPU: the same values, contiguous, transposed, or columns or rows of a larger tensor."""
+        """Copy a tensor to the NPU: contiguous, transposed, or as columns or rows of a larger tensor."""
         kind = self.below(4) if tensor.dim() > 1 else 0
         if kind == 1:
             return tensor.transpose(0, -1).contiguous().npu().transpose(0, -1)
@@ -118,7 +121,7 @@ CASES: list[Case] = []
 
 
 def case(*dtypes: torch.dtype, **axes: Sequence[Any]) -> Callable[[Callable[..., Pairs]], Callable[..., Pairs]]:
-    """Register a case for these types and every combination of the axes."""
+    """Register a case for these dtypes and every combination of the axes."""
 
     def register(run: Callable[..., Pairs]) -> Callable[..., Pairs]:
         CASES.append(Case(run, dtypes, axes))
@@ -128,7 +131,7 @@ def case(*dtypes: torch.dtype, **axes: Sequence[Any]) -> Callable[[Callable[...,
 
 
 def parameters(module: str) -> Iterator[Any]:
-    """Of every case that a module registered: the function, its axes' values, the type and the seed."""
+    """Return the parameters of every case that a module registered: function, axis values, dtype and seed."""
     for each in CASES:
         if each.run.__module__ != module:
             continue
@@ -141,7 +144,7 @@ def parameters(module: str) -> Iterator[Any]:
 
 
 def soil_memory() -> None:
-    """Leave NaN in the memory that the allocator hands out next, so that no output starts as zeros."""
+    """Fill the memory that the allocator hands out next with NaN, so that no output starts as zeros."""
     blocks = [
         torch.full((size,), torch.nan, device="npu") for size in (128, 1024, 8192, 65536, 1 << 20) for _ in range(6)
     ]
@@ -149,10 +152,10 @@ def soil_memory() -> None:
 
 
 def check(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
-    """Run a case; everything that it yields must be as expected."""
+    """Run a case, and check everything that it yields."""
     soil_memory()
     checked = 0
     for actual, expected in run(Draw(f"{run.__name__} {arguments}", dtype, seed), **arguments):
         expected.check(actual.cpu())
         checked += 1
-    assert checked, "a case that yields nothing checks nothing"
+    assert checked, "a case must yield at least one result"

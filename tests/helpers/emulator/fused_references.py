@@ -1,4 +1,4 @@
-"""What fused operations give, on the CPU in float64: norms, rotary embeddings, attention, and writes to caches."""
+"""References for fused operations on the CPU in float64: norms, rotary embeddings, attention, and cache writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def attention(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of one sequence, [heads, rows, D], in float64. A query that sees nothing: output 0, log-sum-exp infinite."""
+    """Compute attention of one sequence, [heads, rows, D], in float64.
+
+    A query without keys gives 0, log-sum-exp infinity.
+    """
     group = query.shape[0] // key.shape[0]
     key, value = (each.double().repeat_interleave(group, 0) for each in (key, value))
     scores = query.double() @ key.transpose(1, 2) * scale
@@ -51,13 +54,13 @@ def attention(
 
 
 def in_fractals(cache: Tensor) -> Tensor:
-    """[blocks, block_size, H] as [blocks, H / C0, block_size, C0]."""
+    """Convert [blocks, block_size, H] to [blocks, H / C0, block_size, C0]."""
     width = 32 // cache.element_size()
     return cache.unflatten(-1, (-1, width)).transpose(1, 2).contiguous()
 
 
 def written(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """The rows of [blocks, block_size, H] that the slots name, replaced."""
+    """Return [blocks, block_size, H] with the rows at the slots replaced."""
     flat, kept = cache.flatten(0, 1).clone(), slots >= 0
     flat[slots[kept].long()] = rows.flatten(1)[kept].to(cache.dtype)
     return flat.view(cache.shape)

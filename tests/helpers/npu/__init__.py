@@ -1,1 +1,1 @@
-"""What the tests of the NPU's driver share."""
+"""Modules shared by the tests of the NPU driver."""

@@ -1,4 +1,4 @@
-"""The attention of tests of graphs, on the NPU."""
+"""Attention for tests of graphs on the NPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCK = 128
 
 
 class Attend(attending.Attend):
-    """In the blocks that the NPU has."""
+    """Attention with the NPU's block size."""
 
     def __init__(self, backend: hal.Backend, window: int | None = None, head_dim: int = 32) -> None:
         super().__init__(backend, block_size=BLOCK, head_dim=head_dim, window=window)

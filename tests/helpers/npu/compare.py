@@ -1,9 +1,8 @@
-"""Whether models compute on the npu backend what they compute on the cpu backend.
+"""Compares models on the npu backend with the cpu backend.
 
-A plan is what an engine would do: which sequences run in each step, in which order, and in which blocks. The CPU runs
-it in the dtype and chooses the tokens, and runs it again in float32 on the same weights and tokens. The NPU runs it on
-those tokens too, step by step. The measure is :class:`hal.ops.rounding.ReferenceLogits`, with the
-CPU's kernels as reference.
+A plan simulates an engine: the sequences of each step, their order, and their blocks. The CPU runs it in the dtype and
+chooses the tokens, then runs it again in float32 on the same weights and tokens. The NPU runs it on those tokens too,
+step by step. The tolerance is :class:`hal.ops.rounding.ReferenceLogits`, with the CPU's kernels as reference.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ MODES = ("eager", "graph")
 FAMILIES = ("qwen3", "llama")
 NEW_TOKENS = 64
 BUCKETS = ((1, 2, 4, 8), (2, 4, 8), (3, 6), (1, 5))
-"""Lists of capture sizes that random configurations take turns with."""
+"""Lists of capture sizes, which random configurations use in turn."""
 
 PREFILLS = (16, 64, 256)
-"""Capture sizes of prefills, where those are captured: some prompts fit them, and some are longer."""
+"""Capture sizes of prefills, if those are captured: some prompts fit, and some are longer."""
 
 
-# Configurations
+# Configurations.
 
 
 def draw_config(family: str, seed: int) -> dict[str, Any]:
-    """A small config.json. What matters most goes by the seed's number, so that few seeds have all of it."""
+    """Draw a small config.json. The main choices depend on the seed's number, so that few seeds cover all of them."""
     draw = random.Random(f"{family} {seed}")
     kv_heads, layers = 1 + seed // 8 % 2, 1 + seed % 3
     config: dict[str, Any] = {
@@ -73,7 +72,7 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
 
 
 def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
-    """What stretches positions, beside the base."""
+    """Draw the rope scaling."""
     rope: dict[str, Any] = {"rope_type": rope_type}
     if rope_type != "default":
         rope["factor"] = draw.choice((2.0, 2.5, 8.0))
@@ -85,7 +84,7 @@ def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
 
 
 def write_checkpoint(config: dict[str, Any], dtype: str, seed: int, folder: Path) -> Path:
-    """A checkpoint of random weights that the dtype holds exactly, so that every run has the same."""
+    """Write a checkpoint of random weights that the dtype represents exactly, so that all runs use the same ones."""
     config = config | {"dtype": dtype}
     weights = checkpoints.random_weights(config, seed)
     inner, width = config["intermediate_size"], config["hidden_size"]
@@ -102,8 +101,8 @@ def write_checkpoint(config: dict[str, Any], dtype: str, seed: int, folder: Path
         if name.endswith("bias"):
             weight.sub_(1).mul_(4)
         elif name.endswith(("q_norm.weight", "q_proj.weight")):
-            weight.mul_(2)  # so that attention looks at some tokens much more than at others
-        elif name.endswith("k_proj.weight"):  # and one head more at the token's own than at most
+            weight.mul_(2)  # Makes attention attend to some tokens much more than to others,
+        elif name.endswith("k_proj.weight"):  # and one head mostly to the token itself.
             head = slice(0, config["head_dim"])
             weight[head] += 0.15 * weights[name.replace("k_proj", "q_proj")][head]
     folder.mkdir(parents=True)
@@ -112,12 +111,12 @@ def write_checkpoint(config: dict[str, Any], dtype: str, seed: int, folder: Path
     return folder
 
 
-# Plans
+# Plans.
 
 
 @attrs.frozen
 class Call:
-    """One step: the sequences that run, the tokens of each that are new, and its blocks."""
+    """One step: the sequences that run, the number of new tokens of each, and its blocks."""
 
     phase: str
     rows: list[int]
@@ -129,10 +128,10 @@ class Call:
 
 @attrs.frozen
 class Plan:
-    """Prompts, and the calls that bring each of them to ``len(prompt) + NEW_TOKENS`` tokens.
+    """Prompts, and the calls that extend each of them to ``len(prompt) + NEW_TOKENS`` tokens.
 
-    ``drawn`` are the new tokens of sequences that do not go on with the likeliest. A small random model soon repeats
-    itself, and what it looks at makes no difference then.
+    ``drawn`` has the new tokens of sequences that do not continue greedily. A small random model soon repeats itself,
+    and then attention has no effect on its tokens.
     """
 
     prompts: list[list[int]]
@@ -142,21 +141,24 @@ class Plan:
     max_prefill_tokens: int
 
     def batch_sizes(self) -> set[int]:
-        """Of the decode steps."""
+        """Return the batch sizes of the decode steps."""
         return {len(call.rows) for call in self.calls if call.phase == "decode"}
 
     def first(self, calls: int) -> Plan:
-        """The same, stopped early."""
+        """Return the plan with only its first calls."""
         return attrs.evolve(self, calls=self.calls[:calls])
 
 
 def around(buckets: Sequence[int]) -> list[int]:
-    """Every bucket, and the sizes just below and above."""
+    """Return every bucket, and the sizes just below and above."""
     return sorted({size + step for size in buckets for step in (-1, 0, 1)} - {0})
 
 
 def draw_prompts(draw: random.Random, count: int, vocab_size: int) -> list[list[int]]:
-    """Random ones. Of some the new tokens, of some the prompts cross into another block, or end just before it."""
+    """Draw random prompts.
+
+    Some cross into another block, some end just before one, and some do so with their new tokens.
+    """
     edges = [1, BLOCK - NEW_TOKENS, BLOCK - NEW_TOKENS + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 5]
     lengths = [*edges, *(draw.randint(1, 2 * BLOCK) for _ in range(count))][:count]
     draw.shuffle(lengths)
@@ -164,10 +166,11 @@ def draw_prompts(draw: random.Random, count: int, vocab_size: int) -> list[list[
 
 
 def draw_plan(draw: random.Random, prompts: list[list[int]], sizes: Sequence[int], vocab_size: int | None) -> Plan:
-    """Decode batches of all ``sizes`` in turn, of sequences in any order.
+    """Draw decode batches of all ``sizes`` in turn, of sequences in any order.
 
-    Sequences join when a batch needs them and leave when they are done, and others take their blocks. In between they
-    may sit out. Some prompts are prefilled in two parts. With ``vocab_size`` half of the sequences go on at random.
+    Sequences join when a batch needs them and leave when they are finished, and others reuse their blocks. In between
+    they may pause. Some prompts are prefilled in two parts. With ``vocab_size``, half of the sequences continue with
+    random tokens.
     """
     calls: list[Call] = []
     free: list[int] = []
@@ -205,7 +208,7 @@ def draw_plan(draw: random.Random, prompts: list[list[int]], sizes: Sequence[int
         for row in rows:
             if length[row] == len(prompts[row]) + NEW_TOKENS:
                 free += owned.pop(row)
-    # From all over the cache.
+    # Blocks from the whole cache.
     place = [0, *draw.sample(range(1, highest + 1), highest)]
     calls = [attrs.evolve(each, blocks=[[place[block] for block in row] for row in each.blocks]) for each in calls]
     drawn = {}
@@ -214,19 +217,19 @@ def draw_plan(draw: random.Random, prompts: list[list[int]], sizes: Sequence[int
     return Plan(prompts, drawn, calls, highest, draw.choice((100, 2048)))
 
 
-# Runs
+# Runs.
 
 
 @attrs.frozen
 class Run:
-    """What came of a plan: per sequence, its tokens, and the logits ``[tokens, vocab_size]`` after each that ran."""
+    """The result of a plan: per sequence, its tokens, and the logits ``[tokens, vocab_size]`` after each that ran."""
 
     texts: list[list[int]]
     logits: list[Tensor]
 
 
 def open_backend(name: str, dtype: str, compiler: str, plan: Plan, buckets: Sequence[int] | None) -> hal.Backend:
-    """A backend for a plan; it becomes the active one."""
+    """Open and activate a backend for a plan."""
     compilation: dict[str, Any] = {"compiler": compiler, "capture_sizes": buckets and list(buckets)}
     if compiler in ("piecewise", "piecewise_eager"):
         compilation["prefill"] = {"capture_sizes": list(PREFILLS)}
@@ -242,7 +245,7 @@ def open_backend(name: str, dtype: str, compiler: str, plan: Plan, buckets: Sequ
 
 
 def new_runner(model: Any, backend: hal.Backend, fill: float = math.nan) -> hal.Runner:
-    """A runner whose cache is filled with NaN, as no slot may be read before it is written."""
+    """Return a runner whose cache is filled with NaN: slots must be written before they are read."""
     runner = hal.Runner(model, backend)
     with torch.inference_mode():
         for _, cache in runner.states.tensors():
@@ -256,9 +259,9 @@ def run(
     texts: list[list[int]] | None = None,
     tamper: Callable[[int, hal.Batch], hal.Batch] | None = None,
 ) -> Run:
-    """Run a plan on given ``texts``; without them on the plan's, and else the likeliest tokens.
+    """Run a plan on ``texts``, by default on the plan's, or else on greedy tokens.
 
-    ``tamper`` may change the batch of each call. Steps that do not wait have their results read at the end.
+    ``tamper`` may change the batch of each call. The results of steps that do not wait are read at the end.
     """
     chosen = [list(prompt) for prompt in plan.prompts]
     parts: list[list[Tensor]] = [[] for _ in plan.prompts]
@@ -269,7 +272,7 @@ def run(
         batch = runner.batch(new, call.blocks, cached=call.starts, all_logits=True)
         if tamper is not None:
             batch = tamper(number, batch)
-        # A copy: a replay's logits are valid until the next. Under inference mode, as they were made.
+        # A copy: a replay's logits are valid until the next one. Under inference mode, like the original.
         with torch.inference_mode():
             logits = runner.step(batch).logits.clone()
         results.append(logits.cpu() if call.waits else logits)
@@ -288,7 +291,7 @@ def run(
 
 @attrs.frozen
 class Case:
-    """A checkpoint, a plan, what the CPU makes of it, and how near to that is the same."""
+    """A checkpoint, a plan, the CPU's results, and the CPU's rounding error."""
 
     path: Path
     dtype: str
@@ -299,7 +302,7 @@ class Case:
 
 
 def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None) -> Case:
-    """Run the CPU's part."""
+    """Run the CPU's part of a case."""
 
     def on_cpu(as_dtype: str, texts: list[list[int]] | None) -> Run:
         backend = open_backend("cpu", as_dtype, "eager", plan, buckets)
@@ -312,7 +315,7 @@ def build_case(path: Path, dtype: str, plan: Plan, buckets: Sequence[int] | None
 
 
 def random_case(family: str, seed: int, dtype: str, folder: Path, *, count: int = 12) -> Case:
-    """Of a drawn configuration, and as many sequences."""
+    """Return a case of a random configuration with this many sequences."""
     config, draw, buckets = draw_config(family, seed), random.Random(seed), BUCKETS[seed % len(BUCKETS)]
     path = write_checkpoint(config, dtype, seed, folder / f"{family}-{seed}-{dtype}")
     prompts = draw_prompts(draw, count, config["vocab_size"])
@@ -320,9 +323,9 @@ def random_case(family: str, seed: int, dtype: str, folder: Path, *, count: int 
 
 
 def trained_case(path: Path, dtype: str, buckets: Sequence[int], count: int) -> Case:
-    """Of the trained checkpoint, on Python to continue: a few long texts and many short ones.
+    """Return a case of the trained checkpoint, on Python code to continue: a few long texts and many short ones.
 
-    A config without capture sizes takes the backend's own list, which ``buckets`` should be then.
+    A config without capture sizes uses the backend's default, which ``buckets`` must match.
     """
     draw = random.Random(len(buckets))
     tokenizer = Checkpoint.open(path).tokenizer()
@@ -338,16 +341,16 @@ def trained_case(path: Path, dtype: str, buckets: Sequence[int], count: int) -> 
 
 
 def on_npu(case: Case, mode: str) -> tuple[Any, hal.Backend]:
-    """The model of a case, and a backend that runs it in a mode."""
+    """Return the model of a case, and a backend that runs it in a mode."""
     backend = open_backend("npu", case.dtype, mode, case.plan, case.buckets)
     return hal.load_model(case.path, backend), backend
 
 
-# Comparisons
+# Comparisons.
 
 
 def same_bits(ours: Run, whole: Run) -> None:
-    """The logits of a run are those of another, which may have gone on for longer.
+    """Check that the logits of a run equal those of another bit for bit; the other may be longer.
 
     Raises:
         AssertionError: they are not.
@@ -358,10 +361,10 @@ def same_bits(ours: Run, whole: Run) -> None:
 
 
 def compare(ours: Run, case: Case) -> Agreement:
-    """Hold the NPU's logits and greedy choices against the CPU's.
+    """Check the NPU's logits and greedy choices against the CPU's.
 
     Raises:
-        AssertionError: they differ by more than rounding explains.
+        AssertionError: they differ by more than rounding.
     """
     for row, (mine, rounded) in enumerate(zip(ours.logits, case.rounded.logits, strict=True)):
         assert mine.shape == rounded.shape, f"sequence {row}: logits of {mine.shape[0]} tokens, not {rounded.shape[0]}"
@@ -370,10 +373,10 @@ def compare(ours: Run, case: Case) -> Agreement:
 
 
 def same_text(runner: hal.Runner, case: Case) -> int:
-    """Let ``hal.generate`` continue the prompts by itself: each text is the CPU's, up to a tie. Returns how many tie.
+    """Generate with ``hal.generate``: each text must be the CPU's up to a tie. Return the number of ties.
 
     Raises:
-        AssertionError: they differ where there is no tie.
+        AssertionError: they differ at a token that is not a tie.
     """
     made: list[list[int]] = [[] for _ in case.plan.prompts]
     for token in hal.generate(runner, case.plan.prompts, hal.SamplingParams(max_new_tokens=NEW_TOKENS)):
@@ -384,5 +387,5 @@ def same_text(runner: hal.Runner, case: Case) -> int:
         for at, token in enumerate(new, len(prompt)):
             if check_choice(f"generate, sequence {row}, token {at}", token, case.known, row, at - 1):
                 ties += 1
-                break  # from here on it is another text
+                break  # the texts differ from here on
     return ties

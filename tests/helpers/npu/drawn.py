@@ -1,4 +1,4 @@
-"""Arguments of attention as hardware takes them, drawn by a seed: blocks of 128 tokens, all kinds of batches."""
+"""Random arguments of attention for the hardware: blocks of 128 tokens, all kinds of batches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def attention_arguments(
     left_over: int = 0,
     unused: float = math.nan,
 ) -> Sample:
-    """For query_lens[i] new tokens of kv_lens[i] in sequence i, and ``left_over`` tokens that are nobody's.
+    """Return arguments for query_lens[i] new tokens of kv_lens[i] in sequence i, and ``left_over`` padding tokens.
 
-    Blocks are in any order, those beyond a length are block 0, and slots that nobody may read hold ``unused``.
+    Blocks are in random order, table entries beyond a length are block 0, and unreadable slots hold ``unused``.
     """
     needed = [math.ceil(length / block_size) for length in kv_lens]
     order = (1 + draw.permutation(sum(needed)).cpu()).tolist()
@@ -56,7 +56,7 @@ def attention_arguments(
 
 
 def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
-    """Arguments of the kind that goes with the seed, the rest at random; ``fixed`` sets any of it."""
+    """Draw arguments of the kind that the seed selects, the rest at random; ``fixed`` overrides any."""
     choose, kind = random.Random(seed), KINDS[seed % len(KINDS)]
     count = choose.randint(1, 9)
     cached = [choose.choice((0, 1, 100, 127, 128, 129, 255, 256, 300)) for _ in range(count)]
@@ -71,7 +71,7 @@ def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
         cached = [0] * count
     if kind == "mixed":
         new = [choose.choice((1, 1, 1, 30)) for _ in new]
-    if kind == "uneven":  # one query each on average only
+    if kind == "uneven":  # one query per sequence only on average
         new = [*([2, 0] * choose.randint(1, 2)), *([1] * choose.randint(0, 2))]
         cached = [choose.randint(0, 200) for _ in new]
     lengths = [before + length for before, length in zip(cached, new, strict=True)]
@@ -90,5 +90,5 @@ def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
 
 
 def on_cpu(values: Any) -> Any:
-    """Copies of a sample's tensors on the CPU."""
+    """Return copies of a sample's tensors on the CPU."""
     return tuple(value.to("cpu", copy=True) if isinstance(value, Tensor) else value for value in values)

@@ -1,15 +1,15 @@
-"""Every comparison of models on the npu backend with the cpu backend: the whole of what test_models.py selects from.
+"""Every comparison of models on the npu backend with the cpu backend; test_npu_models.py selects from these.
 
     python tests/helpers/npu/everything.py
     python tests/helpers/npu/everything.py --configurations 5 --seeds 2 --queue 1
 
-Of each family as many random configurations as asked, and the trained checkpoint, in float16 and bfloat16, eager and as
-graphs, with torch_npu's task queue off and on: logits and greedy choices against the CPU's, over batches that hit every
-bucket, its neighbours and more. Then parts of the same under each schedule seed of the emulated CANN, whose logits must
-be those without a seed to the last bit; random configurations do these with the task queue off and on by turns.
+For each family some random configurations, and the trained checkpoint, in float16 and bfloat16, eager and as graphs,
+with torch_npu's task queue off and on: logits and greedy choices against the CPU's, over batches of the size of every
+bucket, the sizes next to it, and more. Then parts of the same under each schedule seed of the emulated CANN, whose
+logits must equal those without a seed bit for bit; random configurations alternate between task queue off and on.
 
 Prints a line for each checkpoint and a summary, and exits with 1 if anything differs by more than rounding. Takes about
-a quarter of an hour on one core. Needs the package installed with its extra ``test``, and no Ascend.
+a quarter of an hour on one core. Needs the package installed with its extra ``test``, and no NPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported when its CANN is there
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported after its CANN is loaded.
 
 import attrs  # noqa: E402
 import click  # noqa: E402
@@ -51,7 +51,7 @@ class Summary:
     failures: int = 0
 
     def add(self, other: Summary) -> None:
-        """Take what another counted into this one."""
+        """Add the counts of another summary."""
         for name, value in attrs.asdict(other).items():
             mine = getattr(self, name)
             setattr(self, name, max(mine, value) if isinstance(value, float) else mine + value)
@@ -66,7 +66,7 @@ class Summary:
 
 @attrs.frozen
 class Chosen:
-    """The options."""
+    """The command-line options."""
 
     configurations: int
     seeds: int
@@ -76,7 +76,7 @@ class Chosen:
     trained: bool
 
     def seeds_of(self, number: int | None, queue: str) -> list[int]:
-        """The schedule seeds of a configuration, or of the trained checkpoint, with the task queue off or on."""
+        """Return the schedule seeds of a configuration or of the trained checkpoint, with the task queue off or on."""
         seeds = range(self.seeds)
         if number is None or len(self.queues) == 1:
             return list(seeds)
@@ -84,7 +84,7 @@ class Chosen:
 
 
 def check(case: Any, chosen: Chosen, seeds: list[int], name: str, *, generate: bool = False) -> Summary:
-    """One checkpoint in one dtype, in both modes."""
+    """Check one checkpoint in one dtype, in both modes."""
     from hal.backends.npu import emulator
 
     from helpers.npu import compare
@@ -122,7 +122,7 @@ def check(case: Any, chosen: Chosen, seeds: list[int], name: str, *, generate: b
 
 
 def work(chosen: Chosen, queue: str) -> Summary:
-    """Everything, in this process, whose task queue is off or on."""
+    """Run all comparisons in this process, with its setting of the task queue."""
     from hal.backends.npu import emulator
 
     emulator.activate()
@@ -167,17 +167,17 @@ def work(chosen: Chosen, queue: str) -> Summary:
 @click.option("--seeds", default=20, show_default=True, help="Schedule seeds.")
 @click.option("--calls", default=40, show_default=True, help="Steps of each run under a schedule seed.")
 @click.option("--queue", "queues", type=click.Choice(["0", "1"]), multiple=True, default=("0", "1"), show_default=True,
-              help="TASK_QUEUE_ENABLE; may be given twice.")  # fmt: skip
+              help="TASK_QUEUE_ENABLE; can be repeated.")  # fmt: skip
 @click.option("--dtype", "dtypes", type=click.Choice(["float16", "bfloat16"]), multiple=True,
-              default=("float16", "bfloat16"), show_default=True, help="May be given twice.")  # fmt: skip
-@click.option("--trained/--no-trained", default=True, show_default=True, help="The trained checkpoint, too.")
+              default=("float16", "bfloat16"), show_default=True, help="Can be repeated.")  # fmt: skip
+@click.option("--trained/--no-trained", default=True, show_default=True, help="Include the trained checkpoint.")
 @click.option("--summary", "file", type=click.Path(path_type=Path), hidden=True)
 def main(
     configurations: int, seeds: int, calls: int, queues: tuple[str, ...], dtypes: tuple[str, ...], trained: bool,
     file: Path | None,
 ) -> None:  # fmt: skip
     chosen = Chosen(configurations, seeds, calls, queues, dtypes, trained)
-    if file is not None:  # a process of the one below
+    if file is not None:  # a subprocess of the call below
         file.write_text(json.dumps(attrs.asdict(work(chosen, os.environ["TASK_QUEUE_ENABLE"]))))
         return
     total, began = Summary(), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Python processes that nothing was prepared for: for what one process can do once only."""
+"""Fresh Python processes, for what a process can do only once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ OURS = {"LD_LIBRARY_PATH", "ASCEND_OPP_PATH", "TASK_QUEUE_ENABLE", "TORCH_DEVICE
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process that no emulated CANN was put under, and no HAL_* variable configures."""
+    """Return the environment of a process without the emulated CANN and without HAL_* variables."""
     kept = {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("HAL_")}
     folder = {name: value for name, value in os.environ.items() if name == "HAL_CACHE_DIR"}
-    # As for an installed command: the current folder is not on the path.
+    # An installed command does not have the current folder on the path.
     return {**kept, **folder, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
 
 
 def python(*arguments: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, from the root of the repository, and check its exit status."""
+    """Run Python from the root of the repository, and check its exit status."""
     result = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment(**environ), capture_output=True, text=True, timeout=120,
         check=False,

@@ -1,12 +1,12 @@
-"""The trained checkpoint in bfloat16, float16 and int8, in every mode of the npu backend, against eager and the CPU.
+"""Compares the trained checkpoint in bfloat16, float16 and int8, in every mode on the NPU, with eager and the CPU.
 
     python tests/helpers/npu/schemes.py
     python tests/helpers/npu/schemes.py --sequences 8 --window 256
     python tests/helpers/npu/schemes.py --launches
 
-Held-out perplexity by decoding and by prefill, and how many of the likeliest tokens are the CPU's, each after the same
-text. With --launches instead the table of docs/reference/npu-launches.md: what a decode layer launches. Needs the
-package installed with its extra ``test``, and no Ascend.
+Prints the held-out perplexity by decoding and by prefill, and the number of greedy tokens that equal the CPU's after
+the same text. With --launches, prints the table of docs/reference/npu-launches.md instead: the launches of a decode
+layer. Needs the package installed with its extra ``test``, and no NPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported when its CANN is there
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported after its CANN is loaded.
 
 import attrs  # noqa: E402
 import click  # noqa: E402
@@ -37,13 +37,13 @@ PREFILLS = (16, 64, 256)
 
 @attrs.frozen
 class Found:
-    """Of one scheme and mode.
+    """The result of one scheme and mode.
 
     Attributes:
         decoded: perplexity by decoding.
         prefilled: perplexity by prefill.
-        choices: the likeliest tokens of the prefill's logits.
-        margins: by how much each is likelier than the second, in logits.
+        choices: the greedy tokens of the prefill's logits.
+        margins: the differences between the largest and the second largest logits.
     """
 
     decoded: float
@@ -54,7 +54,7 @@ class Found:
 
 @contextmanager
 def checkpoints() -> Iterator[dict[str, tuple[Path, str]]]:
-    """By scheme, the checkpoint, and the dtype it computes in."""
+    """Return each scheme's checkpoint and the dtype in which it computes."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "calibration.txt"
         text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
@@ -66,7 +66,7 @@ def checkpoints() -> Iterator[dict[str, tuple[Path, str]]]:
 
 
 def make(scheme: str, to: Path, calibration: Path) -> None:
-    """Quantise the trained checkpoint."""
+    """Quantize the trained checkpoint."""
     from click.testing import CliRunner
 
     from hal.cli import main
@@ -81,7 +81,7 @@ def make(scheme: str, to: Path, calibration: Path) -> None:
 def runner(
     path: Path, dtype: str, backend: str, compiler: str, sequences: int, window: int, **compilation: Any
 ) -> hal.Runner:
-    """A runner whose buckets are met and missed."""
+    """Return a runner for batch sizes at and between its buckets."""
     compilation["compiler"] = compiler
     if compiler != "eager":
         compilation["capture_sizes"] = sorted({1, 2, sequences + 1})
@@ -98,7 +98,7 @@ def runner(
 
 
 def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> Found:
-    """Both perplexities, and the choices of the first window."""
+    """Measure both perplexities, and the choices of the first window."""
     decoded = held_out.decoded_perplexity(on, stream, sequences, window)
     prefilled = held_out.perplexity(on, stream[: sequences * window + 1], window)
     blocks = on.blocks.take(on.spec.blocks_for(window))
@@ -111,7 +111,7 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
 
 
 def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
-    """Rows in Markdown: weights, cache, batch, mode, launches of a layer, and outside the layers."""
+    """Return rows in Markdown: weights, cache, batch, mode, launches per layer, and launches outside the layers."""
     from hal.bench import plan
     from hal.bench.figures import launches
 

@@ -1,9 +1,9 @@
-"""CUDA without a GPU: the build of torch for CUDA, as it is installed, on a runtime and kernels that are emulated.
+"""An emulator of CUDA: runs the installed CUDA build of torch without a GPU.
 
-``src/runtime`` is libcudart: memory, streams, events, captures and graphs as CUDA has them, of which
-``src/operations`` computes torch's kernels by those for the CPU. :mod:`.kernels` computes those in Python: Triton's in
+``src/runtime`` implements libcudart: memory, streams, events, captures and graphs. ``src/operations`` computes torch's
+CUDA kernels with its CPU kernels. :mod:`.kernels` computes the kernels that are launched from Python: Triton's in
 Triton's interpreter, flash attention, and FlashInfer's.
 
-``python -m emulated COMMAND`` runs a command so, with this folder's parent on the path.
-docs/how-to/test-cuda-without-a-gpu.md says what that shows, and what it cannot show.
+``python -m emulated COMMAND`` runs a command on the emulator, if this folder's parent is on the path. docs/how-to/test-
+cuda-without-a-gpu.md says what these tests cover and what they cannot cover.
 """

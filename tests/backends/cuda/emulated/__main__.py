@@ -1,6 +1,6 @@
-"""Runs a command on the emulated CUDA, such as ``python -m emulated hal backends``.
+"""Run a command on the emulated CUDA, such as ``python -m emulated hal backends``.
 
-What the command starts in turn runs on it, too.
+Processes that the command starts run on it too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ HERE = Path(__file__).parent
 
 
 def environment(libraries: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Under which Python loads the emulator when it starts, by ``startup/sitecustomize.py``.
+    """Return environment variables that make Python load the emulator from ``startup/sitecustomize.py``.
 
     Args:
         libraries: the folder of the emulator's libraries.
-        environ: the environment to begin with.
+        environ: the environment to extend.
     """
     paths = [str(HERE / "startup"), *filter(None, environ.get("PYTHONPATH", "").split(":"))]
     return {
         "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",  # kernels that the program waits for one after the other
+        "OMP_NUM_THREADS": "1",  # The program waits for each kernel before it launches the next.
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # nothing is compiled, so nobody need wait elsewhere to do it
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # Nothing is compiled, so compiler worker processes are not needed.
         **environ,
         "EMULATED_CUDA": str(libraries),
         "CUDA_HOME": str(libraries),
@@ -39,7 +39,7 @@ def environment(libraries: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(command: list[str]) -> None:
-    """Become the command."""
+    """Replace this process with the command."""
     if not command:
         raise SystemExit("usage: python -m emulated COMMAND [ARGUMENT ...]")
     try:
@@ -48,7 +48,7 @@ def main(command: list[str]) -> None:
         raise SystemExit(str(error)) from None
     program = shutil.which(command[0], path=environ["PATH"])
     if program is None:
-        raise SystemExit(f"there is no command {command[0]}")
+        raise SystemExit(f"command not found: {command[0]}")
     os.execve(program, command, environ)
 
 

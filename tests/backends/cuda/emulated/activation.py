@@ -1,8 +1,8 @@
-"""Loading the emulator into a process: its libraries before torch asks for CUDA's, its kernels when torch is there.
+"""Loads the emulator into a process: its libraries before torch loads CUDA's, and its kernels after torch is imported.
 
-torch finds CUDA's libraries by paths of its own, unless a library of the same name is loaded: so nothing that is
-installed changes. What is imported later is noticed by hooks, which cost nothing where it is not imported. Here nothing
-may import torch or hal.
+torch loads CUDA's libraries from fixed paths, unless a library of the same name is already loaded. So no installed file
+is changed. Import hooks register the kernels of packages that are imported later. This module must not import torch or
+hal.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import wrapt
 
 RUNTIME, DRIVER, OPERATIONS = "libcudart.so.13", "libcuda.so.1", "libemulated_operations.so"
 LIBRARIES = "EMULATED_CUDA"
-"""The variable that names the folder of the libraries; where it is set, processes run on the emulator."""
+"""The environment variable with the folder of the libraries. If it is set, processes run on the emulator."""
 
 
 def is_active() -> bool:
-    """Whether this process runs on the emulator."""
+    """Return whether this process runs on the emulator."""
     return bool(os.environ.get(LIBRARIES))
 
 
 def libraries() -> Path:
-    """Where the libraries lie, of a process that runs on the emulator."""
+    """Return the folder of the emulator's libraries in a process that runs on it."""
     return Path(os.environ[LIBRARIES])
 
 
 def activate() -> None:
-    """Put the emulator under torch, before that is imported."""
+    """Load the emulator. This must happen before torch is imported."""
     for name in (RUNTIME, DRIVER):
         ctypes.CDLL(str(libraries() / name), mode=ctypes.RTLD_GLOBAL)
     wrapt.register_post_import_hook(_torch, "torch")
@@ -73,7 +73,7 @@ def _inductors_functions(helpers: ModuleType) -> None:
 
 
 def _probe(module: ModuleType) -> None:
-    """There are no device files: the driver's probe looks for them in a folder that has them, and for all else here."""
+    """Make the driver's probe look for device files in a folder of the emulator, since this machine has none."""
     devices = libraries() / "dev"
     devices.mkdir(exist_ok=True)
     (devices / "nvidia0").touch()

@@ -1,7 +1,7 @@
-"""Compiles the emulator with the system's g++, once for each state of its sources and each torch.
+"""Compiles the emulator with g++, once for each version of its sources and of torch.
 
-Libraries are an entry of the cache of what hal compiles: a process that has loaded them never sees them change. Two
-processes that build at once take turns.
+The libraries are an entry of hal's compile cache, so they never change under a process that has loaded them. Of two
+processes that build at once, one waits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .activation import DRIVER, OPERATIONS, RUNTIME
 
 SOURCES = Path(__file__).parent / "src"
 TORCH, CUDA = "2.11", "13."
-"""What the sources were written against: what torch calls of CUDA's runtime differs between releases."""
+"""The supported versions: the CUDA functions that torch calls differ between releases."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-pthread")
 LINKED = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
 SHOWN_LINES = 30
 
 
 class CannotEmulate(Exception):
-    """Something is missing on this machine. The text says what, and what to do."""
+    """A prerequisite is missing on this machine. The message names it and the remedy."""
 
 
 @attrs.frozen
 class Tools:
-    """What the build uses of this machine.
+    """The tools and folders that the build uses.
 
     Attributes:
         compiler: the path of g++.
@@ -47,24 +47,24 @@ class Tools:
 
     @classmethod
     def find(cls) -> Tools:
-        """Find them.
+        """Locate the tools.
 
         Raises:
-            CannotEmulate: one is missing, or torch is another build than one that can be emulated.
+            CannotEmulate: one is missing, or the build of torch is not supported.
         """
         spec = importlib.util.find_spec("torch")
         if sys.platform != "linux":
             raise CannotEmulate(f"the emulated CUDA needs Linux, and this is {sys.platform}")
         if spec is None or not spec.origin:
             raise CannotEmulate(f"torch is not installed: pip install torch=={TORCH}.0")
-        from hal.backends.cuda.probe import built_for  # which, as all of hal, needs torch
+        from hal.backends.cuda.probe import built_for  # importing hal imports torch
 
         version = importlib.metadata.version("torch")
         cuda, problem = built_for(Path(spec.origin).with_name("version.py"))
         if cuda is None or not version.startswith(f"{TORCH}.") or not cuda.startswith(CUDA):
             found = problem if cuda is None else f"the installed torch {version} is built for CUDA {cuda}"
             raise CannotEmulate(
-                f"the emulated CUDA serves torch {TORCH} for CUDA {CUDA}x: {found}. In an environment of its own: "
+                f"the emulated CUDA supports torch {TORCH} for CUDA {CUDA}x: {found}. In a separate environment: "
                 f"pip install torch=={TORCH}.0, which is that build on Linux; `make test-cuda-emulated` does it"
             )
         compiler = shutil.which("g++")
@@ -81,11 +81,11 @@ class Tools:
 
     @property
     def triton(self) -> Path:
-        """Headers of CUDA's that NVIDIA's package for the runtime leaves to the one for the compiler."""
+        """Return the headers that NVIDIA ships with the compiler's package rather than the runtime's."""
         return self.packages / "triton/backends/nvidia/include"
 
     def includes(self) -> list[str]:
-        """Where headers are looked for."""
+        """Return the include folders."""
         torch = self.packages / "torch/include"
         others = (torch, torch / "torch/csrc/api/include", self.packages / "nvidia/cu13/include")
         return [f"-I{SOURCES}", *(f"-isystem{each}" for each in others), f"-idirafter{self.triton}"]
@@ -95,7 +95,7 @@ def build() -> Path:
     """Build the libraries if they are not in the cache, and return their folder.
 
     Raises:
-        CannotEmulate: something is missing, or a source does not compile, of which the text shows the errors.
+        CannotEmulate: a prerequisite is missing, or a source does not compile; the message has the compiler's errors.
         ConfigError: another user may write in the cache.
     """
     tools = Tools.find()
@@ -110,7 +110,7 @@ def build() -> Path:
 
 def _build(tools: Tools, folder: Path) -> None:
     sys.stderr.write("building the emulated CUDA, about a minute, once\n")
-    sources = sorted(SOURCES.rglob("*.cpp"), key=lambda path: path.parent.name != "operations")  # the slow ones first
+    sources = sorted(SOURCES.rglob("*.cpp"), key=lambda path: path.parent.name != "operations")  # slowest first
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compiled = list(pool.map(lambda path: _compile(tools, path, folder), sources))
     objects = {part: [made for path, made in zip(sources, compiled, strict=True) if path.parent.name == part]
@@ -119,7 +119,7 @@ def _build(tools: Tools, folder: Path) -> None:
     _link(tools, folder / RUNTIME, objects["runtime"], f"-Wl,{versions},--no-undefined", "-ldl")
     _link(tools, folder / DRIVER, objects["driver"], f"-L{folder}", f"-l:{RUNTIME}", "-Wl,--no-undefined")
     libraries = [f"-L{tools.packages / 'torch/lib'}", *(f"-l{each}" for each in LINKED)]
-    # torch's own libraries name others by a path that only the loader needs to know.
+    # Torch's libraries depend on others at a path that only the loader needs to know.
     _link(tools, folder / OPERATIONS, objects["operations"], *libraries, f"-L{folder}", f"-l:{RUNTIME}",
           "-Wl,--allow-shlib-undefined")  # fmt: skip
     for each in compiled:
@@ -146,7 +146,7 @@ def _run(what: str, command: list[str]) -> None:
 
 
 def _stand_in_for_nvcc(folder: Path) -> None:
-    """The driver takes FlashInfer where it finds nvcc, which compiles its kernels. Here nothing has to be compiled."""
+    """Provide an empty nvcc: the driver uses FlashInfer only where it finds nvcc, but nothing is compiled here."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'the emulated CUDA compiles nothing' >&2\nexit 1\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""CUDA's functions for the tests of the emulator, by ctypes, in this process or in one of its own, which is quick."""
+"""CUDA runtime functions for the tests of the emulator, called with ctypes, in this process or in a subprocess."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import sys
 from .activation import RUNTIME, libraries
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
-"""cudaStreamCaptureModeGlobal and its like."""
+"""cudaStreamCaptureModeGlobal, ThreadLocal and Relaxed."""
 NON_BLOCKING = 1
 """cudaStreamNonBlocking."""
 
 
 class Calls:
-    """Functions return the text of the error that CUDA reports, or "no error"."""
+    """Wraps CUDA functions. They return the text of the error that CUDA reports, or "no error"."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(libraries() / RUNTIME))
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def call(self, function: str, *arguments: object) -> str:
-        """Any function of the runtime; integers are addresses and handles, so 64 bits wide."""
+        """Call any function of the runtime; integers are passed as 64 bits, for addresses and handles."""
         given = [ctypes.c_uint64(each) if isinstance(each, int) else each for each in arguments]
         error = getattr(self._library, function)(*given)
         text: bytes = self._library.cudaGetErrorString(error)
         return text.decode()
 
     def made(self, function: str, *arguments: object) -> int:
-        """What a function that puts a handle or an address to its first argument puts there."""
+        """Return the handle or address that a function writes to its first argument."""
         place = ctypes.c_uint64()
         assert (said := self.call(function, ctypes.byref(place), *arguments)) == "no error", said
         return place.value
@@ -48,7 +48,7 @@ class Calls:
         return self.call("cudaMemsetAsync", address, value, size, stream)
 
     def read(self, address: int, size: int, stream: int) -> bytes:
-        """By a copy to pageable memory, which waits for the stream."""
+        """Read memory with a copy to pageable memory, which waits for the stream."""
         found = ctypes.create_string_buffer(size)
         assert self.call("cudaMemcpyAsync", ctypes.addressof(found), address, size, 4, stream) == "no error"
         return found.raw
@@ -57,7 +57,7 @@ class Calls:
         return self.call("cudaStreamBeginCapture", stream, mode)
 
     def end(self, stream: int) -> tuple[str, int]:
-        """What the end of a capture says, and the graph."""
+        """End a capture; return the error and the graph."""
         graph = ctypes.c_uint64()
         return self.call("cudaStreamEndCapture", stream, ctypes.byref(graph)), graph.value
 
@@ -67,7 +67,10 @@ class Calls:
 
 
 def in_a_process(code: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """Run Python code, which finds `cuda` and this module's names, with variables EMULATED_CUDA_<OPTION>."""
+    """Run Python code in a subprocess, with `cuda` and this module's names.
+
+    Options set variables EMULATED_CUDA_<OPTION>.
+    """
     environ = dict(os.environ)
     environ |= {f"EMULATED_CUDA_{name.upper()}": str(value) for name, value in options.items()}
     code = f"from emulated.calls import *\ncuda = Calls()\n{code}"

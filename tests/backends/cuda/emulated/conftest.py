@@ -1,4 +1,4 @@
-"""The emulator's own tests run on it only; elsewhere they are skipped."""
+"""Skips the emulator's tests in processes that do not run on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .calls import Calls
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip them where this process does not run on the emulator."""
+    """Skip the tests if this process does not run on the emulator."""
     if is_active():
         return
     for each in items:
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cuda() -> Iterator[Calls]:
-    """CUDA's functions. The last error, which torch would come upon, is forgotten."""
+    """Return the CUDA functions. Clears the last error, which torch would report later."""
     calls = Calls()
     yield calls
     calls.call("cudaGetLastError")

@@ -1,4 +1,4 @@
-"""The pytest plugin of `make test-cuda-emulated`: leaves out the tests that need a GPU's own nature, and says why."""
+"""Pytest plugin of `make test-cuda-emulated`: deselects tests that need a real GPU, and lists them with reasons."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ DESELECTED = {
     "test_a_step_in_a_graph_takes_the_host_little_time": "times of the emulator say nothing of a GPU's",
     "test_launches_are_counted": "torch's profiler counts what CUPTI sees, and no kernel runs on a GPU",
 }
-"""The tests that cannot pass by their nature, and why: by name, with parameters where it is these that cannot."""
+"""Tests that need a real GPU, with the reason: by name, with parameters if only these need one."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect them."""
+    """Deselect the tests that need a real GPU."""
     left_out = [each for each in items if DESELECTED.keys() & {each.name, each.name.partition("[")[0]}]
     if left_out:
         items[:] = [each for each in items if each not in left_out]
@@ -23,6 +23,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List them."""
+    """List the deselected tests."""
     for test, reason in DESELECTED.items():
         terminalreporter.write_line(f"DESELECTED {test}: {reason}")

@@ -1,4 +1,4 @@
-"""Commands on the emulator: what they find, what their processes find, and what is said where something is missing."""
+"""Tests for commands on the emulator: the devices that they and their subprocesses find, and their errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .calls import in_a_process
 
 
 def emulated(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """As from a shell that knows of no emulator."""
+    """Run a command from a shell without the emulator's variables."""
     known = {name: value for name, value in os.environ.items() if not name.startswith(("EMULATED_", "PYTHON"))}
     return subprocess.run(
         [sys.executable, "-m", "emulated", *command],

@@ -1,4 +1,4 @@
-"""Captures and graphs: what CUDA refuses, in its words, and what a replay does."""
+"""Tests for captures and graphs: the errors that CUDA reports, and the effects of a replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INVALIDATED = "operation failed due to a previous error during capture"
 
 
 def elsewhere(function: Callable[[], str]) -> str:
-    """What a function returns in another thread."""
+    """Return what a function returns in another thread."""
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(function()))
     thread.start()
@@ -44,7 +44,7 @@ def test_waiting_breaks_a_capture_in_every_mode(cuda: Calls, asked: Callable[[Ca
 
 
 def test_unsafe_calls_are_a_question_of_modes(cuda: Calls) -> None:
-    """cudaMalloc: here, and in another thread."""
+    """Call cudaMalloc in the capturing thread and in another one."""
 
     def allocate() -> str:
         return "no error" if cuda_memory_made(cuda) else UNSUPPORTED
@@ -103,7 +103,10 @@ def test_two_captures_cannot_be_one(cuda: Calls) -> None:
 
 
 def test_the_legacy_stream(cuda: Calls) -> None:
-    """It would have to wait for blocking streams, so not while one is captured; others do not matter to it."""
+    """The legacy stream waits for blocking streams, so it is refused while one is captured.
+
+    Non-blocking streams do not affect it.
+    """
     address = cuda.memory(8)
     assert cuda.begin(0) == UNSUPPORTED
     for flags, said in (
@@ -163,7 +166,7 @@ def test_a_copy_from_pageable_memory_cannot_be_captured(cuda: Calls) -> None:
 
 @pytest.mark.parametrize(("joined", "orders"), [(True, 1), (False, 2)])
 def test_branches_of_a_graph_run_in_any_order(joined: bool, orders: int) -> None:
-    """Two fills of the same memory, of which the second waits for the first or does not."""
+    """Capture two fills of the same memory, where the second either waits for the first or does not."""
     ran = in_a_process(
         f"""
 origin, other, event, address, found = cuda.stream(), cuda.stream(), cuda.event(), cuda.memory(8), set()

@@ -1,4 +1,4 @@
-"""Decode steps that Inductor compiled, on the emulated CUDA."""
+"""Tests for decode steps compiled by Inductor, on the emulated CUDA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def test_a_kernel_with_functions_and_a_sum() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_trained_checkpoint_gives_the_cpus_tokens(count: int, trained: Path) -> None:
-    """Few of them: the interpreter takes its time. The kernels that Inductor leaves alone are torch's."""
+    """Decode few tokens, because the interpreter is slow.
+
+    Operations that Inductor does not compile use torch's kernels.
+    """
     prompts = reference.prompts(trained)[:count]
     expected = tokens(reference.open_runner(trained), prompts)
     kernels = {**dict.fromkeys(ops.catalogue(), "reference"), "linear": "torch", "paged_attention": "torch"}

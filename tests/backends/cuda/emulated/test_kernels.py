@@ -1,4 +1,4 @@
-"""Kernels: torch's on the device's memory, in the stream's order, and errors that appear later."""
+"""Tests for torch's kernels: device memory, stream order, and errors that are reported later."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ print(cuda.call("cudaDeviceSynchronize"))
 
 
 def test_tensors_end_where_memory_cannot_be_touched() -> None:
-    """Where torch does not hand out parts of larger pieces."""
+    """Out-of-bounds accesses are detected if torch does not split larger allocations."""
     code = "import ctypes, torch; x = torch.zeros(128, device='cuda'); ctypes.string_at(x.data_ptr() + 512, 1)"
     environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ran = subprocess.run([sys.executable, "-c", code], env=environ, check=False)

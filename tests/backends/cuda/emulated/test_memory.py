@@ -1,4 +1,4 @@
-"""Memory: its ends, what new memory holds, how much there is, and what copies wait for."""
+"""Tests for memory: bounds, initial contents, capacity, and what copies wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("offset", [-4096, 256 * 5])
 def test_out_of_bounds_is_a_fault(offset: int) -> None:
-    """In the page in front of an allocation, and at its end."""
+    """Access the page before an allocation and the page at its end."""
     ran = in_a_process(
         f"p = cuda.memory(256 * 5)\nctypes.string_at(p, 256 * 5)\nprint('inside', flush=True)\n"
         f"ctypes.string_at(p + {offset}, 1)\nprint('outside')"
@@ -54,7 +54,7 @@ print(free.value >> 20, total.value >> 20)
 
 
 def test_what_a_copy_from_the_host_takes() -> None:
-    """From pageable memory the bytes as they were at the call; from pinned memory those of when the copy runs."""
+    """A copy from pageable memory reads the bytes at the call; one from pinned memory reads them when it runs."""
     ran = in_a_process(
         """
 import collections

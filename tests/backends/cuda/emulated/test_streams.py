@@ -1,4 +1,4 @@
-"""Streams and events: with a seed, whatever was not waited for may not have happened."""
+"""Tests for streams and events: with a seed, work that nothing waited for may not have run yet."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_legacy_stream_and_blocking_streams_wait_for_each_other() -> None:
 
 
 def test_an_event_that_is_recorded_again_does_not_move_a_wait() -> None:
-    """A wait is for what was recorded when it was queued."""
+    """A wait refers to the record that preceded the wait."""
     ran = in_a_process(
         """
 first, second, third, event, address = cuda.stream(), cuda.stream(), cuda.stream(), cuda.event(), cuda.memory(8)

@@ -1,4 +1,4 @@
-"""The npu backend for the tests of this folder, on the emulated CANN that tests/conftest.py puts under torch_npu."""
+"""Fixtures for tests of the npu backend on the emulated CANN, which tests/conftest.py loads for torch_npu."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hal
 
 @pytest.fixture
 def npu() -> Iterator[Callable[..., hal.Backend]]:
-    """Opens the npu backend, active: keywords are keys of the configuration, ``options`` among them."""
+    """Return a function that opens and activates the npu backend. Keywords are configuration keys and ``options``."""
 
     def opened(**config: Any) -> hal.Backend:
         return hal.open({"backend": "npu", **config})

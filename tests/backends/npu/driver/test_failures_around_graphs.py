@@ -1,4 +1,4 @@
-"""What goes wrong around graphs: failures nobody explained, other devices and threads, interrupts."""
+"""Tests for failures around graphs: unexplained errors, other devices and threads, and interrupts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def expected(attend: Attend, lens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("seed", [8, 10, 11, 21, 22, 27])
 def test_a_failure_that_the_caller_caught_leaves_nothing_behind(npu: Opened, seed: int) -> None:
-    """Under these schedules a flag stays up, and a replay would take the lengths of the one before it."""
+    """With these schedules an event's flag stays set, and a replay could read the previous one's lengths."""
     attend = Attend(npu())
     graph = attend.backend.graph()
     output, wanted = graph.capture(attend.twice), expected(attend, LONG)
@@ -36,7 +36,7 @@ def test_a_failure_that_the_caller_caught_leaves_nothing_behind(npu: Opened, see
         with emulator.faults.execution("FusedInferAttentionScoreV3"):
             graph.replay(**attend.host_values(LENGTHS[1]))
             with pytest.raises(RuntimeError, match="507015"):
-                torch.npu.synchronize()  # no hal in it
+                torch.npu.synchronize()  # without hal
         for _ in range(3):
             graph.replay(**attend.host_values(LONG))
             torch.testing.assert_close(output.cpu(), wanted, rtol=0, atol=0)
@@ -57,7 +57,7 @@ def test_graphs_of_two_devices_and_another_thread(npu: Opened) -> None:
             output: Tensor = output,
             found: list[Tensor] = found,
         ) -> None:
-            graph.replay(**attend.host_values(LONG))  # a thread begins with device 0
+            graph.replay(**attend.host_values(LONG))  # A new thread starts on device 0.
             found.append(output.cpu())
 
         thread = threading.Thread(target=replay)
@@ -67,7 +67,7 @@ def test_graphs_of_two_devices_and_another_thread(npu: Opened) -> None:
 
 
 def test_every_thread_that_lost_work_is_told(npu: Opened) -> None:
-    """Each once; and threads that lost none, not at all. What is launched afterwards runs."""
+    """Each thread is told once, and threads that lost no work are not told. Later launches run."""
     npu()
     x, y, z = (torch.zeros(4).npu() for _ in range(3))
     torch.npu.synchronize()

@@ -1,4 +1,4 @@
-"""A wait that does nothing is caught where streams are asynchronous: the emulated NPU, in any order of its streams."""
+"""Tests that conformance detects waits that do nothing, on the emulated NPU, whose streams run in any order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hal.testing import Conformance
 
 
 class DeafStream(hal.Stream):
-    """Waits for nobody."""
+    """A stream whose `wait_stream` does nothing."""
 
     def wait_stream(self, other: hal.Stream) -> None:
         pass
 
 
 class DeafEvent(hal.Event):
-    """Holds nobody back."""
+    """An event whose `wait` does nothing."""
 
     def wait(self, stream: hal.Stream) -> None:
         pass
@@ -67,7 +67,7 @@ def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: i
     with emulator.schedule(seed):
         twin.case("streams/wait-stream").run()
         twin.case("events/wait").run()
-        lost[not streams]()  # the other wait is as it should be
+        lost[not streams]()  # the other wait works
         with pytest.raises(AssertionError, match="the wait had no effect"):
             lost[streams]()
 

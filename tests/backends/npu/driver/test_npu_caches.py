@@ -1,4 +1,4 @@
-"""No mode copies a KV cache: not by a kernel, not by a copy, and every cache stays where it is."""
+"""Tests that no mode copies a KV cache, in a kernel or otherwise, and that caches keep their addresses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
     assert sum(cache.nbytes for cache in caches) >= 256 << 20
     one = min(cache.nbytes for cache in caches)
     places = [cache.data_ptr() for cache in caches]
-    # Making the runner zeroes its caches, each once, and compiles.
+    # Creating the runner zeroes its caches, once each, and compiles.
     made = [record for record in trace.records if record.phase != "capture"]
     largest = [each for each in made if each.bytes >= one and each.name not in WRITES_OR_READS_A_CACHE]
     assert len(largest) == len(caches), [(each.kind, each.name, each.bytes) for each in largest]
@@ -49,6 +49,6 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
     assert {each.name for each in ran} & WRITES_OR_READS_A_CACHE
     moved = [(each.kind, each.name, each.bytes) for each in trace.records if each.phase != "capture"
              and each.kind in ("kernel", "copy", "fill") and each.name not in WRITES_OR_READS_A_CACHE]  # fmt: skip
-    # The largest of what else runs reads the table of the embedding; a cache is ten times as large.
+    # The largest other reads are of the embedding table; a cache is ten times as large.
     assert max(size for _, _, size in moved) < one / 4, sorted(moved, key=lambda each: -each[2])[:3]
     assert [cache.data_ptr() for _, cache in runner.states.tensors()] == places

@@ -1,4 +1,4 @@
-"""The command on an emulated NPU: the same text as on the CPU, and the launches of a step counted."""
+"""Tests for the command on an emulated NPU: it writes the CPU's text, and launches of a step are counted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
 
 
 def test_what_torch_npu_prints_is_no_text(trained: Path, tmp_path: Path) -> None:
-    """When npugraph_ex compiles something for the first time, torch_npu warns on stdout."""
+    """torch_npu writes a warning to stdout when npugraph_ex compiles for the first time."""
     arguments = ("--prompt", PROMPTS[0], "--max-new-tokens", "8", "--dtype", "float16")
     cold = ("--compiler", "npugraph_ex", "--compilation-config", json.dumps({"cache_dir": str(tmp_path)}))
     result = processes.hal("generate", str(trained), *arguments, "--backend", "npu", "--emulate", *cold)
@@ -84,7 +84,7 @@ def test_the_launches_of_a_layer(traced: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_a_replay_launches_what_an_eager_step_does_and_copies_its_inputs(traced: tuple[str, dict[str, Any]]) -> None:
-    """But for what the passes put together."""
+    """A replay launches the same kernels, except for those that passes fuse."""
     eager, graph = traced[1]["launches"]
     fused = {"Add", "RmsNorm", "AddRmsNorm", "RotaryPositionEmbeddingV2", "ApplyRotaryPosEmbV2"}
     rest = [{name: times for name, times in each["layer"].items() if name not in fused} for each in (eager, graph)]

@@ -1,4 +1,4 @@
-"""Closing on the NPU: graphs, streams and memory go back at once, whatever the compiler."""
+"""Tests for closing on the NPU: graphs, streams and memory are released at once, whatever the compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILERS = ("eager", "graph", "piecewise", "piecewise_eager", "npugraph_ex")
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No collection but those that closing asks for."""
+    """Disable garbage collection except for that by `close`."""
     gc.collect()
     gc.disable()
     yield
@@ -44,7 +44,7 @@ def test_a_runner_gives_all_back_at_once(npu: Opened, trained: Path, compiler: s
     backend = opened_for(npu, compiler)
     empty = allocated()
     model = hal.load_model(trained, backend)
-    with hal.Runner(model, backend) as warm:  # what a process makes once, such as masks and workspaces
+    with hal.Runner(model, backend) as warm:  # one-time allocations of a process, such as masks and workspaces
         list(hal.generate(warm, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=3)))
     loaded, graphs, reserved = allocated(), emulator.live_handles()["graph"], torch.npu.memory_reserved()
     runner = hal.Runner(model, backend)
@@ -92,7 +92,7 @@ def test_work_that_failed_is_said_and_all_is_freed(npu: Opened, trained: Path) -
 
 @pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
 def test_while_another_thread_generates(npu: Opened, trained: Path, compiler: str) -> None:
-    """It gets ClosedError between two steps, and nothing that runs is freed under it."""
+    """The thread gets ClosedError between two steps; nothing that still runs is freed."""
     backend = opened_for(npu, compiler)
     runner = hal.Runner(hal.load_model(trained, backend), backend)
     begun, raised = threading.Event(), []

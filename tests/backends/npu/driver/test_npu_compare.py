@@ -1,4 +1,4 @@
-"""``hal compare`` with the emulated NPU: it agrees with the CPU in every form, and what is planted in it is found."""
+"""Tests for ``hal compare`` with the emulated NPU: it agrees with the CPU in every form, and finds injected faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Opened = Callable[..., hal.Backend]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """What is computed is small, and threads would fight over the cores with the streams'."""
+    """Use one CPU thread: the computations are small, and threads would compete with those of the streams."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -53,15 +53,15 @@ def test_the_cpu(trained: Path, backends: str, dtype: str) -> None:
     (found,) = compared(trained, "--backends", backends, "--emulate", "--dtype", dtype)
     assert found["broken"] is found["departure"] is None
     assert [row["operations"] for row in found["rows"]] == [5 * 12] * 4 + [5 * 3]
-    assert any(row["worst"]["error"]["ratio"] > 0 for row in found["rows"])  # they do round differently
+    assert any(row["worst"]["error"]["ratio"] > 0 for row in found["rows"])  # Their rounding does differ.
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_int8_weights_that_only_the_npu_prepares(trained: Path, tmp_path: Path, scheme: Any, dtype: str) -> None:
     text = {"calibration": TEXT} if scheme == "w8a8" else {}
-    quantised = quantize_checkpoint(trained, tmp_path / scheme, scheme, **text).path
-    (found,) = compared(quantised, "--backends", "cpu,npu", "--emulate", "--dtype", dtype)
+    quantized = quantize_checkpoint(trained, tmp_path / scheme, scheme, **text).path
+    (found,) = compared(quantized, "--backends", "cpu,npu", "--emulate", "--dtype", dtype)
     assert [row["operations"] for row in found["rows"]] == [5 * 16] * 4 + [5 * 3]
 
 

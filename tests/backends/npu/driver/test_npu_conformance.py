@@ -1,4 +1,4 @@
-"""The conformance suite on the NPU driver, over the emulated CANN."""
+"""The conformance suite with the NPU driver, on the emulated CANN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite on the NPU driver with weights and cache in FRACTAL_NZ, a layout of the driver's own."""
+"""The conformance suite with the NPU driver, with weights and cache in the FRACTAL_NZ layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hal.testing.suite import *  # noqa: F403
 conformance = Conformance(
     backend="npu",
     config={"options": {"nz_cache": True, "nz_weights": True}},
-    # What a layout can change. test_npu.py has all.
+    # The areas that a layout can affect. test_npu_conformance.py has all areas.
     only=(
         "operations/*linear*", "operations/*cache*", "operations/*attention*", "rewrites/*", "graphs/*", "runners/*",
         "models/*", "limits/*", "leaks/steps/*",

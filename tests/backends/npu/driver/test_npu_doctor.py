@@ -1,4 +1,4 @@
-"""``hal doctor`` on emulated NPUs, in processes that nothing was prepared for."""
+"""Tests for ``hal doctor`` on emulated NPUs, in fresh processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_emulated_npu_is_examined() -> None:
         assert "graph" in [each["name"] for each in device["checks"]]
         assert device["measures"]["launch_us"] > 0
     assert all(each["fits"] for each in document["packages"] if each["required_by"] == "npu")
-    assert took < 60  # about 10 s on two cores with nothing else to do
+    assert took < 60  # about 10 s on two idle cores
 
 
 def test_a_device_that_the_options_name_is_the_only_one() -> None:

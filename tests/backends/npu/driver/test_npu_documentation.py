@@ -1,4 +1,4 @@
-"""What the pages on the NPU say is true: their Python runs, as a new user's would. test_schemes.py counts launches."""
+"""Tests that the Python of the NPU documentation pages runs. test_npu_schemes.py tests the counts of launches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _back_to_the_cpu() -> Iterator[None]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_python_of_the_page_runs(page: Path, tmp_path: Path) -> None:
-    """In order, in a process that nothing was prepared for; modules and entry points are laid out as such."""
+    """Run the blocks in order in a fresh process. Blocks with modules and entry points are written to files."""
     script = []
     for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if language == "ini":
@@ -48,7 +48,7 @@ def test_the_python_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     if page == PAGES[0]:
         assert "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')>" in result.stdout
     else:
-        first, second = ast.literal_eval(result.stdout)  # the tokens, which are the CPU's too
+        first, second = ast.literal_eval(result.stdout)  # The tokens are the CPU's too.
         assert (len(first), len(second)) == (24, 24)
 
 

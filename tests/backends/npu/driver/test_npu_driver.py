@@ -1,4 +1,4 @@
-"""The NPU driver: its options, its generations, and how an emulated NPU is asked for."""
+"""Tests for the NPU driver: options, hardware generations, and the option for an emulated NPU."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class TestAskingForAnEmulatedOne:
         result = processes.python("-c", program, HAL_NPU_EMULATOR="1", HAL_NPU_EMULATOR_OPTIONS='{"devices": 3}')
         assert result.stdout == "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')> 3\n"
 
-    @pytest.mark.skipif(next(activation.real_cann({}), None) is not None, reason="a real CANN is here")
+    @pytest.mark.skipif(next(activation.real_cann({}), None) is not None, reason="a real CANN is installed")
     def test_the_list_of_backends(self) -> None:
         lines = processes.hal("backends").stdout.splitlines()
         assert lines[1].split()[:2] == ["npu", "no"]

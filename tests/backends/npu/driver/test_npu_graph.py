@@ -1,4 +1,4 @@
-"""NPUGraph behind hal's Graph: host values that are never stale, captures that fail in words, shared memory."""
+"""Tests for graphs on the NPU: host values are up to date, capture errors are explained, and memory is shared."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestHostValues:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_without_a_wait_between_replays(self, npu: Opened, seed: int) -> None:
-        """A replay whose lengths are set while the one before it still runs must not hand them to that one."""
+        """A replay whose lengths are set while the previous one runs must not change the previous one's lengths."""
         attend = Attend(npu())
         graph, results = attend.backend.graph(), []
         output = graph.capture(attend.twice)
@@ -84,7 +84,7 @@ class TestHostValues:
 
     @pytest.mark.parametrize("head_dim", [32, 128])
     def test_a_window(self, npu: Opened, head_dim: int) -> None:
-        """It is a mask of slots made on the device, or an attention that takes the lengths of queries, too."""
+        """A window uses a mask of slots made on the device, or an attention that also takes query lengths."""
         attend = Attend(npu(), window=70, head_dim=head_dim)
         graph = attend.backend.graph()
         self.check(attend, graph, graph.capture(attend.twice))
@@ -180,12 +180,12 @@ class TestCapture:
     @pytest.mark.parametrize(
         ("breaks", "message"),
         [
-            (lambda x: x.sum().item(), "synchronis|a read back"),
-            (lambda x: x.cpu(), "synchronis|a read back"),
+            (lambda x: x.sum().item(), "synchroniz|a read back"),
+            (lambda x: x.cpu(), "synchroniz|a read back"),
             (lambda x: torch.ones(8).to(x.device), "a read back to the host or a copy from unpinned memory"),
-            (lambda x: torch.npu.synchronize(), "synchronis|does not allow"),
+            (lambda x: torch.npu.synchronize(), "synchroniz|does not allow"),
             (lambda x: torch.npu.Stream().wait_stream(torch.npu.current_stream()), None),
-            (lambda x: hal.active_backend().device.synchronize(), "synchronis|does not allow"),
+            (lambda x: hal.active_backend().device.synchronize(), "synchroniz|does not allow"),
         ],
         ids=["item", "cpu", "unpinned", "synchronize", "unjoined", "device-error"],
     )
@@ -217,7 +217,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("make", [KeyError, RuntimeError, KeyboardInterrupt])
     def test_what_the_function_raises_wins_over_the_captures_end(self, npu: Opened, make: type[BaseException]) -> None:
-        """Raised after a call that a capture refuses; or between a fork and its join, where the end fails, too."""
+        """The function raises after a refused call, or between a fork and its join, which fails the end too."""
         backend = npu()
         x, graph = torch.ones(8, device="npu", dtype=torch.float16), backend.graph()
 
@@ -250,7 +250,7 @@ class TestCapture:
         x = torch.ones(1 << 20, device="npu", dtype=torch.float16)
         first, second = backend.graph(), backend.graph()
         first.capture(lambda: (x + 1) * 2)
-        gc.collect()  # graphs of other tests would be collected in between
+        gc.collect()  # Otherwise graphs of other tests could be collected during the test.
         torch.npu.empty_cache()
         before = torch.npu.memory_reserved()
         second.capture(lambda: (x + 3) * 2, pool=first.pool)
@@ -264,10 +264,10 @@ class TestCapture:
 
 
 class TestBeginAndEnd:
-    """Several graphs from one run, with eager work between them on the same stream."""
+    """Several graphs from one run, with eager operations between them on the same stream."""
 
     def test_attention_in_graphs_of_one_pool(self, npu: Opened) -> None:
-        """Five replays of three, each with lengths of its own."""
+        """Replay three graphs five times, each time with other lengths."""
         attend = Attend(npu())
         graphs = [attend.backend.graph() for _ in range(3)]
         scale = torch.ones(1, device="npu", dtype=torch.float16)
@@ -277,7 +277,7 @@ class TestBeginAndEnd:
                 captures.begin(graph, pool=graphs[0].pool if number else None)
                 made.append(captures.end(attend.twice() * scale))
                 assert not torch.npu.is_current_stream_capturing()
-                scale.add_(1)  # eagerly
+                scale.add_(1)  # runs eagerly
         assert len({graph.pool for graph in graphs}) == 1
         attend.backend.device.synchronize()
         assert scale.item() == 4
@@ -320,7 +320,7 @@ class TestBeginAndEnd:
         TestHostValues().check(attend, graphs[1], graphs[1].capture(attend.twice))
 
     def test_modes_of_the_code(self, npu: Opened) -> None:
-        """One inside a capture sees attention before torch_npu's; one around the end of a capture is refused."""
+        """A mode inside a capture sees attention before torch_npu does; one around the end of a capture is refused."""
         attend, seen = Attend(npu()), Noting()
         graph = attend.backend.graph()
 
@@ -345,7 +345,7 @@ class TestBeginAndEnd:
 
 
 class Noting(TorchDispatchMode):
-    """Notes the names of what it sees."""
+    """Records the names of the operators that it sees."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -382,7 +382,7 @@ def test_a_replay_that_failed_half_way_leaves_nothing_behind(npu: Opened) -> Non
 
 
 def test_update_and_replay_overlap(npu: Opened) -> None:
-    """The replay runs up to its first attention whether or not lengths have been set, and each attention waits."""
+    """The replay runs up to its first attention before lengths are set; each attention waits for its lengths."""
     attend = Attend(npu())
 
     def function() -> Tensor:

@@ -1,4 +1,4 @@
-"""The NPU's kernels against the references, what they launch, and what they do where hardware is particular."""
+"""Tests for the NPU's kernels: results against the references, launches, and restrictions of the hardware."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def each_operation() -> pytest.MarkDecorator:
 
 
 def draw_on_npu(operation: Operation, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
-    """Its samples, with what the declaration says is for the host there."""
+    """Return the operation's samples on the NPU, with host arguments on the host."""
     for sample in operation.samples(Draw(dtype, "npu", seed)):
         names = zip(operation.signature.parameters, sample, strict=True)
         yield tuple(value.cpu() if name in operation.host else value for name, value in names)
 
 
 def check(operation: Operation, dtype: torch.dtype, kernel: Callable[..., Any], sample: Sample, what: str = "") -> None:
-    """Results and what is mutated are right, and the rest stays as it was."""
+    """Check results and mutated arguments; other arguments must not change."""
     before, reference = on_cpu(sample), on_cpu(sample)
     found, expected = kernel(*sample), operation.reference(*reference)
     assert_agree(operation, dtype, found, expected, what)
@@ -80,7 +80,7 @@ def test_under_any_schedule(npu: Opened, seed: int, operation: Operation) -> Non
             check(operation, torch.float16, getattr(backend.ops, operation.name), sample)
 
 
-def quantised_nothing(draw: Draw) -> dict[str, list[Sample]]:
+def quantized_nothing(draw: Draw) -> dict[str, list[Sample]]:
     wide = draw.normal(0, 64)
     empty, scales = wide.to(torch.int8), wide.new_ones(64, dtype=torch.float32)
     weight, none = torch.ones(8, 64, dtype=torch.int8, device="npu"), wide.new_ones(0, dtype=torch.float32)
@@ -118,7 +118,7 @@ def test_of_no_tokens(npu: Opened) -> None:
         "split_qkv_rmsnorm_rope": [split],
         "split_qkv_rmsnorm_rope_cache": [(*split, *caches, none)],
         "store_kv_cache": [(draw.normal(0, 2, 64), draw.normal(0, 2, 64), *caches, none)],
-        **quantised_nothing(draw),
+        **quantized_nothing(draw),
     }  # fmt: skip
     assert set(of_nothing) == set(ops.catalogue())
     for name, samples in of_nothing.items():
@@ -139,7 +139,7 @@ class TestAttention:
     @pytest.mark.parametrize(
         "case",
         [
-            {"query_lens": [2, 0], "kv_lens": [9, 130]},  # two tokens and two sequences, and not one each
+            {"query_lens": [2, 0], "kv_lens": [9, 130]},  # two tokens and two sequences, but not one token each
             {"query_lens": [1, 1], "kv_lens": [9, 130], "left_over": 2},
             {"query_lens": [5], "kv_lens": [5], "left_over": 1},
             {"query_lens": [0, 0], "kv_lens": [5, 0], "left_over": 2},
@@ -199,7 +199,7 @@ class TestAttention:
         ("dtype", "head_dim"), [(torch.float16, 64), (torch.float16, 128), (torch.bfloat16, 128)], ids=str
     )
     def test_a_window_in_a_graph(self, npu: Opened, dtype: torch.dtype, head_dim: int) -> None:
-        """Replays read new lengths on the host and on the device, where the mask is made of them that BSH takes."""
+        """Replays read new lengths on the host and on the device, where they determine the mask of the BSH layout."""
         backend, rows = npu(), 4
         sample = attention_arguments(
             Draw(dtype, "npu"), [1] * rows, [300] * rows, head_dim=head_dim, window=70, unused=0.0
@@ -225,7 +225,7 @@ class TestAttention:
         assert "at most 2048 columns" in caught.value.remedy
 
     def test_a_capture_of_several_launches_is_refused(self, npu: Opened) -> None:
-        """Their lengths go by one name, and a replay would give each of them those of all."""
+        """The launches would share one name for their lengths, and a replay would set all lengths in each of them."""
         backend = npu()
         sample = attention_arguments(Draw(torch.float16, "npu"), [5, 7], [5, 200], head_dim=64)
         with pytest.raises(CaptureError, match="several launches of attention"):
@@ -244,7 +244,7 @@ class TestAttention:
 def test_heads_that_are_turned_in_one_launch(
     npu: Opened, dtype: torch.dtype, heads: int, head_dim: int, turned: int
 ) -> None:
-    """As many as have room in the unified buffer; else in two launches."""
+    """One launch rotates as many heads as fit in the unified buffer; more take two launches."""
     backend, draw, operation = npu(), Draw(dtype, "npu"), ops.operation("split_qkv_rmsnorm_rope")
     angles = draw.normal(2, head_dim // 2).float().repeat(1, 2)
     sample = (
@@ -257,10 +257,10 @@ def test_heads_that_are_turned_in_one_launch(
 
 
 class TestSharedBlocks:
-    """Attention refuses prefills whose blocks, counted for each sequence, are more than the cache has."""
+    """Attention refuses prefills whose blocks, summed over the sequences, exceed those of the cache."""
 
     def sample(self, dtype: torch.dtype, new: list[int], lens: list[int], **given: Any) -> Sample:
-        """Sequences that begin with the same two blocks, in a cache of as many blocks as they have together."""
+        """Return sequences that share their first two blocks, in a cache with only as many blocks as they use."""
         query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window = attention_arguments(
             Draw(dtype, "npu", 7), new, lens, unused=0.0, **given
         )
@@ -302,7 +302,7 @@ class TestSharedBlocks:
             backend.graph().capture(lambda: ops.paged_attention(*sample))
 
     def test_no_replay_of_it(self, npu: Opened) -> None:
-        """With a window, where the lengths alone say it."""
+        """With a window, where only the lengths reveal shared blocks."""
         backend, sample = npu(), self.sample(torch.bfloat16, [1, 1, 1], [257, 1, 1], window=50)
         kv_lens, starts_host = sample[5], sample[6]
         graph = backend.graph()
@@ -325,7 +325,7 @@ class TestLaunches:
         ("name", "number", "expected"),
         [
             ("rms_norm", 1, {"RmsNorm": 1}),
-            ("rms_norm", 4, {"RmsNorm": 1}),  # strided
+            ("rms_norm", 4, {"RmsNorm": 1}),  # not contiguous
             ("add_rms_norm", 1, {"AddRmsNorm": 1}),
             ("silu_and_mul", 1, {"SwiGlu": 1}),
             ("linear", 2, {"Matmul": 1}),
@@ -333,12 +333,12 @@ class TestLaunches:
             ("embedding", 2, {"Embedding": 1}),
             ("rotary_embedding", 1, {"RotaryPositionEmbeddingV2": 2}),
             ("store_kv_cache", 1, {"ScatterPaKvCache": 1}),
-            ("store_kv_cache", 3, {"ScatterPaKvCache": 1, "InplaceCopy": 2}),  # both strided
+            ("store_kv_cache", 3, {"ScatterPaKvCache": 1, "InplaceCopy": 2}),  # both not contiguous
             ("paged_attention", 3, {"FusedInferAttentionScoreV3": 1}),
-            ("paged_attention", 6, {"FusedInferAttentionScoreV3": 1, "Subs": 1, "LtTensor": 1}),  # a window, of 64
+            ("paged_attention", 6, {"FusedInferAttentionScoreV3": 1, "Subs": 1, "LtTensor": 1}),  # a window of 64
             ("greedy_sample", 1, {"ArgMax": 1}),
             ("split_qkv_rmsnorm_rope", 1, {"RmsNorm": 2, "ApplyRotaryPosEmbV2": 1}),
-            ("split_qkv_rmsnorm_rope", 2, {"RmsNorm": 2, "RotaryPositionEmbeddingV2": 2}),  # of 32
+            ("split_qkv_rmsnorm_rope", 2, {"RmsNorm": 2, "RotaryPositionEmbeddingV2": 2}),  # a window of 32
             (
                 "split_qkv_rmsnorm_rope_cache",
                 1,
@@ -364,7 +364,7 @@ class TestLaunches:
         fused = {"FusedInferAttentionScoreV3": 1}
         for new, lens, given, expected in (
             ([1, 1], [9, 200], {}, {decode: 1}),
-            ([1, 1], [9, 200], {"head_dim": 192}, fused),  # a block of ATB's holds 16,384 elements of such a head
+            ([1, 1], [9, 200], {"head_dim": 192}, fused),  # a block of ATB holds 16,384 elements of such a head
             ([1, 1], [9, 200], {"head_dim": 256}, {decode: 1}),
             ([1, 1], [9, 200], {"head_dim": 288}, {decode: 1}),
             ([1, 1], [9, 200], {"window": 60}, fused),
@@ -380,7 +380,7 @@ class TestLaunches:
             assert trace.counts() == expected, (new, given)
 
     def test_sampling_copies_nothing_to_the_device(self, npu: Opened) -> None:
-        """A copy from the host waits for all that was launched before it, and a capture refuses it."""
+        """A copy from the host waits for all previous launches, and a capture refuses it."""
         backend = npu()
         sample = list(draw_on_npu(ops.operation("sample"), torch.float16, 0))[-1]
         torch.npu.synchronize()
@@ -405,7 +405,7 @@ class TestSampling:
 
     @pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
     def test_draws_are_the_references(self, npu: Opened, seed: int) -> None:
-        """Rows with settings of their own, and logits with ties; seeds of either sign."""
+        """Rows with different parameters, logits with ties, and seeds of either sign."""
         backend, draw, rows = npu(), Draw(torch.bfloat16, "npu", seed), 40
         sample = (
             draw.normal(rows, 300, scale=2.0),
@@ -439,7 +439,7 @@ class TestFractalWeights:
                         found = backend.ops.linear(x, prepared, each)
                     expected = ops.operation("linear").reference(*on_cpu((x, weight, each)))
                     assert_agree(ops.operation("linear"), dtype, found, expected, f"{tokens}x{width}x{out}")
-                    assert not any("TransData" in name for name in trace.counts()), "it is not turned back"
+                    assert not any("TransData" in name for name in trace.counts()), "the layout must not change back"
 
     def test_one_that_stays_as_it_was_is_an_error(self, npu: Opened) -> None:
         backend = npu(options={"nz_weights": True})
@@ -452,7 +452,7 @@ class TestFractalWeights:
             torch.npu.config.allow_internal_format = True
 
     def test_a_part_of_larger_memory_is_cast(self, npu: Opened) -> None:
-        """The loader puts weights together in memory that serves one after the other."""
+        """The loader assembles weights in a buffer that it reuses."""
         import torch_npu
 
         backend, memory = npu(options={"nz_weights": True}), Draw(torch.float16, "npu").normal(4096)
@@ -465,7 +465,7 @@ class TestFractalWeights:
         assert_agree(ops.operation("linear"), torch.float16, backend.ops.linear(x, prepared), expected)
 
     def test_a_model_gives_the_same_logits(self, npu: Opened, trained: Path) -> None:
-        """The table stays as it is for looking up, and is in FRACTAL_NZ beside for projecting."""
+        """The table is kept as it is for lookup, with a FRACTAL_NZ copy for the projection."""
         import torch_npu
 
         logits = []

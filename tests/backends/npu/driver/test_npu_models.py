@@ -1,4 +1,4 @@
-"""Models on the NPU against the CPU: a part of what everything.py compares, and proof that faults would be seen."""
+"""Tests for models on the NPU against the CPU: a part of everything.py, and tests that faults are detected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tamper = Callable[[hal.Batch, int], hal.Batch]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Any:
-    """What is compared is small, and threads would fight over the cores with the streams'."""
+    """Use one CPU thread: the computations are small, and threads would compete with those of the streams."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def test_trained_checkpoint(trained_case: Case, mode: str) -> None:
 
 @pytest.fixture(
     scope="module",
-    # Each in one of the two dtypes, by turns; everything.py takes both.
+    # Alternates between the dtypes; everything.py tests both.
     params=[
         (family, seed, DTYPES[(seed + turn) % 2]) for turn, family in enumerate(FAMILIES) for seed in CONFIGURATIONS
     ],
@@ -64,7 +64,7 @@ def drawn_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("mode", MODES)
 def test_random_configurations(drawn_case: Case, mode: str) -> None:
-    """Against the CPU; and for two schedule seeds against itself, from the captures on."""
+    """Compared with the CPU; with two schedule seeds, compared with the run without one, from the captures on."""
     model, backend = compare.on_npu(drawn_case, mode)
     free = compare.run(compare.new_runner(model, backend), drawn_case.plan, drawn_case.rounded.texts)
     compare.compare(free, drawn_case)
@@ -76,9 +76,9 @@ def test_random_configurations(drawn_case: Case, mode: str) -> None:
 
 
 def test_with_the_task_queue() -> None:
-    """torch_npu reads the variable when it is imported, so this takes a process of its own.
+    """Runs in a subprocess, because torch_npu reads the variable when it is imported.
 
-    What waits in the queue has no dtype: one is enough here, and everything.py takes both.
+    The task queue does not depend on the dtype, so one suffices; everything.py tests both.
     """
     chosen = ("--configurations", "1", "--seeds", "2", "--dtype", "float16", "--no-trained")
     result = processes.python("tests/helpers/npu/everything.py", "--queue", "1", *chosen)
@@ -91,7 +91,7 @@ def with_lengths(batch: hal.Batch, lengths: torch.Tensor) -> hal.Batch:
 
 
 def stale_lengths(batch: hal.Batch, row: int) -> hal.Batch:
-    """Those of the step before."""
+    """Return a batch with the lengths of the step before."""
     return with_lengths(batch, batch.kv_lens_host - 1)
 
 
@@ -112,7 +112,7 @@ def permuted_lengths(batch: hal.Batch, row: int) -> hal.Batch:
 
 
 def other_slot(batch: hal.Batch, row: int) -> hal.Batch:
-    """That of a padding row, so that what was in the cache before is read."""
+    """Return a batch with the slot of a padding row, so that attention reads the cache's old content."""
     slots = batch.slot_mapping.clone()
     slots[row] = DUMMY_BLOCK
     return attrs.evolve(batch, slot_mapping=slots)
@@ -136,7 +136,7 @@ def faulty_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def run_with(fault: Tamper, case: Case, mode: str, fill: float) -> compare.Run:
-    """The plan with a fault in the second row of one decode step, of three rows."""
+    """Run the plan with a fault in the second row of one decode step of three rows."""
     calls = case.plan.calls
     at = [number for number, call in enumerate(calls) if len(call.rows) == 3 and call.phase == "decode"][10]
 
@@ -154,7 +154,7 @@ def run_with(fault: Tamper, case: Case, mode: str, fill: float) -> compare.Run:
     ids=lambda fault: fault.__name__,
 )
 def test_one_fault_in_one_step_would_be_noticed(faulty_case: Case, mode: str, fault: Tamper) -> None:
-    """By the bounds alone: the cache has zeros in place of NaN."""
+    """The cache has zeros instead of NaN, so only the bounds detect the fault."""
     ours = run_with(fault, faulty_case, mode, 0.0)
     with pytest.raises(AssertionError, match="logits are"):
         compare.compare(ours, faulty_case)

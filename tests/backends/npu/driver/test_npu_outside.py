@@ -1,4 +1,4 @@
-"""Models of a package beside the tree, on the emulated NPU, in every mode: the tokens that the CPU gives."""
+"""Tests that models of a separate package give the CPU's tokens on the emulated NPU, in every mode."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def configured(architecture: str, mode: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> Iterator[None]:
-    """Only while these tests run: what the package registers would change others."""
+    """Install the package for these tests only: it registers plugins that would change other tests."""
     with toys.installed(), forgetting_operations():
         yield
 
@@ -54,7 +54,8 @@ def test_a_model_in_batches_that_change(made: tuple[str, Path], npu: Opened, mod
     backend = npu(**configured(architecture, mode))
     model = hal.load_model(folder, backend)
     if (architecture, mode) == ("RecurrentForCausalLM", "npugraph_ex"):
-        # The code that torch_npu generates writes a state from a view of the same memory: refused, in words.
+        # The code that torch_npu generates writes a state from a view of the same memory, so it is refused with an
+        # error.
         with pytest.raises(CaptureError, match="the code that npugraph_ex generated fails in its capture"):
             hal.Runner(model, backend)
         return
@@ -64,7 +65,7 @@ def test_a_model_in_batches_that_change(made: tuple[str, Path], npu: Opened, mod
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_runners_of_two_backends_serve_side_by_side(npu: Opened, trained: Path, mode: str) -> None:
-    """The CPU's and the NPU's, alternating and in two threads, each gives what it gives alone."""
+    """Runners on the CPU and on the NPU, alternating and in two threads, give the same results as alone."""
     compilation = {"compiler": mode} | ({} if mode == "eager" else {"capture_sizes": [2]})
     cpu = hal.open({"backend": "cpu", "dtype": "float16", "compilation": compilation})
     backends = [cpu, npu(dtype="float16", compilation=compilation)]

@@ -1,4 +1,4 @@
-"""Steps in pieces on the NPU: what eager gives, memory, streams, and faults."""
+"""Tests for piecewise steps on the NPU: results, memory, streams, and faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NATIVE = ("atb._npu_paged_attention", "npu.npu_fused_infer_attention_score")
 
 
 class Deep(CausalLM):
-    """Tables of the first piece, read by all layers; each layer wide inside."""
+    """A model whose layers all read tables that the first piece makes; each layer is wide inside."""
 
     vocab_size, max_length = 13, 512
 
@@ -68,7 +68,7 @@ def opened(npu: Opened) -> Opened:
             max_prefill_tokens=most,
         )  # fmt: skip
 
-    npu()  # models are made on the current device, which another test may have left at the second
+    npu()  # Models are made on the current device, which another test may have changed.
     return pieces
 
 
@@ -154,7 +154,7 @@ def test_attention_is_launched_and_the_rest_replayed(opened: Opened) -> None:
 
 @pytest.mark.parametrize("markers", [False, True])
 def test_a_step_of_prompts_and_running_sequences_replays(opened: Opened, markers: bool) -> None:
-    """By the trace: what it launches beside graphs is attention, for each layer and number of queries."""
+    """Outside graphs, the trace has only attention, for each layer and number of queries."""
     backend = opened()
     runner = marked(Deep(), backend) if markers else hal.Runner(Deep(), backend)
     batch = drawn(runner, 1, [1, 6, 1], [9, 0, 100])
@@ -173,13 +173,13 @@ def test_a_step_of_prompts_and_running_sequences_replays(opened: Opened, markers
         torch.npu.synchronize()
     assert sum(record.kind == "graph" for record in trace.records) == 4
     assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3 * 3
-    assert of_layers(trace) == (0 if markers else 1)  # the logits, of as many rows as the batch asks for
+    assert of_layers(trace) == (0 if markers else 1)  # The logits, which have as many rows as the batch asks for.
     assert_same(found, expected)
 
 
 class TestMemory:
     def taken(self, opened: Opened, model: CausalLM, sizes: Sequence[int]) -> int:
-        """Bytes that the graphs of these sizes reserve."""
+        """Return the bytes that graphs of these sizes reserve."""
         backend = opened(prefill={"capture_sizes": list(sizes)}, decode={"compiler": "eager"})
         settle()
         before = torch.npu.memory_reserved()
@@ -189,14 +189,14 @@ class TestMemory:
 
     def test_eight_buckets_take_little_more_than_the_largest(self, opened: Opened) -> None:
         model = Deep(2, 2 * 8192)
-        self.taken(opened, model, [512])  # and what is made once
+        self.taken(opened, model, [512])  # with one-time allocations
         largest = self.taken(opened, model, [512])
         eight = self.taken(opened, model, [4, 8, 16, 32, 64, 128, 256, 512])
         assert 8 << 20 < largest <= eight <= 1.15 * largest, (eight, largest)
 
     def test_pieces_share_it(self, opened: Opened) -> None:
         models = Deep(2, 2 * 8192), Deep(5, 2 * 8192)
-        self.taken(opened, models[0], [512])  # and what is made once
+        self.taken(opened, models[0], [512])  # with one-time allocations
         few, many = (self.taken(opened, model, [512]) for model in models)
         assert many <= 1.15 * few, (many, few)
 
@@ -260,7 +260,7 @@ class TestFaults:
 
 
 class TestMarkers:
-    """The same without a compiler."""
+    """Piecewise steps without a compiler."""
 
     @pytest.mark.parametrize("at", [["paged_attention"], ["linear", "paged_attention"]])
     def test_around_every_bucket(self, opened: Opened, at: list[str]) -> None:
@@ -293,13 +293,13 @@ class TestMarkers:
             assert tokens_of(runner, "prefill") == sizes
             return torch.npu.memory_reserved() - before - states
 
-        taken([512])  # and what is made once
+        taken([512])  # with one-time allocations
         few, many, buckets = taken([512]), taken([512], 5), taken([4, 8, 16, 32, 64, 128, 256, 512])
         assert many <= 1.15 * few, (many, few)
         assert 8 << 20 < few <= buckets <= 1.15 * few, (buckets, few)
 
     def test_faults(self, opened: Opened) -> None:
-        """And all that was held is given back."""
+        """All resources are released."""
         backend, model = opened(), Deep()
         check(marked(model, backend), (9,))
         settle()

@@ -1,4 +1,4 @@
-"""Runners on the NPU: budgets, memory, stable addresses, and every fault as a typed error that the runner survives."""
+"""Tests for runners on the NPU: stream budgets, memory, stable addresses, and recovery from typed errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAPHS = ("graph", "group", "captured")
 
 
 class Toy(CausalLM):
-    """One attention; it reads a value back if the batch is larger than ``reads_above``."""
+    """A model with one attention. It reads a value on the host if the batch is larger than ``reads_above``."""
 
     vocab_size, max_length = 13, 512
 
@@ -67,7 +67,7 @@ def opened(npu: Opened) -> Opened:
 
 
 def prefilled(runner: hal.Runner, lengths: Sequence[int] = (150, 3, 20, 128)) -> list[list[int]]:
-    """Fill the cache with a sequence of each length; their blocks."""
+    """Fill the cache with a sequence of each length; return their blocks."""
     blocks = [[1 + 4 * row + block for block in range(4)] for row in range(len(lengths))]
     prompts = [[(7 * row + token) % 13 for token in range(length)] for row, length in enumerate(lengths)]
     runner.step(runner.batch(prompts, blocks))
@@ -80,7 +80,7 @@ def step(runner: hal.Runner, blocks: list[list[int]], rows: int = 4, shift: int 
 
 
 def check(runner: hal.Runner) -> None:
-    """The runner works, and gives what an eager step gives."""
+    """Check that the runner works and gives the result of an eager step."""
     blocks = prefilled(runner)
     for rows in (4, 1, 3, 2):
         batch = step(runner, blocks, rows)
@@ -96,11 +96,11 @@ def settle() -> None:
 
 
 def cached() -> list[Tensor]:
-    """What torch's allocator has left of memory in which others hold a part, so that the next goes to the device."""
+    """Allocate the free blocks that torch's allocator caches, so that the next allocation needs device memory."""
     settle()
     blocks = [block for segment in torch.npu.memory_snapshot() for block in segment["blocks"]]
     free = [block["size"] for block in blocks if block["state"] == "inactive" and block["size"] >= 1 << 20]
-    # torch_npu adds some bytes to what is asked for.
+    # torch_npu adds some bytes to each request.
     return [torch.empty(size - 1024, dtype=torch.uint8, device="npu") for size in sorted(free, reverse=True)]
 
 
@@ -109,7 +109,7 @@ class TestBudget:
         caplog.set_level(logging.INFO, "hal.execution")
         hal.Runner(Toy(), opened())
         said = [record.getMessage() for record in caplog.records if record.name == "hal.execution"]
-        said = [message for message in said if not message.startswith("optimised")]
+        said = [message for message in said if not message.startswith("optimized")]
         assert said[0].startswith("capturing decode steps of 4, 2, 1 sequences: 3 of 1920 streams, about 0.")
         assert said[1] == "captured decode for whole steps: 1 sequence, 2 sequences, 4 sequences"
 
@@ -119,7 +119,7 @@ class TestBudget:
             hal.Runner(Toy(), opened({"max_streams": 2}))
         backend = opened({"max_streams": 5})
         first = hal.Runner(Toy(), backend)
-        with pytest.raises(CaptureError, match="3 streams, and 2 are left"):  # the first runner's count
+        with pytest.raises(CaptureError, match="3 streams, and 2 are left"):  # the first runner's streams
             hal.Runner(Toy(), backend)
         check(first)
         del first
@@ -150,7 +150,7 @@ class TestBudget:
 
 
 class Wasteful(torch.nn.Module):
-    """A projection that takes 100 MiB on the way."""
+    """A projection that temporarily needs 100 MiB."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -163,10 +163,10 @@ class Wasteful(torch.nn.Module):
 
 class TestMemory:
     def graphs(self, opened: Opened, sizes: Sequence[int]) -> int:
-        """Bytes of the device that graphs of these sizes take. The cache is in it, and small."""
+        """Return the device memory in bytes that graphs of these sizes need, including the cache, which is small."""
         backend = opened(capture_sizes=list(sizes))
         model = Toy(vocab_size=100_000)
-        hal.Runner(model, backend)  # what is made once: workspaces, and torch_npu's own
+        hal.Runner(model, backend)  # one-time allocations: workspaces, and torch_npu's own
         settle()
         before = emulator.memory_in_use()
         runner = hal.Runner(model, backend)
@@ -194,7 +194,7 @@ class TestMemory:
         for _ in range(5):
             check(hal.Runner(model, backend))
         settle()
-        # torch_npu never frees the word of an external event: one for each captured attention.
+        # torch_npu never frees the memory word of an external event: one for each captured attention.
         words = 5 * len(SIZES) * 512
         assert torch.npu.memory_allocated() - memory <= words
         now = emulator.live_handles()
@@ -219,7 +219,7 @@ class TestDebug:
 
 
 class TestFaults:
-    """After each, the same runner still gives the right numbers."""
+    """After each fault the same runner gives correct results."""
 
     def test_out_of_memory_in_a_capture(self, opened: Opened) -> None:
         model, backend = Toy(), opened()
@@ -264,10 +264,10 @@ class TestFaults:
         check(runner)
 
     def test_a_synchronising_call(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
-        """Met when the model is traced; and in the capture, where sizes are captured from the model's own Python."""
+        """The trace meets the call; or the capture, for sizes captured from the model's Python code."""
         with pytest.raises(CompileError, match=r"Toy cannot be traced, in forward at .*test_npu_runner\.py:\d+: "):
             hal.Runner(Toy(reads_above=2), opened())
-        with pytest.raises(CaptureError, match=r"cannot be captured: it (synchronises|makes a call)"):
+        with pytest.raises(CaptureError, match=r"cannot be captured: it (synchronizes|makes a call)"):
             hal.Runner(Toy(reads_above=2), opened(torch_compile_max_bs=2))
         runner = hal.Runner(Toy(reads_above=2), opened(on_capture_error="eager"))
         assert caplog.text.count("decode batches of 4 sequences run in a larger bucket or eagerly") == 1
@@ -317,7 +317,7 @@ def test_a_step_is_one_graph_and_one_update(opened: Opened, trained: Path) -> No
 
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_sequence_that_grows_over_blocks(opened: Opened, padding: int) -> None:
-    """130 steps, across the end of a block, batch and padding as they come."""
+    """Run 130 steps, which cross the end of a block, with changing batches and padding."""
     runner = hal.Runner(Toy(), opened())
     blocks = prefilled(runner)
     for shift in range(130):
@@ -328,7 +328,7 @@ def test_a_sequence_that_grows_over_blocks(opened: Opened, padding: int) -> None
 
 
 def test_torch_npu_is_left_as_it_was() -> None:
-    """Nothing of another package's namespace was replaced."""
+    """Nothing in another package's namespace was replaced."""
     for module in (torch_npu, torch.npu, torch_npu.npu.graphs):
         ours = [name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith("hal")]
         assert not ours

@@ -1,6 +1,6 @@
-"""Every mode, in bfloat16 and in int8: against the CPU, and against eager on held-out text.
+"""Tests for every mode in bfloat16 and in int8: against the CPU, and against eager steps on held-out text.
 
-The latter is what schemes.py prints at greater length.
+schemes.py prints the latter comparison in more detail.
 """
 
 from __future__ import annotations
@@ -54,18 +54,21 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def case(made: Any, scheme: str) -> compare.Case:
-    """Texts to continue, in mixed batches of 1 to 9, and what the CPU makes of them."""
+    """Return texts to continue in mixed batches of 1 to 9, and the CPU's results."""
     path, dtype = made[scheme]
     return compare.trained_case(path, dtype, BUCKETS, 16)
 
 
 @pytest.mark.parametrize("mode", ["eager", *MODES])
 def test_the_cpus_tokens(case: compare.Case, mode: str) -> None:
-    """Prefill and decode: logits as near to float32's as the CPU's, and its greedy tokens, but where two are equal."""
+    """Logits of prefill and decode are as close to float32 as the CPU's.
+
+    Greedy tokens are the CPU's, except at ties.
+    """
     model, backend = compare.on_npu(case, mode)
     report = compare.compare(compare.run(compare.new_runner(model, backend), case.plan, case.rounded.texts), case)
     assert report.tokens > 1000
-    assert report.ties < 0.03 * report.tokens  # also within prompts, whose next tokens are less sure than new ones
+    assert report.ties < 0.03 * report.tokens  # also within prompts, where next tokens are less certain
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,10 @@ def eager(made: Any, scheme: str, stream: list[int]) -> schemes.Found:
 
 @pytest.mark.parametrize("mode", ["graph", "piecewise"])
 def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: str, stream: list[int]) -> None:
-    """A batch is padded, and rounds otherwise; in int8 that moves a value by a whole step. Few tokens show it more."""
+    """Padding changes the rounding; in int8 that moves a value by a whole step.
+
+    With few tokens this has more effect.
+    """
     found = measured(made, scheme, "npu", mode, stream)
     close = 1e-3 if scheme == "bfloat16" else 2e-2
     assert found.decoded == pytest.approx(eager.decoded, rel=close)
@@ -87,7 +93,10 @@ def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: s
 
 @pytest.mark.parametrize("int8", ["w8a8", "w8a8_dynamic"])
 def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, stream: list[int]) -> None:
-    """Their kernels do not round to bfloat16 between the norm or the activation and the integers; all else is eager."""
+    """The fused kernels skip the rounding to bfloat16 between the norm or activation and the integers.
+
+    All else equals eager.
+    """
     path, dtype = made[int8]
     passes = {name: False for name in hal.open("npu").pass_names if name.endswith("quantize")}
     assert len(passes) == 4

@@ -1,4 +1,4 @@
-"""Threads with a runner each, on one NPU: none waits for another for ever, and none gets another's lengths."""
+"""Tests for threads with one runner each on one NPU: no deadlocks, and no thread gets another's lengths."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _switching_often() -> Iterator[None]:
 
 
 class Threads:
-    """Runners of one model, and what each generates by itself.
+    """Runners of one model, and what each generates alone.
 
     Args:
         trained: the checkpoint.
-        compiler: of decode steps.
+        compiler: the compiler of decode steps.
     """
 
     def __init__(self, trained: Path, compiler: str) -> None:
@@ -50,7 +50,7 @@ class Threads:
         return [token.token_id for token in hal.generate(self.runners[number], prompts, params)]
 
     def run(self, *, streams: bool = False, tries: int = 1) -> tuple[list[list[int]], list[HalError]]:
-        """What each generates beside the others, begun anew after an error; and the errors."""
+        """Return what each runner generates beside the others, restarting after errors; and the errors."""
         found: list[list[int]] = [[] for _ in self.runners]
         errors: list[HalError] = []
         gate = threading.Barrier(len(self.runners))
@@ -96,7 +96,7 @@ def test_each_gets_its_own_tokens(threads: Threads) -> None:
 
 
 def test_after_faults_too(threads: Threads) -> None:
-    """Kernels that fail, launches that are refused, kernels that hang: whoever got no error has the right tokens."""
+    """Kernels fail, launches are refused, and kernels hang. Every thread without an error has the right tokens."""
     faults = [
         emulator.faults.execution("FusedInferAttentionScoreV3", first=30),
         emulator.faults.launch("FusedInferAttentionScoreV3", first=50),
@@ -112,7 +112,7 @@ def test_after_faults_too(threads: Threads) -> None:
 
 
 def test_a_runner_is_made_meanwhile(threads: Threads) -> None:
-    """It captures; npugraph_ex replays what it captured, and updates it, too."""
+    """The new runner captures; npugraph_ex also replays and updates what it captured."""
     made = threading.Event()
     found: list[list[int]] = []
     errors: list[HalError] = []
@@ -141,7 +141,7 @@ def test_a_runner_is_made_meanwhile(threads: Threads) -> None:
 
 @pytest.mark.parametrize("priority", [0, -1])
 def test_a_replay_on_every_stream_of_the_pool(npu: Opened, priority: int) -> None:
-    """Among them may be the one that updates are made on: an update there would stand behind the replay it is for."""
+    """One of the streams may be the one that runs updates: an update would then be queued behind its own replay."""
     attend = Attend(npu())
     graph = attend.backend.graph()
     output = graph.capture(attend.twice)
@@ -155,7 +155,7 @@ def test_a_replay_on_every_stream_of_the_pool(npu: Opened, priority: int) -> Non
 
 
 def test_no_thread_computes_on_a_stream_of_the_drivers(npu: Opened) -> None:
-    """What it launched there would become part of another thread's update, or of its capture."""
+    """Work that a thread launched there would become part of another thread's update or capture."""
     backends = [npu() for _ in range(20)]
     ours = {each.stream_id for backend in backends for each in (backend.npu.capture_stream, *backend.npu.side_streams)}
     assert len(ours) == 4

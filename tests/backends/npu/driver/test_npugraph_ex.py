@@ -1,4 +1,4 @@
-"""The compiler npugraph_ex, torch_npu's own, on the emulated CANN: its logits are those of eager steps."""
+"""Tests for torch_npu's compiler npugraph_ex on the emulated CANN: its logits are those of eager steps."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compile cache of most tests."""
+    """Return the compile cache that most tests share."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two layers, with random weights."""
+    """Return a checkpoint of two layers with random weights."""
     return random_checkpoint(tmp_path_factory.mktemp("small") / "qwen3", head_dim=128, max_position_embeddings=512)
 
 
@@ -73,16 +73,16 @@ def opened(npu: Opened, folder: Path) -> Opened:
 
 
 def prefilled(runner: hal.Runner, lengths: Sequence[int]) -> list[list[int]]:
-    """Fill the cache with a sequence of each length; their blocks."""
+    """Fill the cache with a sequence of each length; return their blocks."""
     blocks = [[1 + 3 * row + block for block in range(3)] for row in range(len(lengths))]
     runner.step(runner.batch([[7 + row] * length for row, length in enumerate(lengths)], blocks))
     return blocks
 
 
 def check(runner: hal.Runner, seed: int = 0, steps: int = 2) -> None:
-    """Steps on some of four sequences, in any order, each with a length of its own: as an eager step gives them.
+    """Check steps on some of four sequences, in any order, each with another length, against eager steps.
 
-    A padded batch rounds otherwise, and so do fused kernels.
+    Padding and fused kernels change the rounding.
     """
     draw = random.Random(seed)
     longest = [draw.randint(2, 300) for _ in range(4)]
@@ -110,7 +110,7 @@ def loaded(trained: Path, backend: hal.Backend) -> hal.Runner:
 class TestTokens:
     @pytest.mark.parametrize("dtype", compare.DTYPES)
     def test_64_tokens_of_mixed_batches(self, npu: Opened, trained: Path, dtype: str) -> None:
-        """Batches around every bucket, of sequences that join, leave and sit out."""
+        """Batches of sizes around every bucket, of sequences that join, leave and pause."""
         sizes = [2, 4]
         prompts = [each[:40] for each in reference.prompts(trained)[:6]]
         plan = compare.draw_plan(random.Random(5), prompts, compare.around(sizes), None)
@@ -119,7 +119,7 @@ class TestTokens:
             backend = compare.open_backend("npu", dtype, compiler, plan, sizes)
             runs[compiler] = compare.run(compare.new_runner(hal.load_model(trained, backend), backend), plan)
         assert runs["npugraph_ex"].texts == runs["eager"].texts
-        compare.same_bits(runs["npugraph_ex"], runs["graph"])  # which pads alike
+        compare.same_bits(runs["npugraph_ex"], runs["graph"])  # `graph` pads the same way
 
     @pytest.mark.parametrize(
         ("dtype", "options"),
@@ -136,7 +136,7 @@ class TestTokens:
         check(runner, seed=1, steps=4)
 
     def test_a_sliding_window(self, opened: Opened, small: Path, tmp_path: Path) -> None:
-        """What hides older keys is a tensor that the kernel holds; here an input of the graph."""
+        """The kernel holds the mask as a tensor, which becomes an input of the graph."""
         config = json.loads((small / "config.json").read_text())
         layers = ["full_attention", *["sliding_attention"] * (config["num_hidden_layers"] - 1)]
         config |= {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "layer_types": layers}
@@ -150,9 +150,9 @@ class TestTokens:
     def test_a_window_that_is_packed(
         self, opened: Opened, tmp_path: Path, compiler: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """In bfloat16, with heads of 128: captured for more sequences than the cache has blocks, which lengths obey.
+        """In bfloat16 with heads of 128, captured for more sequences than the cache has blocks.
 
-        Lengths that do not are refused before anything is launched, and the runner runs such a step eagerly.
+        Lengths that need more blocks are refused before anything is launched, and the runner runs such a step eagerly.
         """
         window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
         path = random_checkpoint(tmp_path / "qwen3", head_dim=128, num_hidden_layers=1, **window)
@@ -198,7 +198,7 @@ class TestTokens:
 
 class TestTrace:
     def test_one_capture_for_twenty_sets_of_lengths(self, opened: Opened, small: Path) -> None:
-        """Growing, shrinking and permuted; each as an eager step gives it."""
+        """Growing, shrinking and permuted lengths; each result is that of an eager step."""
         backend = opened()
         model = hal.load_model(small, backend)
         with emulator.trace() as trace:
@@ -233,7 +233,7 @@ class TestTrace:
                 runner.step(batch)
             counts.append(trace.counts(phase="replay"))
         graph, ex = counts
-        for each in counts:  # torch_npu's compiler takes what is in place where it can
+        for each in counts:  # torch_npu's compiler reuses memory in place where it can.
             each["Sin"] += each.pop("InplaceSin", 0)
         assert ex == graph
         assert ex["Matmul"] == 4 * len(runner.model.states) + 1
@@ -290,7 +290,7 @@ class TestCache:
     def test_one_that_others_may_write_is_made_anew(
         self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, opened_to: str
     ) -> None:
-        """It is code, which would run here."""
+        """A cache entry is code that would run here."""
         loaded(small, opened(capture_sizes=[2], cache_dir=str(tmp_path)))
         (file,) = tmp_path.glob("npugraph_ex/*/step.py")
         planted = "raise SystemExit('planted')"
@@ -305,7 +305,7 @@ class TestCache:
         assert [stat.S_IMODE(each.stat().st_mode) for each in (file.parent, file)] == [0o700, 0o600]
         assert planted not in file.read_text()
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of a file")
     def test_nothing_is_kept_in_anothers_folder(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         folder = tmp_path / "npugraph_ex"
         folder.mkdir()
@@ -341,7 +341,10 @@ class TestCache:
         assert not list(tmp_path.glob("npugraph_ex/*"))
 
     def test_static_kernels_are_kept_with_the_code(self, tmp_path: Path) -> None:
-        """On hardware torch_npu compiles them when the code first runs; here only what it is told can be seen."""
+        """On hardware torch_npu compiles static kernels when the code first runs.
+
+        Here only the arguments of that call are visible.
+        """
         from hal.backends.npu.npugraph_ex.native_nodes import LENGTHS  # noqa: F401  (imports torch_npu's part)
 
         cache = CodeCache(str(tmp_path), {"static_kernel_compile": True, "capture_error_mode": "thread_local"})
@@ -353,7 +356,7 @@ class TestCache:
 
 
 def tiny_step() -> Any:
-    """The native step of a model that adds up the rows of its embedding."""
+    """Return the native step of a model that sums the rows of its embedding."""
     from hal.backends.npu.npugraph_ex.native_nodes import native_step
 
     weight = torch.ones(8, 16, dtype=torch.float16, device="npu")
@@ -397,7 +400,7 @@ class TestErrors:
     ) -> None:
         backend = opened(on_capture_error=policy)
         model = hal.load_model(small, backend)
-        # torch_npu begins two captures for each graph, the first of nothing.
+        # torch_npu begins two captures for each graph; the first is empty.
         with emulator.faults.streams(first=2):
             if policy == "raise":
                 with pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
@@ -408,7 +411,7 @@ class TestErrors:
         check(hal.Runner(model, opened()), steps=4)
 
     def test_lengths_that_a_kernel_reads_as_numbers(self) -> None:
-        """Such a graph would be right for the lengths of its capture only."""
+        """Such a graph would be right for the captured lengths only."""
         from hal.backends.npu.npugraph_ex.native_nodes import native_step
 
         def reads(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
@@ -478,13 +481,13 @@ def test_a_runner_gives_everything_back(opened: Opened, small: Path) -> None:
     check(hal.Runner(model, backend))
     now, taken = left()
     assert [now[name] for name in GRAPHS] == [handles[name] for name in GRAPHS]
-    # torch_npu never frees the word of an external event: one for each captured attention.
+    # torch_npu never frees the memory word of an external event: one for each captured attention.
     assert taken - memory <= len(SIZES) * len(model.states) * 512
     assert backend.streams_in_graphs == 0
 
 
 def test_the_process_is_left_as_it_was(opened: Opened, small: Path) -> None:
-    """torch_npu's package takes signals when it is imported, and needs a setting of torch's otherwise under CI=1."""
+    """torch_npu's package installs signal handlers at import, and needs another setting of torch under CI=1."""
     aliasing = functorch_config.error_on_custom_op_aliasing
     stream = torch.npu.current_stream()
     check(loaded(small, opened(capture_sizes=[2])))
@@ -505,7 +508,7 @@ def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path
         if len(row := line.split()) == 3 and row[1].isdecimal()
     }
     native, compiled = calls["native"], calls["npugraph_ex"]
-    assert 0 < compiled < native, "results that nobody reads are gone, at least"
+    assert 0 < compiled < native, "at least unused results are removed"
     assert [each.name for each in sorted(tmp_path.iterdir())] == [
         "0-trace.py", "1-rewrite.py", "2-native.py", "3-npugraph_ex.py"
     ]  # fmt: skip

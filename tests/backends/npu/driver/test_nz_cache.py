@@ -1,4 +1,4 @@
-"""The KV cache in FRACTAL_NZ: its kernels against the references, by way of the canonical layout, and generations."""
+"""Tests for the KV cache in FRACTAL_NZ: kernels against the references in the canonical layout, and generation."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Opened = Callable[..., hal.Backend]
 
 
 def to_tiles(cache: Tensor) -> Tensor:
-    """A canonical cache, in memory as FRACTAL_NZ: [blocks, heads * dim / 16, block_size, 16]."""
+    """Convert a canonical cache to FRACTAL_NZ memory: [blocks, heads * dim / 16, block_size, 16]."""
     blocks, block_size, heads, head_dim = cache.shape
     tiles = cache.view(blocks, block_size, heads * head_dim // TILE, TILE).transpose(1, 2)
     return tiles.contiguous().view(cache.shape)
 
 
 def from_tiles(cache: Tensor) -> Tensor:
-    """The canonical cache again."""
+    """Convert FRACTAL_NZ memory to the canonical cache."""
     blocks, block_size, heads, head_dim = cache.shape
     tiles = cache.view(blocks, heads * head_dim // TILE, block_size, TILE).transpose(1, 2)
     return tiles.contiguous().view(cache.shape)
 
 
 def check(backend: hal.Backend, name: str, dtype: torch.dtype, sample: Sample, *, rounded_once: bool = False) -> None:
-    """``sample`` is canonical; its caches go to the kernel in tiles, and come back from it so.
+    """Run a kernel on the caches of the canonical ``sample``, converted to FRACTAL_NZ and back.
 
-    ``rounded_once`` compares with the reference in float32 throughout.
+    With ``rounded_once``, compare with the reference computed in float32.
     """
     operation, names = ops.operation(name), list(ops.operation(name).signature.parameters)
     places = [names.index(cache) for cache in ("key_cache", "value_cache")]
@@ -76,13 +76,13 @@ def fractal(npu: Opened) -> hal.Backend:
 
 
 def samples_of_128(draw: Draw) -> list[Sample]:
-    """Of split_qkv_rmsnorm_rope_cache, with the only head dimension that the kernel takes."""
+    """Return samples of split_qkv_rmsnorm_rope_cache with the only head dimension that the kernel accepts."""
     samples = ops.operation("split_qkv_rmsnorm_rope_cache").samples(draw)
     return [sample for sample in samples if sample[1].shape[0] == 128]
 
 
 def written(draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Caches that hold something, and slots all over them."""
+    """Return caches with random content, and slots in random order."""
     blocks = tokens // block_size + 2
     shape = (blocks, block_size, kv_heads, head_dim)
     return draw.normal(*shape), draw.normal(*shape), draw.permutation(blocks * block_size)[:tokens]
@@ -102,7 +102,7 @@ def test_the_conversion_is_one() -> None:
 def test_store(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
     draw = Draw(dtype, "npu", seed)
     for tokens, kv_heads, head_dim in ((0, 2, 64), (1, 1, 16), (13, 2, 128), (150, 3, 80), (9, 8, 64)):
-        packed = draw.normal(tokens, 3 * kv_heads * head_dim)  # the projection that both are part of
+        packed = draw.normal(tokens, 3 * kv_heads * head_dim)  # the projection that contains both
         key, value = (part.view(tokens, kv_heads, head_dim) for part in packed.chunk(3, dim=-1)[1:])
         check(fractal, "store_kv_cache", dtype, (key, value, *written(draw, tokens, kv_heads, head_dim, 128)))
 
@@ -122,7 +122,7 @@ def test_split_norm_rope_and_store(fractal: hal.Backend, seed: int, dtype: torch
             angles.cos().to(dtype), angles.sin().to(dtype), 1e-5, heads, kv_heads,
             *written(draw, tokens, kv_heads, head_dim, 128),
         )  # fmt: skip
-        # It rounds less often than is declared, and the reference's own rounding is, rarely, beyond the tolerance.
+        # The kernel rounds less often than declared, and the reference's own rounding is, rarely, beyond the tolerance.
         check(fractal, operation.name, dtype, sample, rounded_once=True)
 
 
@@ -133,14 +133,14 @@ def test_attention(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
 
 
 def test_blocks_that_prefill_does_not_take(fractal: hal.Backend) -> None:
-    """The reference cannot stand in: it reads the canonical layout."""
+    """There is no fallback to the reference, because it reads the canonical layout."""
     sample = attention_arguments(Draw(torch.float16, "npu"), [5], [5], head_dim=64, block_size=16)
     with pytest.raises(OperationError, match="FRACTAL_NZ has blocks of 16 tokens"):
         fractal.ops.paged_attention(*sample)
 
 
 def test_a_cache_of_the_backend_is_such(fractal: hal.Backend) -> None:
-    """What is stored in it is found by attention."""
+    """Attention reads what is stored in it."""
     states = fractal.allocate(StateSpec.key_value(2, 2, 48, torch.float16, num_blocks=3, block_size=128))
     assert len(states.layers) == 2
     assert not any(bool(each.any()) for _, each in states.tensors())
@@ -163,7 +163,7 @@ def test_a_model_with_another_head_dimension_is_refused(npu: Opened, tmp_path: P
 
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_a_generation_is_the_same(npu: Opened, trained: Path, compiler: str) -> None:
-    """With the trained checkpoint, sequences that cross a block among them."""
+    """With the trained checkpoint; some sequences cross a block."""
     asked = [*prompts(trained)[:3], (prompts(trained)[2] * 9)[:120]]
     found = []
     for nz_cache in (False, True):
@@ -195,7 +195,7 @@ def test_under_any_schedule(fractal: hal.Backend, seed: int) -> None:
 
 
 def test_launches(fractal: hal.Backend) -> None:
-    """Two, where its parts take six: its own, and that which widens the slots to int64, as it wants them."""
+    """Two launches instead of six: the kernel, and a cast of the slots to int64."""
     draw = Draw(torch.float16, "npu")
     sample = samples_of_128(draw)[0]
     torch.npu.synchronize()

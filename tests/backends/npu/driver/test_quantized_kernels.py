@@ -1,4 +1,4 @@
-"""The NPU's kernels on int8: what they launch, eagerly and in graphs, and weights and scales prepared at load."""
+"""Tests for the NPU's int8 kernels: launches, eager and in graphs, and weights and scales prepared at load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def each_dtype() -> pytest.MarkDecorator:
 
 
 def quantizer(draw: Draw, width: int, *, shifted: bool) -> tuple[Tensor, Tensor | None]:
-    """As a model holds it: the same values for each element."""
+    """Return a scale or offset as a model holds it: one value repeated for each element."""
     scale = float(draw.integers(20, 60, 1)[0]) / 1000
     offset = draw.integers(-20, 20, 1, dtype=torch.int32).expand(width).contiguous() if shifted else None
     return torch.full((width,), scale, device=draw.device), offset
@@ -44,7 +44,7 @@ def projection(draw: Draw, tokens: int, width: int, out: int) -> tuple[Tensor, T
 
 
 def arguments(backend: hal.Backend, name: str, draw: Draw, tokens: int, *, shifted: bool = False) -> Sample:
-    """What a model of width 192 calls the operation with."""
+    """Return the arguments with which a model of width 192 calls the operation."""
     width, out, dtype = 192, 96, draw.dtype
     hidden = draw.normal(tokens, width), draw.normal(tokens, width), draw.normal(width), EPS
     x, weight, scale = projection(draw, tokens, width, out)
@@ -78,7 +78,7 @@ LAUNCHES = {
 
 
 def reference(name: str, sample: Sample) -> Any:
-    """Of what the kernel was given, back in the form that it had before it was prepared."""
+    """Return the reference's result for the kernel's arguments, converted back to their unprepared form."""
     return ops.operation(name).reference(*map(unpacked, on_cpu(map(in_nd, sample))))
 
 
@@ -91,7 +91,7 @@ def in_nd(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """A scale packed in 64 bits is a float32 in the low half."""
+    """A scale packed in 64 bits has its float32 in the low half."""
     if isinstance(value, Tensor) and value.dtype == torch.int64:
         return value.to(torch.int32).view(torch.float32)
     return value
@@ -107,8 +107,8 @@ def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 
 def test_every_operation_on_int8_is_here() -> None:
-    quantised = {name for name, each in ops.catalogue().items() if each.body.__module__.endswith("quantization")}
-    assert quantised == set(LAUNCHES)
+    quantized = {name for name, each in ops.catalogue().items() if each.body.__module__.endswith("quantization")}
+    assert quantized == set(LAUNCHES)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -131,7 +131,7 @@ class TestOneLaunch:
             assert_agree(ops.operation(name), dtype, found, reference(name, sample), f"{tokens} tokens")
 
     def test_in_a_graph(self, npu: Opened, dtype: torch.dtype, nz: bool, shifted: bool, name: str) -> None:
-        """Captured once, and replayed on new values."""
+        """Capture once, and replay with new values."""
         backend = npu(options={"nz_weights": nz})
         sample = arguments(backend, name, Draw(dtype, "npu"), 5, shifted=shifted)
         graph = backend.graph()
@@ -147,7 +147,7 @@ class TestOneLaunch:
 @each_dtype()
 @pytest.mark.parametrize("seed", range(6), ids="seed={}".format)
 def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype) -> None:
-    """Of projections, with weights as they are and in FRACTAL_NZ, whose tiles no size need fill."""
+    """Random projections, with plain weights and weights in FRACTAL_NZ, of sizes that do not fill tiles."""
     backend, draw = npu(options={"nz_weights": seed % 2 == 1}), Draw(dtype, "npu", seed)
     for _ in range(6):
         tokens, width, out = (int(draw.integers(1, most, 1)[0]) for most in (40, 300, 200))
@@ -169,7 +169,7 @@ def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype) -> None:
 
 @each_dtype()
 def test_sums_that_float32_does_not_hold(npu: Opened, dtype: torch.dtype) -> None:
-    """A difference of 1 in a sum beyond 2 ** 24 is in the result, if the bias takes the rest away."""
+    """A sum beyond 2 ** 24 differs by 1 in the result if the bias cancels the rest."""
     backend, width = npu(), 2048
     x = torch.full((1, width), 127, dtype=torch.int8, device="npu")
     weight = torch.full((2, width), 127, dtype=torch.int8, device="npu")
@@ -193,7 +193,7 @@ class TestPrepared:
         held = unpacked(packed)
         assert (held.view(torch.int32) & 0x1FFF == 0).all()
         off = ((held - scale.cpu()) / scale.cpu()).abs().max()
-        assert 2**-12 < off <= 2**-11, "half a step of ten bits, which cutting would make a whole one"
+        assert 2**-12 < off <= 2**-11, "half a step of ten bits, where truncation would give a whole step"
 
     def test_scales_for_bfloat16_stay(self, npu: Opened) -> None:
         backend = npu()
@@ -219,7 +219,7 @@ class TestPrepared:
             prepared = backend.prepare_weight(weight, WeightUse("quant_linear_dynamic", "weight", torch.float16))
             assert prepared.shape == weight.shape
             nz = torch_npu.get_npu_format(prepared) == FRACTAL_NZ
-            assert nz == (min(out, width) > 1), "CANN has none with a side of 1"
+            assert nz == (min(out, width) > 1), "CANN does not support dimensions of size 1"
             assert torch_npu.get_npu_format(weight) != FRACTAL_NZ
         x, thin = torch.ones(2, 64, dtype=torch.int8, device="npu"), torch.ones(64, 1, dtype=torch.int8, device="npu")
         with pytest.raises(RuntimeError, match="a side of 1 cannot be in FRACTAL_NZ"):
@@ -237,7 +237,7 @@ class TestWhereItIsParticular:
     @each_dtype()
     @pytest.mark.parametrize("width", [4912, 4916, 12288])
     def test_a_wide_activation_takes_two_launches(self, npu: Opened, width: int, dtype: torch.dtype) -> None:
-        """npu_dequant_swiglu_quant holds ten rows on the chip, and refuses what does not fit."""
+        """npu_dequant_swiglu_quant keeps ten rows on the chip, and refuses wider ones."""
         backend, draw = npu(), Draw(dtype, "npu")
         x, scale = draw.normal(3, 2 * width), torch.full((width,), 0.02, device="npu")
         for name, sample, second in (
@@ -291,7 +291,7 @@ class TestWhereItIsParticular:
             assert_agree(ops.operation(name), torch.bfloat16, found, reference(name, sample))
 
     def test_the_steps_of_an_int8_result_are_bounded(self) -> None:
-        """Of the comparison itself: one step for few values, never two."""
+        """Tests the comparison itself: few values may differ by one step, none by two."""
         operation = ops.operation("quantize")
         right = torch.zeros(1000, dtype=torch.int8)
         for wrong, step, passes in ((0, 0, True), (11, 1, True), (12, 1, False), (1, 2, False), (1, -1, True)):

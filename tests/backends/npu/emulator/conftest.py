@@ -1,4 +1,4 @@
-"""What the tests of the emulated CANN share, which tests/conftest.py puts under torch_npu."""
+"""Fixtures for tests of the emulated CANN, which tests/conftest.py loads for torch_npu."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 from hal.backends.npu.emulator import activation
 from torch._functorch import config as functorch_config
 
-# npugraph_ex has the attention write into a given output and return it, which torch takes for an error if CI is set in
-# the environment, and for a warning elsewhere. Here and in the processes that tests start, it is a warning everywhere.
+# npugraph_ex has the attention write into a given output and return it. torch reports that as an error if CI is set in
+# the environment, and as a warning otherwise. In these tests and their subprocesses it is always a warning.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "0"
 functorch_config.error_on_custom_op_aliasing = False
 
 
 @pytest.fixture(autouse=True)
 def _on_the_default_stream() -> Iterator[None]:
-    """Set the current streams back: torch_npu leaves that of a capture behind whose end is refused.
+    """Reset the current streams: if the end of a capture fails, torch_npu leaves its stream current.
 
-    Streams are from a pool of 32, so a later test would get the same one as a side stream, and wait there for what it
-    puts behind its wait.
+    Streams come from a pool of 32, so a later test could get the same stream as a side stream and deadlock on it.
     """
     yield
     for device in (1, 0):
@@ -31,7 +30,7 @@ def _on_the_default_stream() -> Iterator[None]:
 
 @pytest.fixture
 def clean() -> dict[str, str]:
-    """The environment of a process that no emulated CANN was put under."""
+    """Return the environment of a process without the emulated CANN."""
     ours = {activation.SWITCH, activation.OPTIONS, "LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     environ = {name: value for name, value in os.environ.items() if name not in ours}
-    return {**environ, "PYTHONSAFEPATH": "1"}  # as for an installed command: the current folder is not on the path
+    return {**environ, "PYTHONSAFEPATH": "1"}  # An installed command does not have the current folder on the path.

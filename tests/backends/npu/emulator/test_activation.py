@@ -1,4 +1,4 @@
-"""Building the emulated CANN once, putting it under torch_npu, and what is said when that cannot be."""
+"""Tests for building the emulated CANN once, loading it for torch_npu, and the errors if that fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NPU = Path(torch_npu.__file__).parent
 SCRIPT = "import torch, torch_npu\nprint((torch.ones(3).npu() + 1).tolist(), torch.npu.device_count())\n"
 ACTIVATED = "from hal.backends.npu import emulator\nemulator.activate()\n"
 
-# A runtime and an operator library as small as they can be.
+# A minimal runtime and operator library.
 TINY = {
     "runtime/launch.h": "#include <string>\nnamespace emulator { int fail(int, const std::string&); }\n",
     "runtime/tiny.cpp": '#include "launch.h"\nnamespace emulator { std::string why;\n'
@@ -43,7 +43,7 @@ TINY = {
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small tree of sources, for two libraries without stubs, so that building them takes a second or two."""
+    """Write a small tree of sources for two libraries without stubs, which builds in a second or two."""
     monkeypatch.setattr(build, "LIBRARIES", build.LIBRARIES[:2])
     monkeypatch.setattr(symbols, "refusing_stubs", lambda *_: {})
     for name, text in TINY.items():
@@ -63,17 +63,17 @@ def hal(*arguments: str, environ: Mapping[str, str]) -> subprocess.CompletedProc
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
-# The cache
+# The cache.
 
 
 def compiled(cache: Path) -> dict[str, int]:
-    """The objects of sources, and when each was written."""
+    """Return the modification times of the object files."""
     found = sorted(cache.glob("build-*/obj/*/*.o"))
     return {str(each.relative_to(each.parents[1])): each.stat().st_mtime_ns for each in found}
 
 
 def entries(cache: Path) -> list[Path]:
-    """The finished libraries' folders."""
+    """Return the folders of the finished libraries."""
     return [each.parent.parent for each in cache.glob("*/lib64/hal.emulated")]
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_compiled_twice(sources: Path, tmp_path: Path, capfd: pytest.
     assert list(before) == ["ops/tiny.o", "runtime/other.o", "runtime/tiny.o"]
     assert build.build(sources, cache) == first
 
-    (sources / "runtime" / "tiny.cpp").touch()  # as a new checkout does
+    (sources / "runtime" / "tiny.cpp").touch()  # as in a new checkout
     (sources / "runtime" / "other.h").write_text("constexpr int other = 2;\n")
     second = build.build(sources, cache)
     assert second != first
@@ -94,7 +94,7 @@ def test_nothing_is_compiled_twice(sources: Path, tmp_path: Path, capfd: pytest.
     libraries = [{each.name for each in (home / "lib64").iterdir()} for home in (first, second)]
     assert libraries[0] == libraries[1]
     assert sorted(entries(cache)) == sorted([first, second])
-    assert capfd.readouterr().err == "", "so few sources take seconds, of which there is nothing to say"
+    assert capfd.readouterr().err == "", "a build of a few seconds prints nothing"
 
 
 def test_a_header_of_all_operations_compiles_them_again(sources: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache"
         results = list(pool.map(lambda _: python(program, os.environ), range(2)))
     lines = [result.stdout.split() for result in results]
     assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
-    assert sorted(line[2] for line in lines) == ["0", "1"], "one built, the other waited and took what it built"
+    assert sorted(line[2] for line in lines) == ["0", "1"], "one process builds, the other waits and uses the result"
     assert lines[0][1] == lines[1][1]
 
 
@@ -183,7 +183,7 @@ def test_objects_that_others_may_write_are_not_linked(sources: Path, tmp_path: P
     assert ctypes.CDLL(str(home / "lib64" / "libascendcl.so")).tiny() == 2
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of a file")
 def test_a_cache_of_another_user_is_refused(sources: Path, tmp_path: Path) -> None:
     build.build(sources, tmp_path / "cache")
     os.chown(tmp_path / "cache", 12345, 12345)
@@ -202,7 +202,7 @@ def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
 def test_each_environment_has_libraries_of_its_own(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has not imported torch finds libtorch_cpu.so where the library says, if that is still there."""
+    """A process without torch finds libtorch_cpu.so at the path stored in the library, if it still exists."""
     cache, found = tmp_path / "cache", build.Toolchain.find(sources)
     gone = tmp_path / "gone"
     gone.symlink_to(found.torch)
@@ -212,7 +212,7 @@ def test_each_environment_has_libraries_of_its_own(
     before = compiled(cache)
     gone.unlink()
     ours = build.build(sources, cache)
-    assert compiled(cache) == before, "only linked again"
+    assert compiled(cache) == before, "must only be linked again"
     load = "import ctypes, sys\nctypes.CDLL(sys.argv[1] + '/lib64/libopapi.so')\nprint('torch' in sys.modules)"
     results = {home: python(load, os.environ, str(home)) for home in (other, ours)}
     assert "libtorch_cpu.so: cannot open" in results[other].stderr
@@ -223,9 +223,11 @@ def test_a_source_that_does_not_compile_is_shown(sources: Path, tmp_path: Path) 
     (sources / "ops" / "tiny.cpp").write_text("int broken() { return nothing; }\n")
     with pytest.raises(DriverError, match=r"does not build: obj/ops/tiny.o failed") as caught:
         build.build(sources, tmp_path / "cache")
-    assert f"{sources / 'ops' / 'tiny.cpp'}:1:" in caught.value.problem, "where to mend it, not a copy"
+    assert f"{sources / 'ops' / 'tiny.cpp'}:1:" in caught.value.problem, (
+        "the message has the path of the source, not of a copy"
+    )
     assert "'nothing' was not declared" in caught.value.problem.replace("‘", "'").replace("’", "'")  # noqa: RUF001
-    assert "-std=c++20" not in caught.value.problem, "no command of a thousand characters"
+    assert "-std=c++20" not in caught.value.problem, "the message must not have the whole compiler command"
     assert not entries(tmp_path / "cache")
     (sources / "ops" / "tiny.cpp").write_text("int mended() { return 0; }\n")
     assert build.build(sources, tmp_path / "cache").is_dir()
@@ -259,7 +261,7 @@ def test_where_the_cache_is(environ: dict[str, str], folder: str, monkeypatch: p
     assert build.cache_folder("emulator") == Path(folder)
 
 
-# What is missing
+# Missing prerequisites.
 
 
 def test_without_a_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +333,7 @@ def test_a_real_cann_is_not_hidden_unless_forced(clean: dict[str, str], tmp_path
     assert forced.stdout == "[2.0, 2.0, 2.0] 1\n", forced.stderr
 
 
-# Activation
+# Activation.
 
 
 def test_in_a_process(clean: dict[str, str]) -> None:
@@ -404,7 +406,10 @@ def test_a_child_activates_again_for_nothing(clean: dict[str, str]) -> None:
 @pytest.mark.parametrize("kept", [True, False], ids=["another put before ours", "ours taken out"])
 @pytest.mark.parametrize("first", ["torch", "torch, torch_npu"])
 def test_a_package_changes_the_library_path(clean: dict[str, str], tmp_path: Path, first: str, kept: bool) -> None:
-    """When it is imported, as opencv-python does. What `hal emulate` put under this process is known all the same."""
+    """opencv-python does so when it is imported.
+
+    `hal emulate` still knows the libraries that it loaded for this process.
+    """
     path = f"{str(tmp_path)!r} + ':' + os.environ['LD_LIBRARY_PATH']" if kept else repr(str(tmp_path))
     program = (
         f"import os, subprocess, sys, {first}\nos.environ['LD_LIBRARY_PATH'] = {path}\n"
@@ -432,7 +437,7 @@ def test_a_real_cann_before_ours_is_taken_for_what_it_is(clean: dict[str, str], 
     assert result.stdout == f"{not first}\n", result.stderr
 
 
-# hal emulate
+# The command `hal emulate`.
 
 
 @pytest.mark.parametrize("autoload", ["0", "1"])
@@ -475,7 +480,7 @@ def test_wrong_arguments(options: list[str], message: str) -> None:
 
 
 def test_by_the_environment_alone(clean: dict[str, str]) -> None:
-    """It works where torch meets hal's entry point before torch_npu's, which is for the file system to say."""
+    """Works only if torch loads hal's entry point before torch_npu's, which depends on the file system's order."""
     listing = (
         "from importlib.metadata import entry_points as e; print(*(each.name for each in e(group='torch.backends')))"
     )
@@ -495,7 +500,7 @@ def test_without_the_variable_torch_is_left_alone(clean: dict[str, str]) -> None
     assert python(program, environ).stdout == "[]\n"
 
 
-# What is not emulated
+# Operations that are not emulated.
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What torch_npu does on an Ascend950 and on no other: there it calls aclnn only, and other functions of it."""
+"""Tests for torch_npu on an Ascend950, where it calls only aclnn functions, and different ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ATB's paged attention and cache write on the emulated CANN, through the real torch_npu, against the CPU."""
+"""Tests for ATB's paged attention and cache write on the emulated CANN, through the real torch_npu, against the CPU."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FRACTAL_NZ = 29
 
 @pytest.fixture(autouse=True)
 def internal_formats() -> Iterator[None]:
-    """FRACTAL_NZ casts are silently left undone unless this is set."""
+    """Allow internal formats; otherwise torch_npu silently ignores casts to FRACTAL_NZ."""
     torch.npu.config.allow_internal_format = True
     yield
     torch.npu.config.allow_internal_format = False
 
 
 def cache_on_npu(cache: Tensor, heads: int, fractal: bool) -> Tensor:
-    """[blocks, block_size, H] as ATB takes it: heads apart, or in tiles and marked as FRACTAL_NZ."""
+    """Copy a cache to the NPU as [blocks, block_size, H], as ATB takes it: by heads, or in FRACTAL_NZ tiles."""
     if not fractal:
         return cache.unflatten(-1, (heads, -1)).npu()
     cast = torch_npu.npu_format_cast(in_fractals(cache).npu(), FRACTAL_NZ)
@@ -42,7 +42,7 @@ def cache_on_npu(cache: Tensor, heads: int, fractal: bool) -> Tensor:
 
 
 class Paged:
-    """A batch of one query to a sequence, and its cache."""
+    """A batch with one query per sequence, and its cache."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ WIDTHS = [((288, 96), 128), ((576, 512), 64), ((96, 288), 16), ((256, 256), 256)
 
 @pytest.mark.parametrize(("dims", "block"), WIDTHS, ids=str)
 def test_the_widths_of_keys_and_values(dims: tuple[int, int], block: int) -> None:
-    """What A2 and A3 take: see the sources in atb/paged_attention.cpp."""
+    """For the widths that A2 and A3 support, see the sources in atb/paged_attention.cpp."""
     paged = Paged("widths", torch.float16, 0, dims=dims, block=block)
     torch_npu._npu_paged_attention(*paged.arguments())
     paged.check(paged.lengths)
@@ -143,7 +143,7 @@ def test_lengths_change_between_replays(first: str, seed: int) -> None:
 
 
 def test_reshape_and_cache_of_int8_keys_in_fractals() -> None:
-    """Beside values of another type and width, as latent attention has them."""
+    """Together with values of another dtype and width, as in latent attention."""
     draw = Draw("reshape int8", torch.bfloat16, 0)
     key, value = draw.integers(-128, 127, 5, 1, 512, dtype=torch.int8), draw.normal(5, 1, 64)
     slots = draw.permutation(BLOCKS * 128)[:5].to(torch.int32)
@@ -221,7 +221,7 @@ def halves(*shape: int) -> Tensor:
 
 
 def wide(dim: int, value_dim: int, block: int) -> dict[str, Any]:
-    """Of ``paged_call``."""
+    """Return arguments of ``paged_call`` for these head dimensions and this block size."""
     return {
         "query": halves(2, 4, dim), "out": halves(2, 4, value_dim),
         "key_cache": halves(4, block, 2, dim), "value_cache": halves(4, block, 2, value_dim),
@@ -280,7 +280,7 @@ print(json.dumps(test_atb.what_is_refused()))
 
 
 def what_is_refused() -> list[str]:
-    """What each call of the table says, and last an operation that is not emulated."""
+    """Return the error of each call of the table, and at the end of an operation that is not emulated."""
     torch.npu.config.allow_internal_format = True
     said = []
     for call, changes, _ in [*REFUSALS, (rotary_call, dict, "")]:
@@ -290,7 +290,7 @@ def what_is_refused() -> list[str]:
             said.append("nothing")
         except RuntimeError as error:
             said.append(str(error))
-    paged_call()  # works on
+    paged_call()  # The process keeps working.
     cache_call()
     torch.npu.synchronize()
     return said
@@ -298,7 +298,7 @@ def what_is_refused() -> list[str]:
 
 @pytest.fixture(scope="module")
 def refused() -> list[str]:
-    """From a process of its own without torch_npu's queue, which ends up unusable when an operation in it fails."""
+    """Return the errors from a subprocess without torch_npu's queue, which a failed operation makes unusable."""
     child = subprocess.run(
         [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(TESTS)],
         env=os.environ | {"TASK_QUEUE_ENABLE": "0"},

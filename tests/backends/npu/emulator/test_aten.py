@@ -1,6 +1,6 @@
-"""Every ATen operation of the emulated CANN, through the real torch_npu, against ATen on the CPU in float64.
+"""Tests for every ATen operation of the emulated CANN, through the real torch_npu, against ATen on the CPU in float64.
 
-The cases are drawn from the tables beside this file: shapes (with sizes 0 and 1), strides, offsets, values and types. A
+The tables in helpers/emulator define the cases: shapes (with sizes 0 and 1), strides, offsets, values and dtypes. A
 test's id ends in its seed.
 """
 
@@ -17,7 +17,7 @@ from helpers.emulator.aten_draw import Case, Draw
 from torch import Tensor
 
 SEEDS = (0, 1)
-# Of one rounding to the type, and for float32 of a short chain of them.
+# For one rounding to the dtype; for float32, for a short chain of roundings.
 TOLERANCE = {torch.float32: (2e-6, 2e-6), torch.float16: (1e-3, 1e-5), torch.bfloat16: (8e-3, 1e-5)}
 
 
@@ -34,7 +34,7 @@ def drawn() -> Iterator[Any]:
 
 
 def on_device(argument: Any) -> Any:
-    """A tensor with the same strides and offset on the NPU."""
+    """Copy a tensor to the NPU with the same strides and offset."""
     if not isinstance(argument, Tensor):
         return argument
     storage = torch.empty(argument.untyped_storage().nbytes(), dtype=torch.uint8).npu()
@@ -44,7 +44,7 @@ def on_device(argument: Any) -> Any:
 
 
 def reference(argument: Any) -> Any:
-    """Floating point in float64; the rest as it is."""
+    """Convert floating-point values to float64 and leave others."""
     if isinstance(argument, Tensor):
         return argument.double() if argument.is_floating_point() else argument.clone()
     return argument
@@ -57,7 +57,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def check(actual: Tensor, expected: Tensor, like: Tensor, scale: float) -> None:
-    """`actual` is of the type and shape of `like`, and `expected` within rounding."""
+    """Check that `actual` has the dtype and shape of `like`, and equals `expected` within rounding."""
     assert actual.dtype == like.dtype
     assert actual.shape == like.shape
     if actual.is_floating_point():
@@ -82,7 +82,7 @@ def test_operation(case: Case, dtype: torch.dtype, seed: int, capfd: pytest.Capt
     if case.inplace:
         actual, expected, typed = [on_npu[0]], [in_float64[0]], [arguments[0]]
 
-    assert "fall back to run on the CPU" not in capfd.readouterr().err  # torch_npu says so once for each operation
+    assert "fall back to run on the CPU" not in capfd.readouterr().err  # torch_npu logs this once for each operation
     assert len(actual) == len(expected)
     for one, right, like in zip(actual, expected, typed, strict=True):
         check(one.cpu(), right, like, case.scale)
@@ -92,7 +92,7 @@ def test_operation(case: Case, dtype: torch.dtype, seed: int, capfd: pytest.Capt
 @pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
 @pytest.mark.parametrize("case", [case for case in CASES if case.out], ids=[case.name for case in CASES if case.out])
 def test_out(case: Case, dtype: torch.dtype, seed: int) -> None:
-    """`out=`, which holds NaN, or true, before, and is a part of a larger tensor that must stay as it was."""
+    """`out=` holds NaN or true before, and is a part of a larger tensor whose rest must not change."""
     draw = Draw(zlib.crc32(f"out {case.name} {dtype} {seed}".encode()), dtype, case.dims, case.empty)
     arguments = [maker(draw) for maker in case.inputs]
     like = case.function(*arguments)

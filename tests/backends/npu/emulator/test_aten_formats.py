@@ -1,4 +1,4 @@
-"""FRACTAL_NZ: what lies in memory, and that operations see through it."""
+"""Tests for FRACTAL_NZ: the memory layout, and operations on it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def internal_formats() -> Iterator[None]:
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small integers: sums of their products are exact."""
+    """Return small integers, whose sums of products are exact."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(-4, 5, shape, generator=generator).to(dtype)
 
 
 def stored(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The storage as it lies: torch_npu would undo the format on the way to the CPU, so CANN itself is asked."""
+    """Return the raw storage through CANN, because torch_npu's copy to the CPU would convert the format."""
     torch.npu.synchronize()
     result = torch.empty(shape, dtype=tensor.dtype)
     device_to_host = ctypes.c_int(2)
@@ -51,7 +51,7 @@ def test_round_trip(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.float16, 16), (torch.int8, 32)], ids=str)
 def test_tiles(dtype: torch.dtype, columns: int) -> None:
-    """[N / C0, K / 16, 16, C0], as CANN's document of data formats draws it, padded with zeros."""
+    """The layout is [N / C0, K / 16, 16, C0], padded with zeros, as in CANN's documentation of data formats."""
     matrix = numbers((40, 72), dtype)
     fractal = torch_npu.npu_format_cast(matrix.npu(), NZ)
     tiles = -(-72 // columns), -(-40 // 16), 16, columns
@@ -61,7 +61,7 @@ def test_tiles(dtype: torch.dtype, columns: int) -> None:
 
 
 def test_what_torch_npu_would_lose_is_refused() -> None:
-    """torch_npu's copy into FRACTAL_NZ casts the target to itself, and the source is nowhere."""
+    """torch_npu's copy into FRACTAL_NZ casts the target to itself and loses the source."""
     matrix, other = numbers((32, 64), torch.float16), numbers((32, 64), torch.float16) + 1
     fractal = torch_npu.npu_format_cast(matrix.npu(), NZ)
     for source in (other, other.npu()):
@@ -72,7 +72,7 @@ def test_what_torch_npu_would_lose_is_refused() -> None:
     with pytest.raises(RuntimeError, match="load in ND and cast after"):
         layer.load_state_dict({"weight": other})
     assert torch.equal(torch_npu.npu_format_cast(fractal, ND).cpu(), matrix)
-    fractal.copy_(torch_npu.npu_format_cast(other.npu(), NZ))  # as it lies in memory
+    fractal.copy_(torch_npu.npu_format_cast(other.npu(), NZ))  # the raw storage
     assert torch.equal(torch_npu.npu_format_cast(fractal, ND).cpu(), other)
 
 

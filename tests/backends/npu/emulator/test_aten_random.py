@@ -1,4 +1,4 @@
-"""Random numbers of the emulated CANN: their distribution, their seeds, and that each replay of a graph draws anew."""
+"""Tests for random numbers of the emulated CANN: distributions, seeds, and new numbers at each replay of a graph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def test_restored_state(name: str) -> None:
 
 
 def near(actual: Tensor, mean: float, std: float) -> None:
-    """Within five standard errors; the seed is fixed, so that this holds or not once and for all."""
+    """Check the mean within five standard errors, and the standard deviation.
+
+    The fixed seed makes this deterministic.
+    """
     values = actual.double().cpu()
     assert abs(values.mean().item() - mean) < 5 * std / N**0.5
     assert values.std().item() == pytest.approx(std, rel=0.05)
@@ -136,7 +139,7 @@ def test_each_replay_draws_anew(name: str) -> None:
 
 
 def test_a_replay_goes_on_where_eager_stopped() -> None:
-    """What a captured rand gives is what an eager one would have given in its place."""
+    """A captured rand gives what an eager one would give at the same position."""
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         captured = torch.rand(N, device="npu")
@@ -151,7 +154,7 @@ def test_a_replay_goes_on_where_eager_stopped() -> None:
 
 
 def test_philox() -> None:
-    """The known answer of Philox 4x32-10 for key 0 and counter 0, from the authors' Random123 library."""
+    """Test Philox 4x32-10 for key 0 and counter 0 against the known answer of the authors' Random123 library."""
     torch.npu.manual_seed(0)
     first = torch.rand(1, device="npu").item()
     assert first == (0x6627E8D5 >> 8) / 2**24

@@ -1,4 +1,4 @@
-"""What the hardware would refuse is refused, before it runs, with the reason; what fails on the device comes later."""
+"""Tests that calls the hardware would refuse are refused before they run, with a reason. Device errors come later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def ones(*shape: int) -> Tensor:
 
 
 def double(*shape: int) -> Tensor:
-    """torch_npu makes float32 of a float64 tensor that it copies to the NPU, but not of one that it creates there."""
+    """Return a float64 tensor on the NPU.
+
+    torch_npu converts copies to float32, but not tensors created on the device.
+    """
     return torch.empty(*shape, device="npu", dtype=torch.float64)
 
 
@@ -59,7 +62,7 @@ def test_a_refused_call_writes_nothing() -> None:
 
 
 def test_the_reason_outlives_what_is_cleaned_up_after_it() -> None:
-    """torch_npu destroys the handles of a refused call, those of arguments left out (null) too, before it asks why."""
+    """torch_npu destroys the handles of a refused call, even null handles, before it queries the error."""
     acl, aclnn = ctypes.CDLL("libascendcl.so"), ctypes.CDLL("libopapi.so")
     acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
     assert aclnn.aclGetDataType(None, None) == 161001
@@ -70,7 +73,7 @@ def test_the_reason_outlives_what_is_cleaned_up_after_it() -> None:
 
 
 def test_index_out_of_range() -> None:
-    """Only the device sees an index: the error comes when the host waits, and names the kernel."""
+    """Only the device reads an index, so the error comes when the host waits, and names the kernel."""
     far = torch.tensor([7], device="npu")
     result = ones(3, 4).index_select(0, far)
     with pytest.raises(RuntimeError, match="507015"):
@@ -79,7 +82,7 @@ def test_index_out_of_range() -> None:
 
 
 def test_data_dependent_shapes() -> None:
-    """Shapes that depend on data are read after the operation has run, however many are under way."""
+    """Data-dependent shapes are read after the operation has run, also if many are in flight."""
     masks = [torch.arange(8, device="npu") < n for n in range(9)]
     assert [len(each.nonzero()) for each in masks] == list(range(9))
 

@@ -1,7 +1,6 @@
-"""Attention of the emulated CANN, through the real torch_npu, against float64 on the CPU.
+"""Tests for attention of the emulated CANN, through the real torch_npu, against float64 on the CPU.
 
-Layouts, paged caches, masks, groups of heads and lengths, zero among them, in all combinations that the interfaces
-allow.
+They combine layouts, paged caches, masks, head groups and lengths, including 0, as far as the interfaces allow.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ SEEDS = (0, 1)
 
 @functools.cache
 def causal_template() -> Tensor:
-    """The mask that sparse modes 2, 3 and 4 take, whatever the lengths."""
+    """Return the fixed-size mask that sparse modes 2, 3 and 4 take for any lengths."""
     return torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
 
 
 @attrs.define
 class Batch:
-    """Sequences and what a call makes of them."""
+    """Random sequences, and the arguments of calls on them."""
 
     draw: Draw
     heads: int
@@ -51,14 +50,14 @@ class Batch:
         self.values = [normal(self.kv_heads, length, self.dim) for length in self.key_lengths]
 
     def padded(self, parts: Sequence[Tensor], rows: int) -> Tensor:
-        """[B, N, rows, D]; what is padded is drawn, not zero."""
+        """Return [B, N, rows, D]; padding is random, not zero."""
         full = self.draw.normal(len(parts), parts[0].shape[0], rows, self.dim)
         for one, part in zip(full, parts, strict=True):
             one[:, : part.shape[1]] = part
         return full
 
     def laid_out(self, parts: Sequence[Tensor], layout: str, rows: int) -> Tensor:
-        """As one tensor of an input layout, on the NPU."""
+        """Return one tensor in an input layout, on the NPU."""
         if layout == "TND":
             return torch.cat(list(parts), 1).transpose(0, 1).contiguous().npu()
         if layout == "NTD":
@@ -67,7 +66,7 @@ class Batch:
         return from_heads(full, layout).contiguous().npu()
 
     def paged(self, parts: Sequence[Tensor], table: Tensor, blocks: int, block: int, kind: str) -> Tensor:
-        """In the blocks of the table; the rest of the cache is drawn."""
+        """Return the paged cache with the blocks of the table; other blocks are random."""
         cache = self.draw.normal(blocks, block, self.kv_heads, self.dim)
         for row, part in zip(table.long(), parts, strict=True):
             for start in range(0, part.shape[1], block):
@@ -77,10 +76,10 @@ class Batch:
             return cache.flatten(2).npu()
         if kind == "BNBD":
             return cache.transpose(1, 2).contiguous().npu()
-        return cache.permute(0, 2, 1, 3).unflatten(-1, (-1, 16)).transpose(2, 3).contiguous().npu()  # in fractals
+        return cache.permute(0, 2, 1, 3).unflatten(-1, (-1, 16)).transpose(2, 3).contiguous().npu()  # as FRACTAL_NZ
 
     def hidden(self, sparse: int, before: int, after: int, masks: Sequence[Tensor] | None) -> Iterator[Tensor]:
-        """Which keys each query of a sequence must not see."""
+        """Return which keys each query of a sequence must not attend to."""
         for i, (queries, keys) in enumerate(zip(self.query_lengths, self.key_lengths, strict=True)):
             row, column = torch.arange(queries)[:, None], torch.arange(keys)[None]
             shifted = row + (keys - queries if sparse >= 3 else 0)
@@ -94,14 +93,14 @@ class Batch:
 
 
 def from_heads(full: Tensor, layout: str) -> Tensor:
-    """[B, N, S, D] in another layout."""
+    """Convert [B, N, S, D] to another layout."""
     if layout == "BSH":
         return full.transpose(1, 2).flatten(2)
     return full.permute({"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "NBSD": (1, 0, 2, 3)}[layout])
 
 
 def to_heads(output: Tensor, layout: str, heads: int) -> Tensor:
-    """Back again: [B, N, S, D], or [N, T, D]."""
+    """Convert a layout to [B, N, S, D] or [N, T, D]."""
     if layout == "BSH":
         return output.unflatten(2, (heads, -1)).transpose(1, 2)
     if layout in ("BNSD", "NTD"):
@@ -198,7 +197,7 @@ def run(
             num_key_value_heads=heads[1], softmax_scale=scale, input_layout=layout, sparse_mode=sparse,
             return_softmax_lse=True, **arguments,
         )  # fmt: skip
-    if decode and not packed:  # one query to a sequence: modes and bands mean nothing
+    if decode and not packed:  # with one query per sequence, modes and bands have no effect
         hidden = list(batch.hidden(1 if masks else 0, 0, 0, masks))
     else:
         hidden = list(batch.hidden(sparse, before, after, masks))
@@ -212,9 +211,9 @@ def cases() -> Iterator[Any]:
     ):
         packed = layout[0] in "TN"
         if packed and mask in ("full", "all"):
-            continue  # refused: see test_fused_refusals.py
+            continue  # Refused: see test_fused_refusals.py.
         if cache == "BNBD" and layout.startswith("BS"):
-            continue  # likewise
+            continue  # Refused too.
         for dtype, seed in zip(HALVES, SEEDS, strict=True):
             kind = "decode" if decode else "prefill"
             label = f"{layout}-{mask}-{cache or 'dense'}-{heads[0]}over{heads[1]}-{kind}-{str(dtype)[6:]}-seed{seed}"
@@ -261,7 +260,7 @@ def test_a_captured_log_sum_exp_is_the_eager_one(layout: str, version: int, give
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_without_the_flag_a_log_sum_exp_that_is_given_is_left_as_it_is(captured: bool) -> None:
-    """Source: aclnnFusedInferAttentionScoreV3.md, CANN 9.1, on softmaxLse where softmaxLseFlag is false."""
+    """Source: aclnnFusedInferAttentionScoreV3.md, CANN 9.1, softmaxLse if softmaxLseFlag is false."""
     batch = Batch(Draw("no lse", torch.float16, 0), 4, 2, 64, [3, 3], [9, 9])
     tensors = [batch.laid_out(p, "BNSD", n) for p, n in ((batch.queries, 3), (batch.keys, 9), (batch.values, 9))]
     output, lse = torch.full_like(tensors[0], torch.nan), torch.full((1,), 7, dtype=torch.float16, device="npu")

@@ -1,4 +1,4 @@
-"""What the documentation says of the emulated CANN is true: its Python runs, and what it lists is what was built."""
+"""Tests for the documentation of the emulated CANN: its Python runs, and its lists match the build."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = DOCS / "how-to" / "use-the-emulated-cann.md"
 
 
 def test_the_python_of_the_page_runs(clean: dict[str, str]) -> None:
-    """The blocks in order, in a process that nothing was prepared for."""
+    """Run the blocks in order in a fresh process."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)], env=clean, capture_output=True, text=True, timeout=120, check=False
@@ -58,7 +58,7 @@ def test_every_family_has_a_title() -> None:
 
 class TestRefusals:
     def test_each_has_a_source(self) -> None:
-        found = refusals.refusals()  # raises for one that has none, or whose source is of no known form
+        found = refusals.refusals()  # Raises for an entry without a source or with a source in an unknown form.
         assert len(found) > 400
         assert {each.kind for each in found} == set(refusals.KINDS.values())
         assert all(each.source and each.title != "Others" for each in found)

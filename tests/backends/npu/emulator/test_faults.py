@@ -1,4 +1,4 @@
-"""Faults on demand: each surfaces as torch_npu's own exception, in time, and the next healthy call works."""
+"""Tests for fault injection: each fault is raised as torch_npu's own exception, in time, and the next call works."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestKernels:
             with pytest.raises(RuntimeError, match="507015"):
                 torch.npu.synchronize()
         assert fault.struck == 1
-        assert trace.counts() == {"Muls": 3, "Adds": 2}  # torch_npu lets its streams stop at a failure
+        assert trace.counts() == {"Muls": 3, "Adds": 2}  # torch_npu makes its streams stop at a failure.
 
     def test_a_failure_is_reported_where_its_stream_is_waited_for(self, x):
         side = torch.npu.Stream()
@@ -86,7 +86,7 @@ class TestKernels:
             torch.npu.default_stream().synchronize()
             with pytest.raises(RuntimeError, match="507015"):
                 side.synchronize()
-        side.synchronize()  # once
+        side.synchronize()  # first time
 
     def test_a_failure_shows_at_an_event_too(self, x):
         with control.faults.execution("Adds"):
@@ -94,7 +94,7 @@ class TestKernels:
             event = torch.npu.current_stream().record_event()
             with pytest.raises(RuntimeError, match="507015"):
                 event.synchronize()
-        torch.npu.synchronize()  # once
+        torch.npu.synchronize()  # first time
 
     @pytest.mark.parametrize("seed", [None, 0, 1])
     @pytest.mark.parametrize("late", [False, True], ids=["waiting already", "waiting afterwards"])
@@ -115,8 +115,8 @@ class TestKernels:
                 product = stale * 2
                 with pytest.raises(RuntimeError, match="507015"):
                     torch.npu.current_stream().synchronize()
-            side.synchronize()  # once
-            torch.npu.current_stream().wait_event(done)  # the host knows: this fails no more
+            side.synchronize()  # first time
+            torch.npu.current_stream().wait_event(done)  # The host has seen the failure, so this succeeds.
             assert (x + 1).cpu().tolist() == [2] * 4
             with torch.npu.stream(side):
                 assert (x + 2).cpu().tolist() == [3] * 4
@@ -140,7 +140,7 @@ class TestKernels:
             graph.replay()
             with pytest.raises(RuntimeError, match=r"507015[\s\S]*Adds"):
                 torch.npu.synchronize()
-        assert trace.counts() == {}  # what comes after the failure is left out
+        assert trace.counts() == {}  # Work behind the failure is skipped.
         graph.replay()
         assert z.cpu().tolist() == [4] * 4
 

@@ -1,7 +1,7 @@
-"""The fused operations of the emulated CANN, through the real torch_npu, against float64 on the CPU.
+"""Tests for the fused operations of the emulated CANN, through the real torch_npu, against float64 on the CPU.
 
-A test's id ends in its seed. What the hardware would refuse is in test_fused_refusals.py, attention in
-test_attention.py, matrix products in test_fused_matmul.py, caches in test_fused_cache.py.
+A test's id ends in its seed. Refusals are in test_fused_refusals.py, attention in test_attention.py, matrix products in
+test_fused_matmul.py, caches in test_fused_cache.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def total(x1: Tensor, x2: Tensor) -> Tensor:
-    """The sum as the NPU keeps it: rounded to its type before the norm sees it."""
+    """Return the sum rounded to its dtype, as the NPU keeps it before the norm."""
     return (x1.double() + x2.double()).to(x1.dtype)
 
 
@@ -104,8 +104,8 @@ def add_norm_quant(draw: Draw, divide: bool, second: bool, shifted: bool, wide: 
     yield x, Same(total(x1, x2))
     normed = rms_norm(total(x1, x2), gamma, beta)[0]
     for y, scale, zero in list(zip((y1, y2), scales, zeros, strict=True))[: 1 + second]:
-        quantised = normed / scale.double() if divide else normed * scale.double()
-        yield y, Rounded(quantised if zero is None else quantised + zero.double())
+        quantized = normed / scale.double() if divide else normed * scale.double()
+        yield y, Rounded(quantized if zero is None else quantized + zero.double())
 
 
 @case(*HALVES, smooth=(0, 1, 2), mask=(None, [True, False], [True, True]), shifted=(False, True))
@@ -130,10 +130,10 @@ def add_norm_dynamic_quant(draw: Draw, smooth: int, mask: list[bool] | None, shi
     for y, scale, factor, asked in zip((y1, y2), (scale1, scale2), factors, wanted, strict=True):
         if asked:
             values = normed if factor is None else normed * factor.double()
-            yield from dynamically_quantised(values, y, scale)
+            yield from dynamically_quantized(values, y, scale)
 
 
-def dynamically_quantised(values: Tensor, y: Tensor, scale: Tensor, largest: int = 127) -> Pairs:
+def dynamically_quantized(values: Tensor, y: Tensor, scale: Tensor, largest: int = 127) -> Pairs:
     scales = values.abs().amax(-1) / largest
     yield scale, Near(scales)
     yield y, Rounded(values / scales.unsqueeze(-1), -largest - 1, largest)
@@ -191,7 +191,7 @@ def quantise_by_multiplication(draw: Draw, axis: int, shifted: bool) -> Pairs:
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """int4, eight to an int32, the first in the lowest bits."""
+    """Unpack int4 values, eight per int32, the first in the lowest bits."""
     nibbles = (packed.cpu().unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
     return torch.where(nibbles > 7, nibbles - 16, nibbles).flatten(-2)
 
@@ -202,7 +202,7 @@ def quantise_to_int4(draw: Draw) -> Pairs:
     y = torch_npu.npu_quantize(draw.strided(x), scale.npu(), None, torch.quint4x2, -1, False)
     yield unpacked(y), Rounded(x.double() * scale.double(), -8, 7)
     y, found = torch_npu.npu_dynamic_quant(draw.strided(x), dst_type=torch.quint4x2)
-    yield from dynamically_quantised(x.double(), unpacked(y), found, 7)
+    yield from dynamically_quantized(x.double(), unpacked(y), found, 7)
 
 
 @case(*HALVES, smooth=(None, "one", "groups"), symmetric=(True, False))
@@ -220,7 +220,7 @@ def dynamic_quant(draw: Draw, smooth: str | None, symmetric: bool) -> Pairs:
     operation = torch_npu.npu_dynamic_quant if symmetric else torch_npu.npu_dynamic_quant_asymmetric
     results = operation(draw.strided(x), smooth_scales=optional(factors), group_index=optional(ends))
     if symmetric:
-        yield from dynamically_quantised(exact, *results)
+        yield from dynamically_quantized(exact, *results)
         return
     y, scale, offset = results
     scales = (exact.amax(-1) - exact.amin(-1)) / 255
@@ -335,7 +335,7 @@ def swiglu_quant(draw: Draw, dynamic: bool, left: bool, groups: str | None) -> P
     )
     repeats = torch.tensor([tokens] if groups is None else [split, tokens - split])
     values = swiglu_of(x, left=left) * smooth.double().repeat_interleave(repeats, 0)
-    if dynamic:  # the scale that was multiplied by
+    if dynamic:  # the scale factor
         yield scale, Near(127 / values.abs().amax(-1))
         yield y, Rounded(values * (127 / values.abs().amax(-1, keepdim=True)))
     else:
@@ -379,7 +379,7 @@ def dequant_swiglu_quant(draw: Draw, mode: int, dynamic: bool, grouped: bool, le
         values = gate * torch.sigmoid(1.5 * gate) * (linear + 0.5)
     by_row = quant_scale.double().repeat_interleave(counts, 0)
     if dynamic:
-        yield from dynamically_quantised(values * by_row, y, scale)
+        yield from dynamically_quantized(values * by_row, y, scale)
     else:
         yield y, Rounded(values / by_row + (0 if offset is None else offset.double()))
 

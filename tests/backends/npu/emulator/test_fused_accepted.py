@@ -1,4 +1,4 @@
-"""What fused operations take by CANN's documents, in rarer forms than their own tests give them."""
+"""Tests for rare argument forms that CANN documents for fused operations."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class TestQuantisation:
         x, scale = integers(6, 256, dtype=torch.int32), t(2, 256, dtype=FLOAT).abs()
         bias, groups = integers(2, 256, dtype=torch.int32), torch.tensor([2, 4]).npu()
         rows, others = [0, 0, 1, 1, 1, 1], {"activate_left": True, "quant_mode": 1}
-        quantised = {"activation_scale": torch.ones(6, 1).npu(), "quant_scale": torch.ones(2, 128).npu(), **others}
-        out = torch_npu.npu_dequant_swiglu_quant(x, weight_scale=scale, bias=bias, group_index=groups, **quantised)
+        quantized = {"activation_scale": torch.ones(6, 1).npu(), "quant_scale": torch.ones(2, 128).npu(), **others}
+        out = torch_npu.npu_dequant_swiglu_quant(x, weight_scale=scale, bias=bias, group_index=groups, **quantized)
         summed = x + bias.cpu()[rows].npu()
-        expected = torch_npu.npu_dequant_swiglu_quant(summed, weight_scale=scale, group_index=groups, **quantised)
+        expected = torch_npu.npu_dequant_swiglu_quant(summed, weight_scale=scale, group_index=groups, **quantized)
         assert torch.equal(out[0].cpu(), expected[0].cpu())
         assert torch.equal(out[1].cpu(), expected[1].cpu())
 

@@ -1,6 +1,6 @@
-"""Cache writes and reads of the emulated CANN, through the real torch_npu, against the CPU.
+"""Tests for cache writes and reads of the emulated CANN, through the real torch_npu, against the CPU.
 
-Caches hold numbers before they are written, and must hold them afterwards wherever nothing was written.
+Caches are filled with numbers first; unwritten parts must not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantised matrix products of the emulated CANN, through the real torch_npu, against float64 on the CPU."""
+"""Tests for quantized matrix products of the emulated CANN, through the real torch_npu, against float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def int8s(draw: Draw, *shape: int) -> Tensor:
 
 
 def on_npu(weight: Tensor, kind: str) -> Tensor:
-    """As it is, transposed in memory, or in FRACTAL_NZ."""
+    """Return a weight on the NPU: contiguous, transposed in memory, or in FRACTAL_NZ."""
     if kind == "transposed":
         return weight.t().contiguous().npu().t()
     if kind == "nz":
@@ -34,14 +34,14 @@ def on_npu(weight: Tensor, kind: str) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def internal_formats() -> Any:
-    """FRACTAL_NZ casts are silently left undone unless this is set."""
+    """Allow internal formats; otherwise torch_npu silently ignores casts to FRACTAL_NZ."""
     torch.npu.config.allow_internal_format = True
     yield
     torch.npu.config.allow_internal_format = False
 
 
 def packed_int4(values: Tensor) -> Tensor:
-    """Eight to an int32 along the last dimension, the first in the lowest bits."""
+    """Pack int4 values along the last dimension, eight per int32, the first in the lowest bits."""
     nibbles = values.unflatten(-1, (-1, 8)).to(torch.int64) & 15
     words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
@@ -73,7 +73,7 @@ def by_token(draw: Draw, weight: str, bias: torch.dtype | None) -> Pairs:
 
 
 def nineteen_bits(scale: Tensor) -> Tensor:
-    """What is left of a float32 scale once it went through TransQuantParam."""
+    """Return the bits of a float32 scale that TransQuantParam keeps."""
     return (scale.view(torch.int32) & -8192).view(torch.float32)
 
 
@@ -134,7 +134,7 @@ def of_int4_beside_int8(draw: Draw, groups: bool) -> Pairs:
     packed = torch_npu.npu_trans_quant_param(scale.flatten().npu()).view(scale.shape)
     exact_scale = nineteen_bits(scale).double()
     weights = x2.double() * (exact_scale.repeat_interleave(256, 0) if groups else exact_scale)
-    # The document has callers prepare this; another value moves the result.
+    # CANN's documentation requires callers to prepare this; another value changes the result.
     prepared, moved = 8 * weights.sum(0), draw.normal(n, dtype=torch.float32)
     y = torch_npu.npu_quant_matmul(
         x1.npu(), packed_int4(x2).npu(), packed, offset=(prepared.float() + moved).npu(), pertoken_scale=by_row.npu(),

@@ -1,6 +1,6 @@
-"""What the hardware refuses of the fused operations, and what the emulated CANN has not: refused, with the reason.
+"""Tests that fused operations refuse, with a reason, what the hardware refuses and what is not emulated.
 
-Each case changes a call that works in one thing.
+Each case changes one thing in a valid call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def t(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def attend(**changes: Any) -> Any:
-    """Two sequences of one query each, paged."""
+    """Run a paged call with two sequences of one query each."""
     arguments: dict[str, Any] = {
         "query": t(2, 1, 256), "key": t(8, 16, 128), "value": t(8, 16, 128), "num_heads": 4, "num_key_value_heads": 2,
         "scale": 1.0, "input_layout": "BSH", "block_table": t(2, 4, dtype=INT32), "block_size": 16,
@@ -33,7 +33,7 @@ def attend(**changes: Any) -> Any:
 
 
 def attend_prefill(**changes: Any) -> Any:
-    """Two sequences of four queries each, as BNSD, not paged."""
+    """Run an unpaged BNSD call with two sequences of four queries each."""
     arguments: dict[str, Any] = {
         "query": t(2, 4, 4, 64), "key": t(2, 2, 9, 64), "value": t(2, 2, 9, 64), "num_heads": 4,
         "num_key_value_heads": 2,
@@ -43,7 +43,7 @@ def attend_prefill(**changes: Any) -> Any:
 
 
 def attend_packed(**changes: Any) -> Any:
-    """Sequences of two and three queries, as TND, not paged."""
+    """Run an unpaged TND call with sequences of two and three queries."""
     arguments: dict[str, Any] = {
         "query": t(5, 4, 64, dtype=BF16), "key": t(9, 2, 64, dtype=BF16), "value": t(9, 2, 64, dtype=BF16),
         "num_heads": 4, "num_key_value_heads": 2, "scale": 1.0, "input_layout": "TND",
@@ -53,7 +53,7 @@ def attend_packed(**changes: Any) -> Any:
 
 
 def attend_blocks(**changes: Any) -> Any:
-    """Two sequences of four queries each, as BSH, paged."""
+    """Run a paged BSH call with two sequences of four queries each."""
     arguments: dict[str, Any] = {
         "query": t(2, 4, 256), "key": t(3, 128, 128), "value": t(3, 128, 128), "num_heads": 4,
         "num_key_value_heads": 2, "scale": 1.0, "input_layout": "BSH", "block_table": t(2, 2, dtype=INT32),
@@ -63,7 +63,7 @@ def attend_blocks(**changes: Any) -> Any:
 
 
 def paged(blocks: int, block_size: int, width: int = 128, dtype: torch.dtype = BF16) -> dict[str, Any]:
-    """Of ``attend_packed``."""
+    """Return ``attend_packed`` with a paged cache."""
     cache = t(blocks, block_size, width, dtype=dtype)
     return {
         "key": cache, "value": cache, "block_table": t(2, 1, dtype=INT32), "block_size": block_size,
@@ -76,7 +76,10 @@ def mask(*shape: int) -> Tensor:
 
 
 def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
-    """A call, what is changed in it, and the reason. Made anew for each test, so that no tensor outlives it."""
+    """Return calls, changes to them, and reasons.
+
+    The arguments are made for each test, so that no tensor outlives it.
+    """
     packed_shapes = (("query", 5, 4), ("key", 9, 2), ("value", 9, 2))
     return [
         (attend, {"key": t(8, 16, 128, dtype=BF16), "value": t(8, 16, 128, dtype=BF16)}, "of the query's dtype"),
@@ -155,13 +158,13 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
 @pytest.mark.parametrize("number", range(len(attention())), ids=[reason[:40] for _, _, reason in attention()])
 def test_attention(number: int) -> None:
     call, changes, reason = attention()[number]
-    call()  # works without the change
+    call()  # valid without the change
     with pytest.raises(RuntimeError, match=reason):
         call(**changes)
     torch.npu.synchronize()
 
 
-def quantised(**changes: Any) -> Any:
+def quantized(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
         "x1": t(4, 64, dtype=INT8), "x2": t(64, 32, dtype=INT8), "scale": t(32, dtype=FLOAT), "pertoken_scale": t(4,
         dtype=FLOAT),
@@ -172,7 +175,7 @@ def quantised(**changes: Any) -> Any:
 
 
 def mixed(**changes: Any) -> Any:
-    """int8 activations and int4 weights, in groups of 256 rows."""
+    """Run int8 activations with int4 weights, in groups of 256 rows."""
     arguments: dict[str, Any] = {
         "x1": t(4, 512, dtype=INT8), "x2": t(512, 4, dtype=INT32), "scale": t(2, 32, dtype=INT64),
         "pertoken_scale": t(4, 1, dtype=FLOAT), "offset": t(32, dtype=FLOAT), "output_dtype": HALF,
@@ -313,17 +316,17 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
         call("npu_dequant_swiglu_quant", t(4, 100), quant_mode=1, group_index=t(1, dtype=INT64)),
         "H must be a multiple of 64 and at most 10496, but is 50",
     )
-    yield changed(quantised, x1=t(4, 65, dtype=INT8)), "x1 has 65 columns, but x2 64 rows"
+    yield changed(quantized, x1=t(4, 65, dtype=INT8)), "x1 has 65 columns, but x2 64 rows"
     wide_factors = {"x1": t(4, 65536, dtype=INT8), "x2": t(65536, 32, dtype=INT8)}
-    yield changed(quantised, **wide_factors, pertoken_scale=None, output_dtype=BF16), "at most 65535, but are 65536"
-    yield changed(quantised, scale=t(31, dtype=FLOAT)), "scale must have 1 element or N = 32, not 31"
-    yield changed(quantised, pertoken_scale=t(5, dtype=FLOAT)), r"pertoken_scale must be float32 and \[M\]"
-    yield changed(quantised, scale=t(32, dtype=BF16)), "needs a float32 scale"
-    yield changed(quantised, scale=t(32, dtype=INT64), output_dtype=BF16), "needs a float32 or bfloat16 scale"
-    yield changed(quantised, pertoken_scale=None, bias=t(32)), "bias must be int32 with this output"
-    yield changed(quantised, bias=t(32, dtype=BF16)), "bias must be int32, float32 or of the output's dtype"
-    yield changed(quantised, offset=t(32, dtype=FLOAT)), "goes with an int8 output"
-    yield changed(quantised, group_sizes=[0, 0, 256]), "in groups is emulated for int8 x1 with int4 x2 only"
+    yield changed(quantized, **wide_factors, pertoken_scale=None, output_dtype=BF16), "at most 65535, but are 65536"
+    yield changed(quantized, scale=t(31, dtype=FLOAT)), "scale must have 1 element or N = 32, not 31"
+    yield changed(quantized, pertoken_scale=t(5, dtype=FLOAT)), r"pertoken_scale must be float32 and \[M\]"
+    yield changed(quantized, scale=t(32, dtype=BF16)), "needs a float32 scale"
+    yield changed(quantized, scale=t(32, dtype=INT64), output_dtype=BF16), "needs a float32 or bfloat16 scale"
+    yield changed(quantized, pertoken_scale=None, bias=t(32)), "bias must be int32 with this output"
+    yield changed(quantized, bias=t(32, dtype=BF16)), "bias must be int32, float32 or of the output's dtype"
+    yield changed(quantized, offset=t(32, dtype=FLOAT)), "goes with an int8 output"
+    yield changed(quantized, group_sizes=[0, 0, 256]), "in groups is emulated for int8 x1 with int4 x2 only"
     yield changed(mixed, x1=t(4, 510, dtype=INT8)), "x1 has 510 columns, but x2 512 rows"
     odd = {"x1": t(4, 511, dtype=INT8), "x2": t(511, 4, dtype=INT32)}
     yield changed(mixed, **odd), "a multiple of 256 where x2 is int4 and x1 int8, but is 511"
@@ -377,7 +380,7 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
 
 
 def test_the_calls_that_are_changed_work() -> None:
-    for function in (quantised, mixed, weighted, scattered, fused_cache):
+    for function in (quantized, mixed, weighted, scattered, fused_cache):
         function()
     torch.npu.synchronize()
 
@@ -391,7 +394,7 @@ def test_operation(number: int) -> None:
 
 
 def at_run_time() -> Iterator[tuple[Callable[[], Any], str]]:
-    """What only the contents of a tensor show."""
+    """Yield calls that are refused only because of a tensor's content, and the reasons."""
     yield (
         changed(scattered, slot_mapping=torch.tensor([0, 1, 2, 128], dtype=INT32).npu()),
         "slot 128 is beyond the cache's 128",
@@ -414,4 +417,4 @@ def test_contents(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="507015") as error:
         torch.npu.synchronize()
     assert reason in str(error.value) + capfd.readouterr().err
-    (t(2) + 1).cpu()  # and the device works on
+    (t(2) + 1).cpu()  # The device keeps working.

@@ -1,4 +1,4 @@
-"""Captures and replays of the emulated CANN: what is refused and with which code, and what must go right."""
+"""Tests for captures and replays of the emulated CANN: refusals with their error codes, and correct results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def replay_and_wait(graph: torch.npu.NPUGraph) -> None:
 
 
 def healthy() -> bool:
-    """Whether the process still computes, captures and replays."""
+    """Check that the process can still compute, capture and replay."""
     x = torch.ones(4).npu()
     graph, y = capture(lambda: x + 1)
     x.fill_(2)
@@ -43,7 +43,7 @@ def healthy() -> bool:
 
 
 class Raw:
-    """A stream captured through CANN's own interface, where every return code shows."""
+    """A stream captured through CANN's own interface, with access to every return code."""
 
     def __init__(self, mode: str = "global") -> None:
         self.stream, self.x = torch.npu.Stream(), torch.zeros(4).npu()
@@ -90,7 +90,7 @@ class TestRefusals:
         before, graph = control.live_handles(), torch.npu.NPUGraph()
         with pytest.raises(RuntimeError, match=str(code)) as error, torch.npu.graph(graph):
             body(x)
-        # torch_npu ends the capture, which succeeds: the graph holds what was captured until then.
+        # torch_npu ends the capture successfully: the graph holds what was captured until then.
         assert "507903" not in f"{error.value}{error.value.__context__}"
         graph.reset()
         assert control.live_handles()["graph"] == before["graph"]
@@ -111,7 +111,7 @@ class TestRefusals:
         assert y.cpu().tolist() == [6] * 4
 
     def test_what_torch_npus_queue_would_not_survive(self):
-        # An error stops torch_npu's queue thread for good, here as on hardware; without the queue the process goes on.
+        # An error stops torch_npu's queue thread for good, as on hardware; without the queue the process continues.
         script = """
 import torch, torch_npu
 from hal.backends.npu.emulator import control
@@ -172,7 +172,7 @@ print("well")
         torch.npu.synchronize()
         with control.limits(tasks=control.live_handles()["task"] + 1):
             raw = Raw()
-            assert [raw.launch() for _ in range(3)] == [0, 207008, 0]  # what comes after it is dropped
+            assert [raw.launch() for _ in range(3)] == [0, 207008, 0]  # Work behind it is dropped.
             assert raw.status() == 2
             assert raw.end() == 507903
             assert "207008" in reason()
@@ -256,11 +256,11 @@ print("well")
         raw, side = Raw(), torch.npu.Stream()
         event = self.fork(raw, side)
         assert raw.launch(side) == 0
-        assert ACL.aclrtRecordEvent(event, ctypes.c_void_p(side.npu_stream)) == 0  # recorded, but nobody waits
+        assert ACL.aclrtRecordEvent(event, ctypes.c_void_p(side.npu_stream)) == 0  # recorded, but nothing waits for it
         assert raw.end() == 107025
         assert "does not wait for" in reason()
         assert not raw.graph.value
-        assert side.query()  # both streams are free again
+        assert side.query()  # both streams are idle again
         assert healthy()
 
     def test_a_joined_stream(self):
@@ -293,7 +293,7 @@ print("well")
         assert raw.end() == 0
         raw = Raw()
         assert ACL.aclmdlRICaptureTaskGrpBegin(raw.handle) == 0
-        assert raw.launch() == 507009  # a fill is no kernel
+        assert raw.launch() == 507009  # A fill is not a kernel.
         assert ACL.aclmdlRICaptureTaskGrpEnd(raw.handle, ctypes.byref(group)) == 507903
         assert raw.end() == 507903
         raw = Raw()
@@ -302,7 +302,7 @@ print("well")
         raw, side = Raw(), torch.npu.Stream()
         self.fork(raw, side)
         assert ACL.aclmdlRICaptureTaskGrpBegin(raw.handle) == 0
-        assert raw.launch(side) == 107034  # the group is the other stream's
+        assert raw.launch(side) == 107034  # The task group belongs to the other stream.
         assert raw.end() == 507903
         stream = torch.npu.Stream()
         assert ACL.aclmdlRICaptureTaskGrpBegin(ctypes.c_void_p(stream.npu_stream)) == 107029
@@ -371,7 +371,7 @@ print("well")
         x = torch.ones(4).npu()
         torch.npu.synchronize()
         in_use = control.live_handles()
-        with control.limits(streams=1), pytest.raises(RuntimeError, match="207008"):  # device 0 has more already
+        with control.limits(streams=1), pytest.raises(RuntimeError, match="207008"):  # device 0 already has more
             capture(lambda: x + 1)
         with control.limits(tasks=in_use["task"] + 5):
             raw = Raw()
@@ -466,7 +466,7 @@ class TestReplays:
         x, choice = torch.zeros(4).npu(), torch.tensor(True).npu()
         graph = torch.npu.NPUGraph()
         if not hasattr(graph, "begin_capture_to_if_node"):
-            pytest.skip("this torch_npu has no conditional nodes")
+            pytest.skip("this version of torch_npu has no conditional nodes")
         with torch.npu.graph(graph):
             x.add_(1)
             graph.begin_capture_to_if_node(choice)
@@ -514,7 +514,7 @@ class TestReplays:
             "stream1": ["EVENT_WAIT_0", "Muls", "EVENT_RECORD_1"],
         }
         assert dumped[0]["args"] == {"Model Id": ANY, "Stream Id": 0, "Task Id": 0, "Task Type": "KERNEL_AICORE"}
-        # torch_npu derives this file, in which both sides of an event are at one time.
+        # torch_npu reports these timestamps, where both sides of an event have the same time.
         aligned = json.loads((tmp_path / "graph.aligned.json").read_text())
         times = {each["name"]: each for each in aligned if each["ph"] == "X"}
         assert times["Muls"]["ts"] > times["EVENT_RECORD_0"]["ts"] > times["Adds"]["ts"]
@@ -565,7 +565,7 @@ def test_a_thousand_captures_and_ten_thousand_replays_leak_nothing():
             for _ in range(replays):
                 graph.replay()
         gc.collect()
-        torch.npu.synchronize()  # torch_npu's queue destroys events
+        torch.npu.synchronize()  # torch_npu's queue destroys events.
 
     work(50, 10)
     before, memory = control.live_handles(), resident()
@@ -612,16 +612,16 @@ def test_what_captures_can_hold_leaks_no_handles():
     before, memory = control.live_handles(), resident()
     work(100)
     after = control.live_handles()
-    # torch_npu never gives back the device's word of an ExternalEvent, also of one that is made and dropped.
+    # torch_npu never frees the memory word of an ExternalEvent, even of one that was dropped at once.
     assert after.pop("allocation") - before.pop("allocation") == 100
     assert after == before
     assert resident() - memory < 16 << 20
 
 
 def resident() -> int:
-    """Bytes of memory that this process really holds."""
+    """Return this process's resident memory in bytes."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-assert torch_npu.__version__  # the tests speak to it through torch.npu
+assert torch_npu.__version__  # The tests access it through torch.npu.

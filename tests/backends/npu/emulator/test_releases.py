@@ -1,4 +1,4 @@
-"""What an operation takes by the release of CANN, where its documents differ."""
+"""Tests for arguments that operations accept in some CANN releases only, according to the documentation of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(attend(torch.float16, 128), attend(torch.bfloat16, 256), attend(torch.bflo
 BEFORE_9 = "must be bfloat16 before CANN 9; 64 or 128 before CANN 9; 64 or 128 before CANN 9"
 
 
-# The other tests of attention run on an A2 and CANN 9.1.0.
+# The other tests of attention run on an A2 with CANN 9.1.0.
 @pytest.mark.parametrize(
     ("version", "soc", "taken"),
     [("8.5.0", "Ascend910B3", BEFORE_9), ("9.0.0", "Ascend910_9391", "True; True; True")],

@@ -1,4 +1,4 @@
-"""Devices, memory, streams, events, copies and host functions of the emulated CANN, through torch.npu."""
+"""Tests for devices, memory, streams, events, copies and host functions of the emulated CANN, through torch.npu."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stream() -> torch.npu.Stream:
 
 class TestDevices:
     def test_each_device_has_its_own_memory(self):
-        for device in range(2):  # torch_npu asks a device that it has not used yet for the memory of another
+        for device in range(2):  # torch_npu queries an unused device for the memory of another.
             torch.zeros(1, device=f"npu:{device}")
         before = [torch.npu.mem_get_info(device) for device in range(2)]
         held_here = torch.empty(64 << 20, dtype=torch.uint8, device="npu:1")
@@ -136,7 +136,7 @@ class TestStreams:
             with torch.npu.stream(stream):
                 x.add_(1)
             assert not stream.query()
-            assert torch.ones(3).npu().mul(2).cpu().tolist() == [2, 2, 2]  # the other stream goes on
+            assert torch.ones(3).npu().mul(2).cpu().tolist() == [2, 2, 2]  # The other stream continues.
             assert not stream.query()
         stream.synchronize()
         assert x.cpu().tolist() == [1] * 4
@@ -323,7 +323,7 @@ def test_no_handle_is_left_behind():
             stream.record_event().synchronize()
         torch.npu.synchronize()
 
-    for _ in range(40):  # torch_npu's pools of streams and events fill
+    for _ in range(40):  # Fill torch_npu's pools of streams and events.
         work()
     gc.collect()
     torch.npu.synchronize()

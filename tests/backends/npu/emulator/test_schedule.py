@@ -1,4 +1,4 @@
-"""A schedule seed reorders what may be reordered, and nothing else."""
+"""Tests that a schedule seed reorders only work that is not ordered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _free_running_afterwards():
 
 
 def two_streams(streams: list[torch.npu.Stream], leave_out: str = "") -> list[float]:
-    """(x * 2 on one stream) + 1 on another, and the sum back on the first."""
+    """Compute x * 2 on one stream, add 1 on another, and sum on the first."""
     first, second = streams
     x, y, z = X.npu(), torch.zeros(4).npu(), torch.zeros(4).npu()
     torch.npu.synchronize()
@@ -69,7 +69,7 @@ def test_a_missing_wait_shows_under_some_seed(streams, leave_out):
 
 
 def order(streams: list[torch.npu.Stream], launches: int = 12) -> list[tuple[str, tuple[int, ...]]]:
-    """The order in which two streams' launches ran, which no event orders."""
+    """Return the order in which launches of two streams ran that no event orders."""
     tensors = [torch.zeros(n + 1).npu() for n in range(launches)]
     torch.npu.synchronize()
     with tracing.trace() as trace:
@@ -88,7 +88,7 @@ def test_one_seed_gives_one_order_and_seeds_differ(streams):
         assert order(streams) == once, f"seed {seed}"
         found.append(once)
     assert len(set(map(tuple, found))) > 10
-    for each in found:  # each stream stays in order
+    for each in found:  # Each stream stays in order.
         sizes = [shape[0] for _, shape in each]
         assert [n for n in sizes if n % 2] == sorted(n for n in sizes if n % 2)
         assert [n for n in sizes if not n % 2] == sorted(n for n in sizes if not n % 2)
@@ -101,7 +101,7 @@ def test_nothing_runs_before_the_host_waits(streams):
     with tracing.trace() as trace:
         with torch.npu.stream(streams[0]):
             x.add_(1)
-        torch.npu.current_stream()  # asks the device nothing
+        torch.npu.current_stream()  # needs no device access
         assert trace.ran() == []
     assert len(trace.ran()) == 1
 
@@ -174,7 +174,7 @@ def test_update_and_replay_in_either_order():
 
 
 def test_an_update_behind_its_replay_stands_still_and_is_named():
-    """On one stream: the replay waits for what comes after it. Hardware would hang."""
+    """On one stream, the replay waits for work queued behind it. Hardware would hang."""
     updated = Update()
     torch.npu.synchronize()
     held = r"507046[\s\S]*stands still[\s\S]*Graph\d+, which waits[\s\S]*Behind it are TaskUpdate, ValueWrite"
@@ -213,7 +213,7 @@ print("done")
 
 
 def test_a_process_that_gets_no_core_for_a_while_does_not_stand_still():
-    """It is stopped for longer than a wait may see nothing run; what the wait is for comes soon after."""
+    """The process is stopped for longer than a wait may go without progress; the awaited work runs soon after."""
     result = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=100, check=False)
     assert result.stdout == "done\n", result.stderr
 

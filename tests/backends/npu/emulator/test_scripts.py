@@ -1,4 +1,4 @@
-"""Programs as their users write them for torch_npu, unmodified, on the emulated CANN: the numbers are the CPU's."""
+"""Tests that unmodified scripts for torch_npu run on the emulated CANN and give the CPU's results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATTENTION = "FusedInferAttentionScoreV3"
 @pytest.mark.parametrize(("dtype", "task_queue"), [("float16", "0"), ("bfloat16", "1")])
 def test_a_transformer_in_every_mode(dtype: str, task_queue: str) -> None:
     program = (SCRIPTS / "decoder.py").read_text()
-    assert not re.search(r"\bhal\b|emulat", program), "the script is to know nothing of what runs it"
+    assert not re.search(r"\bhal\b|emulat", program), "the script must not depend on the emulator"
     command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--"]
     environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue, "PYTHONSAFEPATH": "1"}
     command += [sys.executable, str(SCRIPTS / "decoder.py"), dtype]
@@ -50,7 +50,7 @@ def test_twenty_sets_of_lengths_take_one_capture(mode: str) -> None:
 
 @torch.inference_mode()
 def test_a_stale_length_would_show() -> None:
-    """What the tests above rest on: with another step's lengths, a replay gives other numbers."""
+    """The tests above rely on this: with another step's lengths, a replay gives other results."""
     reference, model = decoder.models(torch.float16)
     step = decoder.Graph(model, decoder.Inputs(), update_first=True)
     tokens, lengths = next(decoder.steps(1))

@@ -1,4 +1,4 @@
-"""The single-operator interface (aclop), of which nothing is emulated: an operation that takes it is refused."""
+"""Tests that operations through the single-operator interface (aclop), which is not emulated, are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ assert (torch.ones(16, 64).npu() @ torch_npu.npu_format_cast(weight, 2)).cpu().e
 
 
 def test_in_torch_npus_queue_it_stops_the_queue() -> None:
-    """The exception is the same, but then torch_npu's own thread, which launches, is gone, as it is on hardware."""
+    """The exception is the same, but torch_npu's launch thread stops, as on hardware."""
     script = """
 error = failure(lambda: torch_npu.npu_silu(x))
 assert "100024" in error and "torch_npu runs Swish" in error, error

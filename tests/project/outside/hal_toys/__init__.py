@@ -1,1 +1,1 @@
-"""A package beside hal: what it registers, hal knows nothing of, and that changes nothing in it."""
+"""A package separate from hal, which registers plugins that hal does not know."""

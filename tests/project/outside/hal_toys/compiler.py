@@ -1,4 +1,4 @@
-"""A compiler of another package: it runs the optimised step without a graph, and counts what it ran."""
+"""A compiler that runs the optimized step without a graph and counts the runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from torch import Tensor
 
 from hal.drivers.compiler import Compiler, Form
 from hal.execution.context import FormContext
-from hal.execution.optimised_model import OptimisedModel
+from hal.execution.optimized_model import OptimizedModel
 from hal.step import Batch, StepShape
 
 
 class CountingForm(Form):
-    """Runs steps of equal queries through the optimised step."""
+    """Runs steps of equal queries through the optimized step."""
 
     def __init__(self, context: FormContext) -> None:
         self.steps: list[StepShape] = []
         self._queries = context.config.queries
-        self._model = OptimisedModel(context)
+        self._model = OptimizedModel(context)
 
     def refusal(self, batch: Batch, shape: StepShape) -> str | None:
         if shape.queries not in self._queries or batch.logits_indices.shape[0] != shape.tokens:
@@ -29,7 +29,7 @@ class CountingForm(Form):
 
 
 class CountingCompiler(Compiler):
-    """See the module."""
+    """The compiler ``counting``; see the module."""
 
     name = "counting"
     reads = frozenset({"passes", "queries"})

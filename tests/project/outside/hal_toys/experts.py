@@ -1,4 +1,4 @@
-"""(c) Routed experts: their weights are stacked, and the checkpoint holds one tensor for each expert and projection."""
+"""(c) Routed experts: the model stacks their weights, and the checkpoint has one tensor per expert and projection."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     namespace="hal_toys",
 )  # fmt: skip
 def expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """Multiply each token by the matrix of its own expert, in float32."""
+    """Multiply each token by its expert's matrix, in float32."""
     return torch.einsum("toi,ti->to", weight[expert].float(), x.float()).to(x.dtype)
 
 
 class Experts(nn.Module):
-    """``[tokens, width]`` to the same: the weighted sum of what the chosen experts make of each token."""
+    """The weighted sum of the chosen experts' results, ``[tokens, width]`` to the same shape."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Experts(nn.Module):
         }  # fmt: skip
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # Less the best share that is not chosen: where rounding chooses another expert, neither counts for anything.
+        # Minus the best share that is not chosen: where rounding chooses another expert, both have weight 0.
         shares, experts = self.router(hidden).softmax(-1).topk(CHOSEN + 1, dim=-1)
         shares = shares - shares[:, CHOSEN:]
         total = torch.zeros_like(hidden)

@@ -1,4 +1,4 @@
-"""A quantisation scheme: int8 weights with a scale for each row, and floating activations."""
+"""A quantization scheme: int8 weights with a scale per row, and floating-point activations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     namespace="hal_toys",
 )  # fmt: skip
 def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ (weight * weight_scale).T + bias``, in float32, rounded once."""
+    """Compute ``x @ (weight * weight_scale).T + bias`` in float32, rounded once."""
     result = x.float() @ (weight.float() * weight_scale).t()
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
 
 class Int8Linear(QuantizedLinear):
-    """A projection by int8 weights."""
+    """A projection with int8 weights."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__(linear)
@@ -63,7 +63,7 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int8Weights(Scheme):
-    """Everything that it reads is bound by its layer."""
+    """A scheme whose layer binds all tensors that it reads."""
 
     name = "int8_weights"
     summary = "int8 weights with a scale for each output channel, and floating activations"

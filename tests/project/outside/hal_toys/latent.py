@@ -1,4 +1,4 @@
-"""(a) Latent attention: one compressed row of 24 for each token and layer, which all heads share."""
+"""(a) Latent attention: one compressed row of 24 elements per token and layer, shared by all heads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _attention_samples(draw: Draw) -> Iterator[Sample]:
 def latent_attention(
     query: Tensor, latent_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, kv_lens: Tensor, scale: float
 ) -> Tensor:
-    """Causal attention in which the latent row is key and value of every head."""
+    """Compute causal attention in which the latent row is key and value of every head."""
     tokens, sequences = query.shape[0], kv_lens.shape[0]
     capacity = block_table.shape[1] * latent_cache.shape[1]
     token = torch.arange(tokens, device=query.device)

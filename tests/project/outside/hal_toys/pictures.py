@@ -1,4 +1,4 @@
-"""(d) Three rows of positions, and embeddings of images in place of some tokens, as fields of the batch."""
+"""(d) Three rows of positions, and embeddings of images instead of some tokens, as fields of the batch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PicturesForCausalLM(CausalLM):
         seen = self.patch(batch.image_embeddings.to(text.dtype))
         hidden = torch.where(batch.is_image[:, None], seen, text)
         rates = 100.0 ** (-torch.arange(self.half, device=text.device) / self.half)
-        # Every third frequency turns with another row of positions.
+        # Every third frequency uses another row of positions.
         row = torch.arange(self.half, device=text.device) % 3
         angles = (batch.rows_of_positions.float()[row] * rates[:, None]).t().repeat(1, 2)
         cos, sin = angles.cos().to(text.dtype), angles.sin().to(text.dtype)

@@ -1,4 +1,4 @@
-"""(b) A recurrent matrix and a convolution window for each sequence, beside a layer of ordinary attention."""
+"""(b) A recurrent matrix and a convolution window per sequence, beside a layer of ordinary attention."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hal.ops import FLOATING, Draw, Sample
 from hal.step import SEQUENCE, SlotBatch, State
 
 LAGS = 3
-"""Rows that a convolution sees: a token's own, and those of the two before it."""
+"""Rows that a convolution reads: a token's own, and those of the two tokens before it."""
 
 
 def _steps(draw: Draw) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """The queries of each sequence, its slots and starts."""
+    """Yield the queries of each sequence, its slot and start."""
     for queries in ([1], [4, 1, 2], [1, 1, 1], [3, 5]):
         starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(draw.device)
         yield queries, (1 + draw.permutation(5)[: len(queries)]).to(torch.int32), starts
 
 
 def _owners(tokens: int, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token, its sequence, and its place among the sequence's new tokens."""
+    """Return the sequence of each token, and its index among the sequence's new tokens."""
     token = torch.arange(tokens, device=query_start_loc.device)
     starts = query_start_loc.long()
     owner = torch.searchsorted(starts[1:], token, right=True).clamp(max=query_start_loc.shape[0] - 2)
@@ -56,7 +56,7 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
     namespace="hal_toys",
 )  # fmt: skip
 def causal_conv(x: Tensor, weight: Tensor, window: Tensor, slots: Tensor, query_start_loc: Tensor) -> Tensor:
-    """A convolution over each sequence, whose last rows before this step are in ``window``."""
+    """Compute a convolution over each sequence, whose last rows before this step are in ``window``."""
     owner, place = _owners(x.shape[0], query_start_loc)
     before, kept = window[slots.long()], window.shape[1]
     token = torch.arange(x.shape[0], device=x.device)
@@ -107,7 +107,7 @@ def _linear_attention_samples(draw: Draw) -> Iterator[Sample]:
 def linear_attention(
     query: Tensor, key: Tensor, value: Tensor, matrix: Tensor, slots: Tensor, query_start_loc: Tensor, decay: float
 ) -> Tensor:
-    """``matrix = decay * matrix + key value``, then ``query matrix``, for each token of each sequence in turn."""
+    """Compute ``matrix = decay * matrix + key value``, then ``query matrix``, per token of each sequence, in order."""
     owner, place = _owners(query.shape[0], query_start_loc)
     starts = query_start_loc.long()
     count, before = starts[1:] - starts[:-1], matrix[slots.long()].float()

@@ -1,1 +1,1 @@
-"""Kernels that are not torch's own, or are called by Python: what each computes, as work on the current stream."""
+"""Kernels that are not torch's, or that Python launches: each is implemented as a function on the current stream."""

@@ -1,4 +1,4 @@
-"""Attention in torch's functions, in float32: what flash attention and FlashInfer compute."""
+"""Attention in float32 torch operations, as flash attention and FlashInfer compute it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool, window: int = -1) -> Tensor:
-    """Of one sequence.
+    """Compute attention for one sequence.
 
     Args:
         query: [tokens, heads, head_dim], the last tokens of the sequence.
         key: [length, kv_heads, head_dim].
         value: as the key.
-        scale: by which products are multiplied.
-        causal: whether a token attends to those before it only.
-        window: how many tokens before its own a token attends to at most; any number if it is negative.
+        scale: the factor of the products.
+        causal: whether a token attends only to itself and earlier tokens.
+        window: maximum number of earlier tokens that a token attends to; unlimited if negative.
 
     Returns:
         [tokens, heads, head_dim], in float32; zeros where the length is 0.
@@ -31,21 +31,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: b
     if window >= 0:
         seen &= slot >= own - window
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
-    # NaN of a query, or of what it sees, stays; a token that sees nothing gets zeros.
+    # NaN in a query or in the keys it attends to propagates; a token that attends to nothing gets zeros.
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
     if value.isfinite().all():
         return torch.einsum("hqk,khd->qhd", weights, value)
-    # What a token does not see must not reach it: 0 times infinity would.
+    # Masked values are replaced, because 0 times infinity is NaN.
     rows = [torch.einsum("hk,khd->hd", weights[:, row, seen[row]], value[seen[row]]) for row in range(tokens)]
     return torch.stack(rows)
 
 
 def pages(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first tokens of a sequence.
+    """Return the first tokens of a sequence.
 
     Args:
         cache: [blocks, block_size, kv_heads, head_dim].
-        blocks: the sequence's, in their order.
-        length: how many tokens.
+        blocks: the sequence's blocks, in order.
+        length: the number of tokens.
     """
     return cache[blocks.long()].flatten(0, 1)[:length]

@@ -1,4 +1,4 @@
-"""torch's flash attention, which has no kernel for the CPU."""
+"""A CPU kernel for torch's flash attention, which has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def register() -> None:
-    """Give it one, of which the emulated kernel for CUDA is made as all others are."""
+    """Register the kernel. The emulated CUDA kernel is derived from it like those of all other operators."""
     _library.impl("_flash_attention_forward", _forward, "CPU")
 
 
@@ -33,7 +33,7 @@ def _forward(
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ``aten::_flash_attention_forward``: here of sequences behind one another, as hal calls it."""
+    """Implement ``aten::_flash_attention_forward`` for packed sequences, as hal calls it."""
     if (
         cum_seq_q is None
         or cum_seq_k is None
@@ -41,7 +41,7 @@ def _forward(
         or dropout_p
         or (seqused_k, alibi_slopes) != (None, None)
     ):
-        raise NotImplementedError("the emulated flash attention takes sequences of given starts, and a scale")
+        raise NotImplementedError("the emulated flash attention needs start offsets of sequences and a scale")
     made = torch.zeros_like(query)
     for row in range(cum_seq_q.numel() - 1):
         tokens = slice(int(cum_seq_q[row]), int(cum_seq_q[row + 1]))

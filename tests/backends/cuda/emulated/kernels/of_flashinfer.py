@@ -1,10 +1,10 @@
-"""FlashInfer's kernels under FlashInfer's own Python: wrappers, plans and workspaces are its own.
+"""Replacements for FlashInfer's compiled kernels. FlashInfer's Python code (wrappers, plans, workspaces) is unchanged.
 
-Plans go the way that they go on a GPU: through FlashInfer's pinned memory into its workspace on the device, from which
-the kernels read them. So a plan that is staged before the one ahead of it was copied, or that no longer fits what the
-kernel is given, is noticed.
+A plan takes the same path as on a GPU: through FlashInfer's pinned memory into its workspace on the device, from which
+the kernels read it. So the emulator detects a plan that is staged before the previous one was copied, or that does not
+fit the kernel's arguments.
 
-Written against FlashInfer 0.7; what its compiled modules are called with is no promise of its interface.
+Written for FlashInfer 0.7; the calls of its compiled modules are not a public interface.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .stream import launch, on_cpu
 
 
 def register() -> None:
-    """Have FlashInfer's functions that build or load a compiled module return one of these."""
+    """Make the FlashInfer functions that build or load a compiled module return one of these classes."""
     from flashinfer import activation, decode, norm, prefill
 
     decode.get_batch_decode_module = _decode
@@ -31,8 +31,8 @@ def register() -> None:
 
 
 def _stage(workspace: Tensor, pinned: Tensor, *of_host: Tensor) -> None:
-    """A plan's way to the device."""
-    assert all(each.device.type == "cpu" for each in of_host), "FlashInfer plans from values of the host"
+    """Copy a plan to the device."""
+    assert all(each.device.type == "cpu" for each in of_host), "FlashInfer plans need values on the host"
     assert pinned.is_pinned()
     plan = torch.cat([each.to(torch.int32) for each in of_host])
     size = plan.numel() * plan.element_size()
@@ -41,29 +41,31 @@ def _stage(workspace: Tensor, pinned: Tensor, *of_host: Tensor) -> None:
 
 
 def _staged(workspace: Tensor, *expected: Tensor) -> list[Tensor]:
-    """The parts of the plan as the kernel finds them; an error if they are not those of its arguments."""
+    """Return the parts of the plan that the kernel reads; raise if they do not fit its arguments."""
     sizes = [each.numel() for each in expected]
     parts = list(workspace[: 4 * sum(sizes)].view(torch.int32).split(sizes))
     for found, wanted in zip(parts, expected, strict=True):
         if not torch.equal(found, wanted.to(torch.int32)):
-            raise RuntimeError(f"a stale plan: {found.tolist()}, and the kernel is given {wanted.tolist()}")
+            raise RuntimeError(
+                f"stale plan: it has {found.tolist()}, but the kernel's arguments have {wanted.tolist()}"
+            )
     return parts
 
 
 def _attention(name: str, workspace: Tensor, info: list[int], starts: Tensor | None, tensors: tuple[Tensor, ...],
                *, causal: bool, window: int, scale: float) -> None:  # fmt: skip
-    """Attention of a batch over pages, as work on the current stream.
+    """Launch batched attention over pages on the current stream.
 
     Args:
-        name: of the kernel.
-        workspace: where the plan lies.
-        info: what the plan returned: the number of sequences.
-        starts: where each sequence's queries begin, and the last one's end; None for one query each.
-        tensors: query, key cache, value cache, where each sequence's pages begin, pages, length of the last page of
-            each, and the output.
-        causal: see :func:`attend`, as for the others.
-        window: how many tokens before its own a token attends to.
-        scale: of the products.
+        name: the kernel's name.
+        workspace: the memory that holds the plan.
+        info: the plan's result: the number of sequences.
+        starts: start offsets of the queries of each sequence, and the end of the last; None for one query each.
+        tensors: query, key cache, value cache, start offsets of each sequence's pages, pages, length of each last page,
+            and the output.
+        causal: see :func:`attend`.
+        window: see :func:`attend`.
+        scale: see :func:`attend`.
     """
     workspace = on_cpu(workspace)
     planned_starts = None if starts is None else on_cpu(starts)

@@ -1,8 +1,8 @@
-"""Inductor's kernels, in Triton's interpreter.
+"""Runs Inductor's Triton kernels in Triton's interpreter.
 
-Inductor compiles what it writes, tries several sizes of tiles, and launches by code of its own. Here nothing is
-compiled: of the sizes that it would try, the first is taken, and the kernel goes to the interpreter. CUDA's functions
-of mathematics, which the interpreter cannot call, are numpy's.
+Inductor compiles its kernels, tunes tile sizes, and launches with generated code. Here nothing is compiled: the
+interpreter runs the kernel with the first tile size. CUDA math functions, which the interpreter cannot call, are
+replaced by numpy's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_NUMPY = {
 
 
 def register_launches(heuristics: ModuleType) -> None:
-    """Have kernels launched by the interpreter, in ``torch._inductor.runtime.triton_heuristics``."""
+    """Make ``torch._inductor.runtime.triton_heuristics`` launch kernels in the interpreter."""
 
     def run(self: Any, *args: Any, stream: Any = None, **kwargs: Any) -> None:
         config = self.configs[0]
@@ -41,12 +41,12 @@ def register_launches(heuristics: ModuleType) -> None:
 
 
 def register_functions(helpers: ModuleType) -> None:
-    """Have functions computed by numpy, in ``torch._inductor.runtime.triton_helpers``."""
+    """Make ``torch._inductor.runtime.triton_helpers`` compute math functions with numpy."""
     helpers.libdevice = SimpleNamespace(**{name: _interpreted(function) for name, function in BY_NUMPY.items()})
 
 
 def _interpreted(function: Any) -> Any:
-    """A function of numpy's arrays as one of the interpreter's tensors, whose shape and dtype are the first's."""
+    """Wrap a numpy function for the interpreter's tensors; the result has the first argument's shape and dtype."""
 
     def call(first: Any, *others: Any) -> Any:
         import triton.language as tl

@@ -1,4 +1,4 @@
-"""torch's kernels: the library that computes them by those for the CPU."""
+"""Registers the library that computes torch's CUDA kernels with its CPU kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ..activation import OPERATIONS, libraries
 
 
 def register() -> None:
-    """Load the library, which puts its kernels in the place of torch's."""
+    """Load the library, which replaces torch's kernels."""
     torch.ops.load_library(libraries() / OPERATIONS)
-    # Fused attention's kernels have no twins for the CPU: scaled_dot_product_attention is made of plain products.
+    # The kernels of fused attention have no CPU equivalents: scaled_dot_product_attention uses its math implementation.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,7 +1,7 @@
-"""Kernels in Triton, in Triton's interpreter, as work on the current stream.
+"""Runs Triton kernels in Triton's interpreter, on the current stream.
 
-The interpreter by itself copies tensors to the host and back when a kernel is launched: it waits for the device, and
-nothing of it could be captured.
+By default the interpreter copies tensors to the host and back when a kernel is launched. This waits for the device, and
+cannot be captured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .stream import launch, on_cpu
 
 
 def register(interpreter: ModuleType) -> None:
-    """Have the interpreter's launches of kernels on the device queued."""
+    """Make the interpreter queue launches of kernels on the device."""
     executor = interpreter.GridExecutor
     run_now = executor.__call__
 

@@ -1,4 +1,4 @@
-"""Functions of Python as kernels: queued on a stream, captured in a graph, run when the emulator comes to them."""
+"""Python functions as kernels: they are queued on a stream, captured in graphs, and run in stream order."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _kernels: dict[int, Callable[[], object]] = {}
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of the CPU, for what a kernel does."""
+    """Return a CPU tensor on the same memory, for use in a kernel."""
     made: Tensor = torch.ops.emulated_cuda.on_cpu(tensor)
     return made
 
 
 def launch(name: str, kernel: Callable[[], object]) -> None:
-    """Put a kernel on the current stream. It may be run many times, if it is captured.
+    """Queue a kernel on the current stream. A captured kernel may run many times.
 
     Args:
-        name: what graphs list it as.
-        kernel: takes and returns nothing; the tensors that it uses are :func:`on_cpu`.
+        name: its name in graphs.
+        kernel: a function without arguments or results; it accesses tensors with :func:`on_cpu`.
     """
     number = next(_numbers)
     _kernels[number] = kernel

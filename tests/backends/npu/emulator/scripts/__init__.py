@@ -1,1 +1,1 @@
-"""Programs as their users write them for torch_npu."""
+"""Scripts for torch_npu that do not use the emulator's API."""

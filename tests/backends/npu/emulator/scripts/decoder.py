@@ -24,7 +24,7 @@ Lengths = list[int]
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, each after a norm."""
+    """Attention and a gated MLP, with a norm before each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.out = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
         self.gate_up = nn.Linear(HIDDEN, 2 * INNER, bias=False)
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
-        cache = torch.randn(2, BATCH * BLOCKS_EACH, BLOCK, KV_HEADS * HEAD_DIM)  # as if there had been a prefill
+        cache = torch.randn(2, BATCH * BLOCKS_EACH, BLOCK, KV_HEADS * HEAD_DIM)  # stands for the result of a prefill
         self.register_buffer("key_cache", cache[0].contiguous())
         self.register_buffer("value_cache", cache[1].contiguous())
 
@@ -55,7 +55,7 @@ class Layer(nn.Module):
         return hidden + self.down(torch_npu.npu_swiglu(self.gate_up(normed)))
 
     def on_cpu(self, hidden: Tensor, position: int, row: int) -> Tensor:
-        """The same for one sequence, in float32 and plain torch, with its own pages of the cache."""
+        """Compute the layer for one sequence in float32 with plain torch operations on its pages of the cache."""
         pages = slice(row * BLOCKS_EACH, (row + 1) * BLOCKS_EACH)
         keys, values = (each[pages].reshape(LIMIT, KV_HEADS, HEAD_DIM) for each in (self.key_cache, self.value_cache))
         normed = functional.rms_norm(hidden, (HIDDEN,), self.input_norm, 1e-6)
@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One step of decoding: a token of each sequence in, logits out; the caches are written on the way."""
+    """One decode step: one token per sequence in, logits out. It writes the caches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Inputs:
-    """The device's inputs of a step, at fixed addresses."""
+    """The inputs of a step on the device, at fixed addresses."""
 
     def __init__(self) -> None:
         self.tokens = torch.zeros(BATCH, dtype=torch.int64, device="npu")
@@ -136,7 +136,10 @@ class Inputs:
 
 
 def steps(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Lengths]]:
-    """Tokens and lengths; the lengths differ from each other, and jump, so that stale ones show."""
+    """Return tokens and lengths.
+
+    Lengths differ between sequences and jump between steps, so stale ones are detected.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         lengths = (torch.randperm(LIMIT - 2, generator=generator)[:BATCH] + 2).tolist()
@@ -144,7 +147,10 @@ def steps(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Lengths]]:
 
 
 def models(dtype: torch.dtype, seed: int = 0) -> tuple[Decoder, Decoder]:
-    """The same model twice: in float32 on the CPU, from weights that ``dtype`` holds, and in ``dtype`` on the NPU."""
+    """Return two copies of a model: in float32 on the CPU and in ``dtype`` on the NPU.
+
+    ``dtype`` holds the weights exactly.
+    """
     torch.manual_seed(seed)
     on_cpu = Decoder().to(dtype).float().requires_grad_(False)
     on_npu = Decoder().requires_grad_(False)
@@ -164,14 +170,14 @@ def eager(model: Decoder, inputs: Inputs) -> Step:
 
 
 class Graph:
-    """Captured once, with lengths of its own; each replay gets new ones, before it or while it runs."""
+    """A graph captured once. Each replay gets new lengths, before it starts or while it runs."""
 
     def __init__(self, model: Decoder, inputs: Inputs, update_first: bool) -> None:
         self.inputs, self.update_first = inputs, update_first
         lengths = [2] * BATCH
         inputs.fill(torch.zeros(BATCH, dtype=torch.int64), lengths)
         caches = {name: buffer.clone() for name, buffer in model.named_buffers() if "cache" in name}
-        model(*inputs.all(), lengths)  # warms up
+        model(*inputs.all(), lengths)  # warm-up
         self.graph = torch.npu.NPUGraph()
         with torch.npu.graph(self.graph, auto_dispatch_capture=True):
             self.logits = model(*inputs.all(), lengths)
@@ -212,7 +218,7 @@ MODES: dict[str, Callable[[Decoder, Inputs], Step]] = {
 
 @torch.inference_mode()
 def worst_error(mode: str, dtype: torch.dtype, count: int = 5, seed: int = 0) -> float:
-    """Decode some steps in a mode, and compare with the CPU: the largest difference over the largest logit."""
+    """Decode some steps in a mode; return the largest difference from the CPU relative to the largest logit."""
     reference, model = models(dtype, seed)
     step = MODES[mode](model, Inputs())
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Two processes that wait for each other's work, by events between them."""
+"""Two processes that wait for each other's work with events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NPU = torch.device("npu:0")
 
 def child(handle: bytes, sent: Any, received: Any) -> None:
     theirs = torch.npu.Event.from_ipc_handle(NPU, handle)
-    sent.put(theirs.query())  # what it was recorded behind waits for this process
+    sent.put(theirs.query())  # The event is recorded behind work that waits for this process.
     x = torch.zeros(4, device=NPU)
     torch.npu.current_stream().wait_event(theirs)
     x += 1

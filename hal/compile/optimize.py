@@ -44,7 +44,7 @@ class Stage:
 
 
 @attrs.frozen
-class OptimisedStep:
+class OptimizedStep:
     """A step that is rewritten for a backend, but not lowered.
 
     Attributes:
@@ -77,10 +77,10 @@ def kept_whole(backend: Backend) -> frozenset[str]:
     )  # fmt: skip
 
 
-def optimise_model(
+def optimize_model(
     model: CausalLM, states: StateMemory, sizes: StepSizes, backend: Backend, passes: Mapping[str, bool]
-) -> OptimisedStep:
-    """Trace a model's step and rewrite it for a backend; see :func:`optimise`.
+) -> OptimizedStep:
+    """Trace a model's step and rewrite it for a backend; see :func:`optimize`.
 
     Logs the warnings of :meth:`hal.compile.rewrite_report.Report.missed`.
 
@@ -92,14 +92,14 @@ def optimise_model(
         passes: by name, False disables a pass, True warns if a rewrite is applied nowhere.
     """
     trace = partial(trace_step, model, states, sizes, whole=kept_whole(backend), decompose=False)
-    step = optimise(trace, backend, passes)
-    log.info("optimised a step of %s:\n%s", type(model).__name__, step.report)
+    step = optimize(trace, backend, passes)
+    log.info("optimized a step of %s:\n%s", type(model).__name__, step.report)
     for warning in step.report.missed(wanted_rewrites(backend, passes)):
         log.warning("%s: %s", type(model).__name__, warning)
     return step
 
 
-def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[str, bool]) -> OptimisedStep:
+def optimize(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[str, bool]) -> OptimizedStep:
     """Trace a step and rewrite it for a backend.
 
     Args:
@@ -120,7 +120,7 @@ def optimise(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
     for each in (*chosen, *CLEANUPS):
         manager.add(each)
     report = manager.apply()
-    return OptimisedStep(traced, report, (*stages, stage_of("rewrite", traced, began)))
+    return OptimizedStep(traced, report, (*stages, stage_of("rewrite", traced, began)))
 
 
 def all_passes(backend: Backend) -> Sequence[Rewrite | Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""One spelling for each thing: what a normalised graph looks like, and that it gives and writes what it did."""
+"""Tests for graph normalization: the canonical form of each operation, and unchanged results and mutations."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from helpers.rewriting import Traced, mixture, trace
 from torch import Tensor
 
 from hal.compile.fx.alias_analysis import AliasAnalysis
-from hal.compile.fx.normalise import normalise
+from hal.compile.fx.normalize import normalize
 
 aten = torch.ops.aten
 
 
-def normalised(function: Callable[..., Any], *inputs: Tensor) -> Traced:
-    """Traced with open rows; a second time changes nothing, and every number of rows gives what it did."""
+def normalized(function: Callable[..., Any], *inputs: Tensor) -> Traced:
+    """Return a normalized trace with symbolic rows.
+
+    A second normalization changes nothing, and results are unchanged.
+    """
     traced = trace(function, *inputs, rows=range(len(inputs)))
     sizes = traced.mode.shape_env
     assert sizes is not None
-    with getattr(sizes, "error_on_new_guards", nullcontext)():  # torch 2.11 has none
-        normalise(traced.graph.graph)
+    with getattr(sizes, "error_on_new_guards", nullcontext)():  # torch 2.11 does not have it
+        normalize(traced.graph.graph)
     traced.graph.graph.lint()
     traced.graph.recompile()
     code = str(traced.graph.graph)
-    normalise(traced.graph.graph)
+    normalize(traced.graph.graph)
     assert str(traced.graph.graph) == code
     for rows in (1, 4, 9):
         traced.check([each.repeat(3, *[1] * (each.dim() - 1))[:rows] for each in inputs])
@@ -52,7 +55,7 @@ def test_parts_are_slices_of_the_tensor() -> None:
             )
         )  # fmt: skip
 
-    traced = normalised(function, table())
+    traced = normalized(function, table())
     slices = [node.args for node in traced.graph.graph.nodes if node.target is aten.slice.Tensor]
     (x,) = (node for node in traced.graph.graph.nodes if node.op == "placeholder")
     assert len(slices) == 13
@@ -67,7 +70,7 @@ def test_views_of_views_are_one() -> None:
         c = x.view(x.shape[0], 2, 12).view(-1, 12)[:, None]
         return a.exp(), b.exp(), c.exp()
 
-    traced = normalised(function, table())
+    traced = normalized(function, table())
     views = [node for node in traced.graph.graph.nodes if node.target is aten.view.default]
     (x,) = (node for node in traced.graph.graph.nodes if node.op == "placeholder")
     assert [node.args[1] for node in views] == [[-1, 1, 3, 8], [-1, 1, 12]]
@@ -75,12 +78,12 @@ def test_views_of_views_are_one() -> None:
 
 
 def test_a_slice_that_no_slice_of_the_source_is() -> None:
-    """Rows of a view that mixes rows and columns, and columns across heads, stay where they are."""
+    """Rows of a view that mixes rows and columns, and columns across heads, are not changed."""
 
     def function(x: Tensor) -> Any:
         return x.view(-1, 3, 8)[:, :, 2:5].exp(), x.view(-1)[3:7].exp(), x.t()[1:3].exp(), x[:, ::2].exp()
 
-    traced = normalised(function, table())
+    traced = normalized(function, table())
     assert traced.calls()["slice.Tensor"] == 4
 
 
@@ -90,7 +93,7 @@ def test_sizes_are_asked_of_inputs() -> None:
         z = y.view(y.shape[0] * 2, 12)
         return z.sin(), torch.zeros(y.shape[0], 2)
 
-    traced = normalised(function, table())
+    traced = normalized(function, table())
     asking = [node for node in traced.graph.graph.nodes if node.target is aten.sym_size.int]
     assert [node.args[0].op for node in asking] == ["placeholder"]
 
@@ -103,7 +106,7 @@ def test_in_place_becomes_out_of_place(name: str) -> None:
         getattr(hidden, name)(2.5)
         return hidden.view(-1, 2, 12).sin(), hidden
 
-    traced = normalised(function, table(), table() + 1)
+    traced = normalized(function, table(), table() + 1)
     assert name + ".Tensor" not in traced.calls()
     assert traced.calls()[name[:-1] + ".Tensor"] == 2
 
@@ -116,12 +119,12 @@ def test_a_long_chain_in_place() -> None:
             hidden = hidden.mul_(y)
         return hidden
 
-    traced = normalised(function, table() / 100, table() / 100)
+    traced = normalized(function, table() / 100, table() / 100)
     assert traced.calls() == {"exp": 1, "add.Tensor": 20, "mul.Tensor": 20, "sin": 20, "view": 40}
 
 
 def stays(function: Callable[..., Any], *inputs: Tensor) -> None:
-    assert normalised(function, *inputs).calls()["add_.Tensor"] == 1
+    assert normalized(function, *inputs).calls()["add_.Tensor"] == 1
 
 
 def test_in_place_into_an_input_stays() -> None:
@@ -163,14 +166,14 @@ def test_in_place_into_another_dtype_stays() -> None:
 
 
 def test_in_place_into_what_is_turned_stays() -> None:
-    """The sum would have other strides, and a later view might not be one."""
+    """The sum would have other strides, and a later view might not be valid."""
 
     def function(x: Tensor) -> Any:
         hidden = torch.empty_like(x.t().contiguous().t()).copy_(x)
         return torch.ops.aten.add_(hidden, 1.0)
 
     traced = trace(function, table())
-    normalise(traced.graph.graph)
+    normalize(traced.graph.graph)
     assert traced.calls()["add_.Tensor"] == 1
 
 
@@ -181,7 +184,7 @@ def test_two_parts_of_a_tuple_are_two_memories() -> None:
         indices.mul_(2)
         return values, indices
 
-    assert {"add.Tensor", "mul.Tensor"} <= set(normalised(function, table()).calls())
+    assert {"add.Tensor", "mul.Tensor"} <= set(normalized(function, table()).calls())
 
 
 def test_a_copy_that_is_written_stays() -> None:
@@ -191,27 +194,27 @@ def test_a_copy_that_is_written_stays() -> None:
         kept = torch.ops.aten._to_copy(x, dtype=x.dtype)
         return copy, kept.sin(), torch.ops.aten._to_copy(x, dtype=x.dtype)
 
-    assert normalised(function, table()).calls()["_to_copy"] == 2  # the one that is written, and the one returned
+    assert normalized(function, table()).calls()["_to_copy"] == 2  # the written and the returned one
 
 
 def test_what_does_more_than_compute_stays() -> None:
-    with torch.library._scoped_library("normalise_tests", "FRAGMENT") as library:
+    with torch.library._scoped_library("normalize_tests", "FRAGMENT") as library:
         library.define("note(Tensor x) -> ()")
         library.impl("note", lambda x: None, "CompositeExplicitAutograd")
 
         def function(x: Tensor) -> Any:
-            torch.ops.normalise_tests.note(x)
+            torch.ops.normalize_tests.note(x)
             torch.rand(3)
             x.exp()
             return x + 1
 
-        traced = normalised(function, table())
+        traced = normalized(function, table())
         assert {"note", "rand", "add.Tensor"} == set(traced.calls())
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_views_and_writes(seed: int) -> None:
-    normalised(mixture(seed), table() / 50, table() / 70)
+    normalized(mixture(seed), table() / 50, table() / 70)
 
 
 def test_memory_that_views_share() -> None:

@@ -1,6 +1,6 @@
 """The normal form of a traced graph, which makes pattern matching independent of how code is written.
 
-Tracing already turns operators, methods and functions into overloads. Normalisation does the rest. Parts of a tensor,
+Tracing already turns operators, methods and functions into overloads. Normalization does the rest. Parts of a tensor,
 whether split, chunked, indexed or reshaped, become slices of the tensor. A view of a view becomes one view. Nodes
 without effect disappear, such as the factor that ``1 / x`` has in a trace. Sizes are read from the graph's inputs.
 In-place writes to tensors that nothing else aliases become out-of-place. Arithmetic is kept:
@@ -23,7 +23,7 @@ from hal.compile.fx.arithmetic import is_unit_factor
 from hal.compile.fx.inplace import IN_PLACE, out_of_place, without_copies
 from hal.compile.fx.symbolic_sizes import read_sizes_of_inputs, same_shape, same_size, value
 
-__all__ = ["IN_PLACE", "VIEWS", "mutates", "normalise", "same_shape", "same_size", "value"]
+__all__ = ["IN_PLACE", "VIEWS", "mutates", "normalize", "same_shape", "same_size", "value"]
 
 aten = torch.ops.aten
 
@@ -38,13 +38,13 @@ PARTS = SPLITS | {aten.unbind.int}
 SAME = frozenset({aten.alias.default, aten.detach.default, aten.lift_fresh.default})
 
 
-def normalise(graph: fx.Graph) -> None:
+def normalize(graph: fx.Graph) -> None:
     """Bring ``graph``, whose nodes carry fake tensors as ``meta["val"]``, into the normal form."""
-    _Normaliser(graph).run()
+    _Normalizer(graph).run()
 
 
-class _Normaliser:
-    """Normalises a graph in one pass from its inputs, so that the arguments of a node are already normalised."""
+class _Normalizer:
+    """Normalizes a graph in one pass from its inputs, so that the arguments of a node are already normalized."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -53,11 +53,11 @@ class _Normaliser:
     def run(self) -> None:
         changed = True
         while changed:  # Repeat after in-place writes or copies were replaced.
-            self.normalise_nodes()
+            self.normalize_nodes()
             self.drop_unread()
             changed = out_of_place(self.graph) + without_copies(self.graph) > 0
 
-    def normalise_nodes(self) -> None:
+    def normalize_nodes(self) -> None:
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not _is_known(node):
                 continue

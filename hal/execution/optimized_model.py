@@ -1,4 +1,4 @@
-"""A model's step as an optimised function, traced again for sizes where its Python code behaves differently."""
+"""A model's step as an optimized function, traced again for sizes where its Python code behaves differently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from hal.compile.optimise import OptimisedStep, optimise_model
+from hal.compile.optimize import OptimizedStep, optimize_model
 from hal.compile.trace import StepSizes
 from hal.execution.context import FormContext
 from hal.step import Batch, StepShape
@@ -14,11 +14,11 @@ from hal.step import Batch, StepShape
 Lowered = Callable[..., tuple[Tensor]]
 
 
-class OptimisedModel:
+class OptimizedModel:
     """Runs steps of equal query lengths on the graphs that the backend's passes produce.
 
     Attributes:
-        optimised: the optimised step of each shape; most shapes share one.
+        optimized: the optimized step of each shape; most shapes share one.
 
     Raises:
         CompileError: the model cannot be traced, or a pass failed. ``prepare`` or the first step of a shape raises it.
@@ -26,12 +26,12 @@ class OptimisedModel:
 
     def __init__(self, context: FormContext) -> None:
         self._context = context
-        self._lowered: list[tuple[OptimisedStep, Lowered]] = []
+        self._lowered: list[tuple[OptimizedStep, Lowered]] = []
         self._steps: dict[StepShape, Lowered] = {}
-        self.optimised: dict[StepShape, OptimisedStep] = {}
+        self.optimized: dict[StepShape, OptimizedStep] = {}
 
     def prepare(self, shape: StepShape) -> Lowered:
-        """Trace and optimise the step for ``shape``, unless a previous one serves it.
+        """Trace and optimize the step for ``shape``, unless a previous one serves it.
 
         Returns:
             A function from a batch's tensors, in the order of its fields, to ``(logits,)``.
@@ -39,15 +39,15 @@ class OptimisedModel:
         if shape not in self._steps:
             known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
             if known is None:
-                known = self._optimise(shape)
+                known = self._optimize(shape)
                 self._lowered.append(known)
-            self.optimised[shape], self._steps[shape] = known
+            self.optimized[shape], self._steps[shape] = known
         return self._steps[shape]
 
-    def _optimise(self, shape: StepShape) -> tuple[OptimisedStep, Lowered]:
+    def _optimize(self, shape: StepShape) -> tuple[OptimizedStep, Lowered]:
         context = self._context
         sizes = StepSizes(shape.sequences, shape.queries)
-        step = optimise_model(context.model, context.states, sizes, context.backend, context.config.passes)
+        step = optimize_model(context.model, context.states, sizes, context.backend, context.config.passes)
         step.hoist(context.backend)
         return step, step.lowered()
 
