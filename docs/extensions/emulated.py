@@ -12,7 +12,7 @@ from itertools import groupby
 from docutils import nodes
 from hal.backends.npu.emulator.build import SOURCES
 from hal.backends.npu.emulator.catalogue import families
-from hal.backends.npu.emulator.refusals import ORGANISATIONS, Refusal, references, refusals
+from hal.backends.npu.emulator.read_refusals import ORGANISATIONS, Refusal, references, refusals
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 

@@ -35,7 +35,7 @@ def fails(word, body):
 
 fails("only support aclnn", lambda: torch_npu.npu_silu(on_npu[0]))
 with emulator.faults.execution("Adds"):  # torch_npu then asks the device what is to be repaired
-    fails("Adds: a fault was asked for", lambda: on_npu[0] + 1)
+    fails("Adds: fault injected by emulator.faults", lambda: on_npu[0] + 1)
 print("well")
 """
 

@@ -65,11 +65,11 @@ def test_what_torch_npu_would_lose_is_refused() -> None:
     matrix, other = numbers((32, 64), torch.float16), numbers((32, 64), torch.float16) + 1
     fractal = torch_npu.npu_format_cast(matrix.npu(), NZ)
     for source in (other, other.npu()):
-        with pytest.raises(RuntimeError, match=r"161002[\s\S]*FRACTAL_NZ already[\s\S]*load in ND and cast after"):
+        with pytest.raises(RuntimeError, match=r"161002[\s\S]*FRACTAL_NZ already[\s\S]*load in ND and cast afterwards"):
             fractal.copy_(source)
     layer = torch.nn.Linear(64, 32, bias=False).half().npu()
     layer.weight.data = torch_npu.npu_format_cast(layer.weight.data, NZ)
-    with pytest.raises(RuntimeError, match="load in ND and cast after"):
+    with pytest.raises(RuntimeError, match="load in ND and cast afterwards"):
         layer.load_state_dict({"weight": other})
     assert torch.equal(torch_npu.npu_format_cast(fractal, ND).cpu(), matrix)
     fractal.copy_(torch_npu.npu_format_cast(other.npu(), NZ))  # the raw storage

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hal.backends.npu.emulator import activation, catalogue, refusals, symbols
+from hal.backends.npu.emulator import activation, catalogue, read_refusals, symbols
 from hal.backends.npu.emulator.build import SOURCES, Toolchain
 from helpers import ROOT
 
@@ -58,20 +58,20 @@ def test_every_family_has_a_title() -> None:
 
 class TestRefusals:
     def test_each_has_a_source(self) -> None:
-        found = refusals.refusals()  # Raises for an entry without a source or with a source in an unknown form.
+        found = read_refusals.refusals()  # Raises for an entry without a source or with a source in an unknown form.
         assert len(found) > 400
-        assert {each.kind for each in found} == set(refusals.KINDS.values())
+        assert {each.kind for each in found} == set(read_refusals.KINDS.values())
         assert all(each.source and each.title != "Others" for each in found)
         assert not [each.reason for each in found if each.kind == "documented" and "not emulated" in each.reason]
 
     def test_one_without_a_source(self) -> None:
         text = 'void check(In x) {\n    if (x.dim() > 4) throw Refused("x has " + text(x.dim()) + " dimensions");\n}\n'
         with pytest.raises(ValueError, match=r'ops/new\.cpp:2 refuses "x has … dimensions" without a source'):
-            list(refusals.read(text, "ops/new.cpp"))
+            list(read_refusals.read(text, "ops/new.cpp"))
         source = 'DOCUMENTED("ops-nn: norm/rms_norm/docs/aclnnRmsNorm.md");\n'
-        assert [each.reason for each in refusals.read(source + text, "ops/new.cpp")] == ["x has … dimensions"]
+        assert [each.reason for each in read_refusals.read(source + text, "ops/new.cpp")] == ["x has … dimensions"]
         with pytest.raises(ValueError, match="is not 'repository: path"):
-            list(refusals.read('DOCUMENTED("the manual");\n' + text, "ops/new.cpp"))
+            list(read_refusals.read('DOCUMENTED("the manual");\n' + text, "ops/new.cpp"))
 
     def test_a_source_holds_up_to_the_end_of_its_block(self) -> None:
         text = """
@@ -87,14 +87,14 @@ int first(bool holds) {
 DOCUMENTED("runtime@9.0.0: docs (of waits); ops-math: math");
 void second() { throw DeviceError(kCode, "it " "failed: " + why()); }
 """
-        found = [(each.kind, each.source, each.reason) for each in refusals.read(text, "runtime/new.cpp")]
+        found = [(each.kind, each.source, each.reason) for each in read_refusals.read(text, "runtime/new.cpp")]
         assert found == [
             ("undefined", "it may be anything", '… of … "}"'),
             ("documented", "ops-nn: norm", "one"),
             ("ours", "not emulated", "… is not emulated"),
             ("documented", "runtime@9.0.0: docs (of waits); ops-math: math", "it failed: …"),
         ]
-        waits, page = refusals.references(found[-1][1])
+        waits, page = read_refusals.references(found[-1][1])
         assert waits.url == "https://gitcode.com/cann/runtime/tree/9.0.0/docs"
         assert (waits.remark, page.remark) == ("of waits", None)
         assert page.url == "https://gitcode.com/cann/ops-math/tree/master/math"
@@ -108,5 +108,5 @@ void second() { throw DeviceError(kCode, "it " "failed: " + why()); }
         environ = {**os.environ, "PYTHONPATH": str(DOCS / "extensions"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         subprocess.run([*command, tmp_path, tmp_path / "built"], env=environ, check=True, timeout=300)
         page = re.sub(r"\s+", " ", (tmp_path / "built" / "index.pseudoxml").read_text(encoding="utf-8"))
-        absent = [each for each in refusals.refusals() if re.sub(r"\s+", " ", each.reason) not in page]
+        absent = [each for each in read_refusals.refusals() if re.sub(r"\s+", " ", each.reason) not in page]
         assert not absent

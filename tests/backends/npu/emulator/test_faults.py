@@ -63,7 +63,7 @@ class TestKernels:
     def test_one_that_fails_while_it_runs(self, x, code):
         with control.faults.execution("Adds", code=code) as fault:
             y = x + 1
-            with pytest.raises(RuntimeError, match=f"{code}[\\s\\S]*Adds: a fault was asked for"):
+            with pytest.raises(RuntimeError, match=f"{code}[\\s\\S]*Adds: fault injected by emulator.faults"):
                 torch.npu.synchronize()
         assert fault.struck == 1
         assert y.shape == (4,)

@@ -177,7 +177,7 @@ def test_an_update_behind_its_replay_stands_still_and_is_named():
     """On one stream, the replay waits for work queued behind it. Hardware would hang."""
     updated = Update()
     torch.npu.synchronize()
-    held = r"507046[\s\S]*stands still[\s\S]*Graph\d+, which waits[\s\S]*Behind it are TaskUpdate, ValueWrite"
+    held = r"507046[\s\S]*is stalled[\s\S]*Graph\d+, waits[\s\S]*after it: TaskUpdate, ValueWrite"
     with torch.npu.stream(updated.stream):
         updated.graph.replay()
         updated.update(2.0)

@@ -1,4 +1,4 @@
-// As much of ATB's C++ interface as torch_npu uses, declared so that memory and virtual tables lie as it expects.
+// The part of ATB's C++ interface that torch_npu uses, with the memory and virtual table layouts that it expects.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ struct Tensor {
     uint64_t bytes = 0;
 };
 
-// A vector of up to 64 elements in place, or of more on the heap. Callers fill it; here it is only read.
+// Stores up to 64 elements inline and more on the heap. Callers fill it; the emulator only reads it.
 template <class T>
 struct SVector {
     const T& operator[](size_t index) const { return heap ? heap[index] : storage[index]; }
@@ -43,7 +43,7 @@ struct VariantPack {
     SVector<Tensor> inputs, outputs;
 };
 
-// The order of the virtual functions is the interface.
+// The order of the virtual functions is part of the ABI.
 class Context {
   public:
     virtual ~Context() = default;

@@ -37,7 +37,7 @@ aclTensor handle_of(const Tensor& tensor) {
         handle.strides[d] = handle.strides[d + 1] * handle.shape[d + 1];
     handle.storage_shape = handle.shape;
     handle.dtype = tensor.desc.dtype;
-    // Caches in FRACTAL_NZ have the tiles' width as their last dimension: their memory is that of ND.
+    // The last dimension of a cache in FRACTAL_NZ is the width of a tile, so its memory layout is that of ND.
     handle.format = ACL_FORMAT_ND;
     handle.storage = tensor.device_data;
     return handle;
@@ -45,14 +45,15 @@ aclTensor handle_of(const Tensor& tensor) {
 
 Status EmulatedOperation::InferShape(const SVector<TensorDesc>&, SVector<TensorDesc>&) const {
     OURS("not emulated");
-    throw std::runtime_error("the emulated CANN has no InferShape for ATB's " + name_);
+    throw std::runtime_error("ATB's " + name_ + ": InferShape is not emulated");
 }
 
 emulator::Launch EmulatedOperation::bound(const VariantPack& pack) const {
     try {
         if (pack.inputs.size != inputs_ || pack.outputs.size != outputs_)
-            throw emulator::Refused(std::to_string(inputs_) + " inputs and " + std::to_string(outputs_) +
-                                    " outputs are needed");
+            throw emulator::Refused("the numbers of inputs and outputs must be " + std::to_string(inputs_) + " and " +
+                                    std::to_string(outputs_) + ", not " + std::to_string(pack.inputs.size) + " and " +
+                                    std::to_string(pack.outputs.size));
         auto launch = bind(pack);
         launch.kernel = name_;
         launch.run = [run = std::move(launch.run)] {
@@ -61,8 +62,9 @@ emulator::Launch EmulatedOperation::bound(const VariantPack& pack) const {
         };
         return launch;
     } catch (const std::exception& error) {
-        std::string reason = "ATB's " + name_ + ": " + error.what();
-        emulator::fail(kInvalidParameter, reason);  // for those who ask CANN
+        auto* refused = dynamic_cast<const emulator::Refused*>(&error);
+        std::string reason = "ATB's " + name_ + ": " + (refused ? emulator::describe_refusal(*refused) : error.what());
+        emulator::fail(kInvalidParameter, reason);  // for aclGetRecentErrMsg
         throw std::runtime_error(reason);
     }
 }

@@ -1,4 +1,4 @@
-// What every emulated ATB operation is: a check of its tensors, and a launch.
+// The base class of emulated ATB operations. It checks the tensors of a call and launches the kernel.
 #pragma once
 
 #include "atb.h"
@@ -6,11 +6,11 @@
 
 namespace atb {
 
-// A tensor of the pack, as an aclnn handle over the same device memory.
+// Returns an aclnn handle over the device memory of a tensor in a VariantPack.
 aclTensor handle_of(const Tensor& tensor);
 
-// ATB reports errors by codes that torch_npu partly ignores and never explains, so errors are thrown here: they reach
-// Python with their words.
+// Errors are thrown, because torch_npu ignores some of ATB's status codes and explains none. An exception reaches
+// Python with its message.
 class EmulatedOperation : public Operation {
   public:
     EmulatedOperation(std::string name, uint32_t inputs, uint32_t outputs, uint64_t workspace)
@@ -23,7 +23,7 @@ class EmulatedOperation : public Operation {
     Status Execute(const VariantPack& pack, uint8_t* workspace, uint64_t workspace_bytes, Context* context) override;
 
   protected:
-    // The launch of one call, which has copied what it needs from the host. Throws Refused.
+    // Returns the launch of one call, with copies of the host data that it reads. Throws Refused.
     virtual emulator::Launch bind(const VariantPack& pack) const = 0;
 
   private:

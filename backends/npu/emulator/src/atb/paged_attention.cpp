@@ -15,13 +15,13 @@ struct PagedAttentionParam {
     float scale;
     int32_t kv_heads;
     int mask;                  // 0: none
-    bool batch_run_status;     // sequences left out
-    int quantised;             // 0: not
-    aclDataType output_dtype;  // of quantised input
-    bool quantisation_offset;
-    int compress, calculation, scaling;  // 0: the plain ones
+    bool batch_run_status;     // skips sequences by their batch status
+    int quantized;             // 0: not quantized
+    aclDataType output_dtype;  // with quantized input
+    bool quantization_offset;
+    int compress, calculation, scaling;  // 0: default
     int layout;                          // 0: BSND
-    uint32_t latent_value_dim;           // 0: key and value apart
+    uint32_t latent_value_dim;           // 0: separate key and value
     uint8_t reserved[68];
 };
 }  // namespace infer
@@ -30,18 +30,18 @@ namespace {
 
 using namespace emulator;
 
-// Source of every limit here: ascend-transformer-boost, master of July 2026, src/ops/ops_infer/paged_attention/
+// Every limit here is from ascend-transformer-boost, master of July 2026: src/ops/ops_infer/paged_attention/
 // paged_attention_operation.cpp (KVCacheDimCheck910B, KVCacheDimCheck310P) and src/kernels/mixkernels/pagedattention/
 // (paged_attention_operation.cpp, tiling/paged_attention_tiling.cpp).
-constexpr int64_t kWidest = 576, kWide = 256, kProduct = 128 * 128;
+constexpr int64_t kMaxDim = 576, kLargeDim = 256, kMaxDimTimesBlock = 128 * 128;
 
-// [blocks, block_size, N, D], or in fractals [blocks, N * D / C0, block_size, C0].
+// In ND [blocks, block_size, N, D]; in FRACTAL_NZ [blocks, N * D / C0, block_size, C0].
 struct Caches {
     bool fractal;
     int64_t kv_heads;
     int64_t block_size(const In& cache) const { return cache.size(fractal ? 2 : 1); }
     int64_t dim(const In& cache) const { return (fractal ? cache.size(1) : cache.size(2)) * cache.size(3) / kv_heads; }
-    // As gather_blocks takes them: [blocks, block_size, N * D], or [blocks, N, D / C0, block_size, C0].
+    // Returns the layout that gather_blocks takes: [blocks, block_size, N * D], or [blocks, N, D / C0, block_size, C0].
     at::Tensor in_blocks(const at::Tensor& cache) const {
         return fractal ? cache.unflatten(1, {kv_heads, cache.size(1) / kv_heads}) : cache.flatten(2);
     }
@@ -70,7 +70,7 @@ class PagedAttention : public EmulatedOperation {
         output.describe(launch.operands);
         for (auto length : lengths)
             launch.flops += attention_flops(heads_, 1, length, query.size(2), caches.dim(value));
-        // Everything by value: the operation may be gone when a captured launch is replayed.
+        // Captures by value, because a replay may run after the operation was destroyed.
         launch.run = [query, key, value, table, output, caches, block, lengths, scale = scale_] {
             auto keys = caches.in_blocks(key.raw()), values = caches.in_blocks(value.raw());
             for (size_t b = 0; b < lengths.size(); ++b) {
@@ -93,19 +93,31 @@ class PagedAttention : public EmulatedOperation {
     void check(const In& query, const In& key, const In& value, const In& table, const In& output,
                const Caches& caches) const {
         auto dtype = query.dtype();
-        if (dtype != at::kHalf && dtype != at::kBFloat16) throw Refused("query must be float16 or bfloat16");
+        if (dtype != at::kHalf && dtype != at::kBFloat16)
+            throw Refused(std::string("query must be float16 or bfloat16, not ") + c10::toString(dtype));
         if (key.dtype() != dtype || value.dtype() != dtype || output.dtype() != dtype)
-            throw Refused("query, caches and output must have one dtype");
-        if (query.dim() != 3 || query.size(1) != heads_) throw Refused("query must be [batch, num_heads, D]");
-        if (kv_heads_ < 1 || heads_ % kv_heads_) throw Refused("num_heads must be a multiple of num_kv_heads");
-        if (key.dim() != 4 || value.dim() != 4) throw Refused("the caches must have 4 dimensions");
+            throw Refused("query, key_cache, value_cache and out must have the same dtype, but are " +
+                          c10::str(dtype, ", ", key.dtype(), ", ", value.dtype(), " and ", output.dtype()));
+        if (query.dim() != 3 || query.size(1) != heads_)
+            throw Refused("query must have shape [batch, num_heads, D] with num_heads " + std::to_string(heads_) +
+                          ", not " + c10::str(query.sizes()));
+        if (kv_heads_ < 1 || heads_ % kv_heads_)
+            throw Refused("num_heads, " + std::to_string(heads_) + ", must be a multiple of num_kv_heads, " +
+                          std::to_string(kv_heads_));
+        if (key.dim() != 4 || value.dim() != 4)
+            throw Refused("key_cache and value_cache must have 4 dimensions, not " + std::to_string(key.dim()) +
+                          " and " + std::to_string(value.dim()));
         int64_t dim = query.size(2), value_dim = caches.dim(value), block = caches.block_size(key);
         if (caches.dim(key) != dim || (!caches.fractal && key.size(2) != kv_heads_))
-            throw Refused("the key cache must be [blocks, block_size, num_kv_heads, D]");
+            throw Refused("key_cache must have shape [blocks, block_size, num_kv_heads, D], not " +
+                          c10::str(key.sizes()));
         if (caches.block_size(value) != block || value.size(0) != key.size(0))
-            throw Refused("both caches must have the same blocks");
+            throw Refused(
+                "key_cache and value_cache must have the same number of blocks and block_size, but have shapes " +
+                c10::str(key.sizes(), " and ", value.sizes()));
         if (!caches.fractal && value.size(2) != kv_heads_)
-            throw Refused("the value cache must be [blocks, block_size, num_kv_heads, D of the values]");
+            throw Refused("value_cache must have shape [blocks, block_size, num_kv_heads, D of the values], not " +
+                          c10::str(value.sizes()));
         if (block < 1 || block % 16)
             throw Refused("block_size must be a multiple of 16, but is " + std::to_string(block));
         if (caches.fractal)
@@ -113,40 +125,40 @@ class PagedAttention : public EmulatedOperation {
         else
             check_widths(dim, value_dim, block);
         if (table.dtype() != at::kInt || table.dim() != 2 || table.size(0) != query.size(0))
-            throw Refused("block_table must be int32 and [batch, blocks]");
+            throw Refused("block_table must be int32 of shape [batch, blocks], not " +
+                          c10::str(table.dtype(), " of shape ", table.sizes()));
         if (output.sizes() != at::IntArrayRef({query.size(0), heads_, value_dim}))
-            throw Refused("out must be [batch, num_heads, D of the values]");
+            throw Refused("out must have shape [batch, num_heads, D of the values], not " + c10::str(output.sizes()));
     }
 
-    // Of caches in ND, as A2 and A3 take them.
+    // Limits of caches in ND, on Atlas A2 and A3.
     static void check_widths(int64_t dim, int64_t value_dim, int64_t block) {
-        std::string found =
-            ": D is " + std::to_string(dim) + ", of the values " + std::to_string(value_dim) + ", block_size " +
-            std::to_string(block);
+        std::string found = ", but D of the keys is " + std::to_string(dim) + ", D of the values " +
+                            std::to_string(value_dim) + ", block_size " + std::to_string(block);
         int64_t widest = std::max(dim, value_dim);
-        if (widest > kWidest) throw Refused("the head dimensions must be at most 576" + found);
-        if (widest > kWide) {
+        if (widest > kMaxDim) throw Refused("the head dimensions must be at most 576" + found);
+        if (widest > kLargeDim) {
             if (block > 128) throw Refused("block_size must be at most 128 with a head dimension above 256" + found);
-        } else if (dim == kWide && value_dim == kWide && block >= 128) {
+        } else if (dim == kLargeDim && value_dim == kLargeDim && block >= 128) {
             if (block % 128) throw Refused("block_size must be a multiple of 128 with head dimensions of 256" + found);
-        } else if (dim == value_dim && dim * block > kProduct) {
+        } else if (dim == value_dim && dim * block > kMaxDimTimesBlock) {
             throw Refused("D * block_size must be at most 16384" + found);
         }
     }
 
-    // Of caches in FRACTAL_NZ, as the Atlas inference products (310P) take them, and they alone.
+    // Limits of caches in FRACTAL_NZ, which only the Atlas inference products (310P) take.
     static void check_fractals(int64_t dim, int64_t value_dim, int64_t block) {
-        if (dim != value_dim || dim % 16 || dim > kWide || dim * block > kProduct)
+        if (dim != value_dim || dim % 16 || dim > kLargeDim || dim * block > kMaxDimTimesBlock)
             throw Refused(
-                "in FRACTAL_NZ, D must be that of the values too, a multiple of 16, at most 256, and D * block_size at "
-                "most 16384, but D is " +
-                std::to_string(dim) + ", of the values " + std::to_string(value_dim) + ", block_size " +
+                "in FRACTAL_NZ, D must be the same for keys and values, a multiple of 16 and at most 256, and D * "
+                "block_size at most 16384, but D of the keys is " +
+                std::to_string(dim) + ", D of the values " + std::to_string(value_dim) + ", block_size " +
                 std::to_string(block));
     }
 
-    // They are read on the host, now: the launch keeps a copy.
+    // Reads the lengths on the host at the call. The launch keeps a copy.
     static std::vector<int64_t> lengths_of(const Tensor& tensor, int64_t batch, int64_t most) {
-        if (!tensor.host_data) throw Refused("context_lens must be a tensor on the host");
+        if (!tensor.host_data) throw Refused("context_lens must be a CPU tensor");
         if (tensor.desc.dtype != ACL_INT32 || Utils::GetTensorNumel(tensor) != static_cast<uint64_t>(batch))
             throw Refused("context_lens must be int32, with one length for each of the " + std::to_string(batch) +
                           " sequences");
@@ -154,7 +166,8 @@ class PagedAttention : public EmulatedOperation {
         for (int64_t b = 0; b < batch; ++b)
             if (first[b] < 0 || first[b] > most)
                 throw Refused("context_lens[" + std::to_string(b) + "] is " + std::to_string(first[b]) +
-                              ", but block_table holds " + std::to_string(most));
+                              ", but must be between 0 and " + std::to_string(most) +
+                              ", the tokens that block_table has room for");
         return {first, first + batch};
     }
 
@@ -167,11 +180,11 @@ class PagedAttention : public EmulatedOperation {
 template <>
 Status CreateOperation<infer::PagedAttentionParam>(const infer::PagedAttentionParam& parameters,
                                                    Operation** operation) {
-    if (parameters.mask || parameters.batch_run_status || parameters.quantised || parameters.compress ||
+    if (parameters.mask || parameters.batch_run_status || parameters.quantized || parameters.compress ||
         parameters.calculation || parameters.scaling || parameters.layout || parameters.latent_value_dim)
         throw NotEmulated(
-            "ATB's PagedAttentionOperation is emulated in its plain form only: no mask, quantisation, "
-            "compression, speculative decoding or latent attention");
+            "ATB's PagedAttentionOperation with a mask, quantization, compression, speculative decoding or latent "
+            "attention is not emulated");
     *operation = new PagedAttention(parameters);
     return 0;
 }

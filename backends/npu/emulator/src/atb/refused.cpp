@@ -1,4 +1,4 @@
-// The ATB operations that torch_npu links and the emulator has not.
+// ATB operations that torch_npu links and that are not emulated.
 #include <stdexcept>
 
 #include "atb.h"
@@ -17,12 +17,12 @@ struct RopeParam;
 struct SelfAttentionParam;
 }  // namespace infer
 
-#define REFUSED(name)                                                                                               \
-    template <>                                                                                                     \
-    Status CreateOperation<infer::name##Param>(const infer::name##Param&, Operation**) {                            \
-        throw std::runtime_error("ATB's " #name                                                                     \
-                                 "Operation is not emulated: of ATB only paged attention and "                      \
-                                 "reshape-and-cache are (atb::_npu_paged_attention, atb::_npu_reshape_and_cache)"); \
+#define REFUSED(name)                                                                                                 \
+    template <>                                                                                                       \
+    Status CreateOperation<infer::name##Param>(const infer::name##Param&, Operation**) {                              \
+        throw std::runtime_error("ATB's " #name                                                                       \
+                                 "Operation is not emulated. The emulated operations of ATB are paged attention and " \
+                                 "reshape-and-cache (atb::_npu_paged_attention, atb::_npu_reshape_and_cache)");       \
     }
 
 REFUSED(Elewise)

@@ -6,7 +6,8 @@ namespace emulator {
 
 namespace {
 
-// Lengths that mean "no limit" are near the largest integer: they must not overflow when added to a position.
+// Clamps a window size. Callers pass nearly the largest integer for "no limit", which would overflow when added to a
+// position.
 int64_t bounded(int64_t tokens) {
     constexpr int64_t most = int64_t{1} << 40;
     return std::min(std::max(tokens, -most), most);
@@ -33,14 +34,14 @@ at::Tensor either(const at::Tensor& first, const at::Tensor& second) {
     return at::logical_or(first, second);
 }
 
-UNDEFINED("the documents demand this mask, and a kernel may take any");
+UNDEFINED("the documents require this mask, but a kernel does not check it");
 void check_causal_template(const at::Tensor& mask) {
     auto square = mask.view({kCausalTemplate, kCausalTemplate});
     auto at = [&](int64_t row, int64_t column) { return square[row][column].item<bool>(); };
     int64_t last = kCausalTemplate - 1;
     if (at(0, 0) || !at(0, 1) || at(last, 0) || !at(0, last) || at(last, last) || !at(last - 1, last))
         throw std::runtime_error(
-            "the mask of sparse modes 2, 3 and 4 must be True above the diagonal and False elsewhere");
+            "atten_mask of sparse_mode 2, 3 and 4 must be True above the diagonal and False elsewhere");
 }
 
 AttentionResult attend(const AttentionInputs& inputs) {
@@ -51,7 +52,7 @@ AttentionResult attend(const AttentionInputs& inputs) {
         return {at::zeros({heads, queries, value_dim}, options), at::zeros({heads, queries}, options),
                 at::zeros({heads, queries}, options)};
 
-    // The queries of a group of heads share their keys: one batched product per key head.
+    // The query heads of a group share a key head, so each key head needs one batched product.
     auto query = inputs.query.to(at::kFloat).reshape({kv_heads, group * queries, -1});
     auto key = inputs.key.to(at::kFloat), value = inputs.value.to(at::kFloat);
     auto scores = at::bmm(query, key.transpose(1, 2)).view({heads, queries, keys});

@@ -9,7 +9,7 @@ namespace emulator {
 
 namespace {
 
-// [kv_heads, length, D]
+// Returns the keys or values of one sequence: [kv_heads, length, D].
 at::Tensor rows_of(const Ins& tensors, const InferAttention& request, const AttentionPlan& plan, int64_t sequence) {
     auto span = plan.keys[sequence];
     if (plan.paged)
@@ -44,7 +44,7 @@ void run(const InferAttention& request, const Out& output, const Out& lse) {
         auto span = plan.queries[b];
         auto all_rows = packed ? outputs.narrow(1, span.start, span.length) : outputs[b];
         auto all_lses = !lses.defined() ? lses : packed ? lses.narrow(1, span.start, span.length) : lses[b];
-        // Rows beyond a sequence's length come out as those that see no key.
+        // Rows beyond a sequence's length get the result of a query that attends to no key.
         if (!packed && span.length < plan.query_rows) {
             all_rows.zero_();
             if (all_lses.defined()) all_lses.fill_(std::numeric_limits<float>::infinity());

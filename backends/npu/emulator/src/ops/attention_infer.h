@@ -10,18 +10,17 @@ namespace emulator {
 
 struct InferAttention {
     In query;
-    Ins key, value;  // one tensor, or one for each sequence of a batch
+    Ins key, value;  // one tensor, or one for each sequence
     In bias, mask;
     Ints query_lengths, key_lengths;
     In block_table, sink;
-    int64_t heads, kv_heads;  // kv_heads 0: as many as heads
+    int64_t heads, kv_heads;  // kv_heads 0 means heads
     double scale;
     int64_t before, after;
     std::string layout;
     int64_t sparse_mode, block_size, inner_precise;
     bool want_lse;
-    std::vector<std::pair<const char*, bool>>
-        unsupported;  // arguments that are not emulated, and whether they were given
+    std::vector<std::pair<const char*, bool>> unsupported;  // unsupported arguments, and whether the caller passed them
 };
 
 void check(const InferAttention& request);  // throws Refused

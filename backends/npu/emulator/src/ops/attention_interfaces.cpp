@@ -1,4 +1,4 @@
-// The inference attentions as aclnn names them: each says how its arguments make an InferAttention.
+// The aclnn functions of inference attention. Each converts its arguments to an InferAttention.
 #include "attention_infer.h"
 
 namespace {
@@ -41,10 +41,10 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
                            .inner_precise = inner_precise,
                            .want_lse = want_lse};
     request.unsupported = {
-        {"a quantised attention (dequant_scale1, quant_scale1, dequant_scale2, dequant_scale_query)",
+        {"a quantized attention (dequant_scale1, quant_scale1, dequant_scale2, dequant_scale_query)",
          dequant_scale1 || quant_scale1 || dequant_scale2 || dequant_scale_query},
-        {"a quantised output (quant_scale2, quant_offset2)", quant_scale2 || quant_offset2},
-        {"a quantised cache (antiquant_scale, key_antiquant_scale, value_antiquant_scale)",
+        {"a quantized output (quant_scale2, quant_offset2)", quant_scale2 || quant_offset2},
+        {"a quantized cache (antiquant_scale, key_antiquant_scale, value_antiquant_scale)",
          antiquant_scale || antiquant_offset || key_antiquant_scale || key_antiquant_offset || value_antiquant_scale ||
              value_antiquant_offset || key_rope_antiquant_scale},
         {"left padding (query_padding_size, kv_padding_size)", query_padding || key_padding},
@@ -100,7 +100,7 @@ DOCUMENTED(
     "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
     "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
     "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
-// The body, the check and the count of an interface, from how it reads its arguments.
+// The body, check and operation count of a function, from the conversion of its arguments.
 template <auto read>
 struct Kernel;
 template <class... Arguments, Call (*read)(Arguments...)>
@@ -113,9 +113,11 @@ struct Kernel<read> {
         Call call = read(arguments...);
         emulator::check(call.request);
         if (!call.output.raw().is_contiguous() || call.output.dtype() != call.request.query.dtype())
-            throw Refused("the output must be contiguous and of the query's dtype");
+            throw Refused("attention_out must be contiguous and have the query's dtype, " +
+                          c10::str(call.request.query.dtype(), ", not ", call.output.dtype()));
         if (call.request.want_lse && (call.lse.dtype() != at::kFloat || call.lse.dim() < 3))
-            throw Refused("softmax_lse must be float32 and [B, N, Q_S, 1] or, in a TND layout, [T, N, 1]");
+            throw Refused("softmax_lse must be float32 of shape [B, N, Q_S, 1], or [T, N, 1] in a TND layout, not " +
+                          c10::str(call.lse.dtype(), " of shape ", call.lse.sizes()));
     }
     static double flops(Arguments... arguments) { return emulator::flops(read(arguments...).request); }
 };
@@ -125,7 +127,7 @@ constexpr auto& FusedInferAttentionScoreV4 = Kernel<fused_v4>::run;
 constexpr auto& IncreFlashAttentionV4 = Kernel<incremental>::run;
 constexpr auto& PromptFlashAttentionV3 = Kernel<prompt>::run;
 
-// Not zero, so that callers must get their handling of a workspace right.
+// Not zero, to exercise the caller's workspace handling.
 constexpr uint64_t kWorkspace = 1024;
 
 }  // namespace
@@ -138,7 +140,7 @@ ACLNN(IncreFlashAttentionV4, .check = Kernel<incremental>::check, .flops = Kerne
       .workspace = kWorkspace)
 ACLNN(PromptFlashAttentionV3, .check = Kernel<prompt>::check, .flops = Kernel<prompt>::flops, .workspace = kWorkspace)
 
-// The workspace that suffices whatever the lengths: here the same one.
+// The workspace that suffices for all lengths. In the emulator it is the same one.
 #define MAX_WORKSPACE(name)                                                                                   \
     [[gnu::used, gnu::noinline, gnu::noclone]] static void export_max_##name() {                              \
         asm volatile(".globl aclnn" #name                                                                     \

@@ -23,7 +23,8 @@ DOCUMENTED(
     "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 AttentionLayout::AttentionLayout(const std::string& name) {
     if (std::find(kLayouts.begin(), kLayouts.end(), name) == kLayouts.end())
-        throw Refused("input layout '" + name + "' is not one of BSH, BSND, BNSD, TND, NTD or their combinations");
+        throw Refused("input_layout must be BSH, BSND, BNSD, TND, NTD or one of their combinations, not '" + name +
+                      "'");
     auto underscore = name.find('_');
     input = name.substr(0, underscore);
     output = underscore == std::string::npos ? input : name.substr(underscore + 1);
@@ -42,8 +43,8 @@ at::Tensor by_heads(const at::Tensor& tensor, const std::string& layout, int64_t
 std::vector<Span> dense_spans(const Ints& lengths, int64_t batch, int64_t rows, const char* what) {
     if (!lengths || lengths.size() == 0) return std::vector<Span>(batch, Span{0, rows});
     if (lengths.size() != 1 && static_cast<int64_t>(lengths.size()) < batch)
-        throw Refused(std::to_string(lengths.size()) + " " + what + " are given for a batch of " +
-                      std::to_string(batch) + ": give one, or one for each sequence");
+        throw Refused(std::string(what) + " must have 1 entry or one for each of the " + std::to_string(batch) +
+                      " sequences, but has " + std::to_string(lengths.size()));
     std::vector<Span> spans;
     for (int64_t b = 0; b < batch; ++b) {
         int64_t length = lengths[lengths.size() == 1 ? 0 : b];
@@ -56,21 +57,22 @@ std::vector<Span> dense_spans(const Ints& lengths, int64_t batch, int64_t rows, 
 }
 
 std::vector<Span> packed_spans(const Ints& ends, int64_t rows, const char* what) {
-    if (!ends || ends.size() == 0) throw Refused(std::string("a TND layout needs ") + what);
+    if (!ends || ends.size() == 0) throw Refused(std::string("a TND layout requires ") + what);
     if (ends.size() > 4096)
-        throw Refused(std::to_string(ends.size()) + " " + what + " are given: a TND layout takes at most 4096");
+        throw Refused(std::string(what) + " of a TND layout must have at most 4096 entries, but has " +
+                      std::to_string(ends.size()));
     std::vector<Span> spans;
     int64_t start = 0;
     for (auto end : ends.values) {
         if (end < start)
-            throw Refused(std::string(what) + " of a TND layout are cumulative, but " + std::to_string(end) +
-                          " comes after " + std::to_string(start));
+            throw Refused(std::string(what) + " of a TND layout must be cumulative, but " + std::to_string(end) +
+                          " follows " + std::to_string(start));
         spans.push_back({start, end - start});
         start = end;
     }
     if (start != rows)
         throw Refused(std::string(what) + " of a TND layout must end with T = " + std::to_string(rows) +
-                      ", but end with " + std::to_string(start));
+                      ", but ends with " + std::to_string(start));
     return spans;
 }
 
@@ -85,13 +87,13 @@ PagedCache paged_cache(const In& cache, int64_t kv_heads) {
         paged.block_size = shape[3], paged.dim = shape[2] * shape[4];
         int64_t fractal = 32 / static_cast<int64_t>(c10::elementSize(cache.dtype()));
         if (shape[4] != fractal)
-            throw Refused("a paged cache in fractals ends with " + std::to_string(fractal) + " elements, not " +
-                          std::to_string(shape[4]));
+            throw Refused("the last dimension of a paged cache in FRACTAL_NZ must be " + std::to_string(fractal) +
+                          ", but is " + std::to_string(shape[4]));
     } else {
         throw Refused(
-            "a paged cache has shape [blocks, block_size, H], [blocks, N, block_size, D] or [blocks, N, D/C0, "
+            "a paged cache must have shape [blocks, block_size, H], [blocks, N, block_size, D] or [blocks, N, D/C0, "
             "block_size, C0] with N = " +
-            std::to_string(kv_heads) + ", but is " + text(shape));
+            std::to_string(kv_heads) + ", not " + text(shape));
     }
     return paged;
 }
@@ -100,12 +102,11 @@ at::Tensor gather_blocks(const at::Tensor& cache, const at::Tensor& block_row, i
                          int64_t length) {
     auto blocks = block_row.narrow(0, 0, (length + block_size - 1) / block_size).to(at::kLong);
     auto [least, most] = at::aminmax(blocks);
-    UNDEFINED("a kernel would read other memory");
+    UNDEFINED("a kernel would read outside the cache");
     if (least.item<int64_t>() < 0 || most.item<int64_t>() >= cache.size(0))
         throw std::runtime_error(
-            "a block table names block " +
-            std::to_string(least.item<int64_t>() < 0 ? least.item<int64_t>() : most.item<int64_t>()) +
-            ", but the cache has " + std::to_string(cache.size(0)) + " blocks");
+            "the block numbers in block_table must be between 0 and " + std::to_string(cache.size(0) - 1) +
+            ", but one is " + std::to_string(least.item<int64_t>() < 0 ? least.item<int64_t>() : most.item<int64_t>()));
     auto gathered = cache.index_select(0, blocks);
     if (cache.dim() == 3) {
         gathered = gathered.view({-1, kv_heads, cache.size(2) / kv_heads}).transpose(0, 1);

@@ -1,4 +1,4 @@
-// What the arguments of one inference attention mean: its sequences, and which keys each query sees.
+// The validated arguments of one inference attention call: its sequences and its masks.
 #pragma once
 
 #include "attention_infer.h"
@@ -6,15 +6,15 @@
 namespace emulator {
 
 struct AttentionPlan {
-    explicit AttentionPlan(const InferAttention& request);  // throws Refused where the hardware would
+    explicit AttentionPlan(const InferAttention& request);  // throws Refused for what the hardware would refuse
     AttentionLayout layout;
     int64_t heads, kv_heads, batch, query_rows;
-    int64_t key_rows;  // that a mask must cover
+    int64_t key_rows;  // rows of keys that a mask must cover
     bool paged, decode;
     std::vector<Span> queries, keys;
 };
 
-// Which keys the queries of a sequence must not see; undefined if they see all.
+// Returns the mask of keys that the queries of a sequence must not attend to, or an undefined tensor if there are none.
 at::Tensor hidden_keys(const InferAttention& request, const AttentionPlan& plan, int64_t sequence);
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// The forward pass of training's flash attention, which scaled_dot_product_attention reaches.
+// The forward pass of flash attention for training, which scaled_dot_product_attention calls.
 #include "attention_core.h"
 #include "attention_layout.h"
 
@@ -33,34 +33,43 @@ DOCUMENTED(
 void check(const ScoreAttention& call) {
     if (call.layout != "BSH" && call.layout != "SBH" && call.layout != "BNSD" && call.layout != "BSND" &&
         call.layout != "TND")
-        throw Refused("input layout '" + call.layout + "' is not one of BSH, SBH, BNSD, BSND and TND");
+        throw Refused("input_layout must be BSH, SBH, BNSD, BSND or TND, not '" + call.layout + "'");
     auto dtype = call.query.dtype();
     if ((dtype != at::kHalf && dtype != at::kBFloat16 && dtype != at::kFloat) || call.key.dtype() != dtype ||
         call.value.dtype() != dtype)
-        throw Refused("query, key and value must all be float16, bfloat16 or float32");
+        throw Refused("query, key and value must have the same dtype, one of float16, bfloat16 and float32, but are " +
+                      c10::str(dtype, ", ", call.key.dtype(), " and ", call.value.dtype()));
     if (call.packed() != bool(call.query_ends.size()))
-        throw Refused("lengths go with the layout TND, and it with them");
+        throw Refused(
+            "the layout TND requires actual_seq_qlen, and actual_seq_qlen requires TND, but input_layout is " +
+            call.layout);
     if (call.drop_mask || call.keep != 1) throw NotEmulated("dropout is not emulated");
     if (call.bias_type != 0 && call.bias_type != 1)
-        throw NotEmulated("pse_type " + std::to_string(call.bias_type) + " is not emulated: 0 and 1 are");
-    if (call.padding_mask) throw NotEmulated("a padding mask is not emulated");
-    if (call.prefix.size()) throw NotEmulated("prefixes (sparse modes 5 and 6) are not emulated");
-    if (call.heads <= 0) throw Refused("head_num must be positive");
+        throw NotEmulated("pse_type " + std::to_string(call.bias_type) + " is not emulated; 0 and 1 are");
+    if (call.padding_mask) throw NotEmulated("padding_mask is not emulated");
+    if (call.prefix.size()) throw NotEmulated("prefix (sparse_mode 5 and 6) is not emulated");
+    if (call.heads <= 0) throw Refused("head_num must be positive, but is " + std::to_string(call.heads));
     if (call.sparse_mode < 0 || call.sparse_mode > 4)
-        throw NotEmulated("sparse_mode " + std::to_string(call.sparse_mode) + " is not emulated: 0 to 4 are");
+        throw NotEmulated("sparse_mode " + std::to_string(call.sparse_mode) + " is not emulated; 0 to 4 are");
     auto query = by_heads(call.query.raw(), call.layout, call.heads);
-    if (query.size(-3) != call.heads) throw Refused("head_num is not the query's number of heads");
-    if (query.size(-1) < 1 || query.size(-1) > 768) throw Refused("the head dimension must be between 1 and 768");
+    if (query.size(-3) != call.heads)
+        throw Refused("head_num must be that of the query, " + std::to_string(query.size(-3)) + ", but is " +
+                      std::to_string(call.heads));
+    if (query.size(-1) < 1 || query.size(-1) > 768)
+        throw Refused("the head dimension must be between 1 and 768, but is " + std::to_string(query.size(-1)));
     int64_t groups = kv_heads(call);
-    if (groups < 1 || call.heads % groups) throw Refused("the query's heads must be a multiple of the key's");
+    if (groups < 1 || call.heads % groups)
+        throw Refused("head_num, " + std::to_string(call.heads) +
+                      ", must be a multiple of the key's number of heads, " + std::to_string(groups));
     if (call.mask && call.mask.dtype() != at::kBool && call.mask.dtype() != at::kByte)
-        throw Refused("atten_mask must be bool or uint8");
+        throw Refused(std::string("atten_mask must be bool or uint8, not ") + c10::toString(call.mask.dtype()));
     if (call.mask && call.sparse_mode >= 2 &&
         (call.mask.raw().numel() != kCausalTemplate * kCausalTemplate || call.mask.size(-1) != kCausalTemplate))
-        throw Refused("sparse modes 2, 3 and 4 take a mask of 2048x2048");
+        throw Refused("atten_mask for sparse_mode 2, 3 and 4 must have shape [2048, 2048], not " +
+                      c10::str(call.mask.sizes()));
 }
 
-// Without a mask every key is seen, whatever the mode.
+// Without atten_mask, sparse_mode has no effect and each query attends to all keys.
 at::Tensor hidden_keys(const ScoreAttention& call, int64_t sequence, int64_t queries, int64_t keys) {
     if (!call.mask) return {};
     auto mask = call.mask.tensor();
@@ -103,7 +112,7 @@ void run(const ScoreAttention& call) {
         if (call.bias) inputs.bias = call.bias.tensor()[call.bias.size(0) == 1 ? 0 : b];
         auto result = attend(inputs);
         part(output, queries[b]).copy_(result.output);
-        // Each row's figure is stored eight times, a vector's width.
+        // The kernel stores the value of each row eight times, the width of a vector.
         part(max, queries[b]).copy_(result.max.unsqueeze(-1));
         part(sum, queries[b]).copy_(result.sum.unsqueeze(-1));
     }
@@ -139,16 +148,16 @@ ScoreAttention packed(In query, In key, In value, In bias, In drop_mask, In padd
             scale, keep, before, after, heads,     layout.value, sparse_mode, max,    sum,        output};
 }
 
-// Ascend950's, for both: it has room for more, none of which is emulated.
+// Ascend950's function for both layouts. Its additional arguments are not emulated.
 ScoreAttention newest(In query, In key, In value, In bias, In drop_mask, In padding_mask, In mask, In query_rope,
                       In key_rope, In query_scale, In key_scale, In value_scale, In sink, Ints prefix, Ints query_ends,
                       Ints key_ends, Ints query_start, Ints key_start, double scale, double keep, int64_t before,
                       int64_t after, int64_t heads, Text layout, int64_t inner_precise, int64_t sparse_mode,
                       int64_t output_type, int64_t bias_type, Text softmax_layout, int64_t seed, int64_t offset,
                       Out max, Out sum, Out softmax, Out output) {
-    if (query_rope || key_rope) throw NotEmulated("a rotary part apart from query and key is not emulated");
-    if (query_scale || key_scale || value_scale) throw NotEmulated("quantised query, key and value are not emulated");
-    if (sink) throw NotEmulated("a sink is not emulated");
+    if (query_rope || key_rope) throw NotEmulated("query_rope and key_rope are not emulated");
+    if (query_scale || key_scale || value_scale) throw NotEmulated("quantized query, key and value are not emulated");
+    if (sink) throw NotEmulated("sink is not emulated");
     return {query, key,    value, bias,  drop_mask,    padding_mask, mask, prefix, query_ends, key_ends, scale,
             keep,  before, after, heads, layout.value, sparse_mode,  max,  sum,    output,     bias_type};
 }

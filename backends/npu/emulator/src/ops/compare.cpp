@@ -1,4 +1,4 @@
-// Comparisons, logic and bits.
+// Comparisons, logical and bitwise operations.
 #include "numeric.h"
 
 using namespace emulator;
@@ -88,7 +88,7 @@ static void InplaceMaskedFillTensor(InOut self, In mask, In value) {
 ACLNN(
     InplaceMaskedFillTensor, .check = [](InOut self, In mask, In value) {
         check_masked(self, mask);
-        require(value.tensor().numel() == 1, "value must have one element, it has shape " + shown(value.sizes()));
+        require(value.tensor().numel() == 1, "value must have one element, but has shape " + shown(value.sizes()));
     })
 static void InplaceMaskedScatter(InOut self, In mask, In source) {
     self.set(at::masked_scatter(self, mask.tensor().to(at::kBool), source));

@@ -1,4 +1,4 @@
-// Complex numbers.
+// Operations that create complex tensors or read their parts.
 #include "numeric.h"
 
 using namespace emulator;

@@ -1,4 +1,4 @@
-// Convolutions in one, two and three dimensions.
+// Convolutions with one, two or three spatial dimensions.
 #include "numeric.h"
 
 using namespace emulator;
@@ -10,14 +10,17 @@ static void check_convolution(In input, In weight, In bias, Ints stride, Ints, I
     require_dtype(input, {at::kFloat, at::kHalf, at::kBFloat16}, "input");
     require_dtype(weight, {input.dtype()}, "weight");
     require(input.dim() == weight.dim() && input.dim() >= 3,
-            "input has shape " + shown(input.sizes()) + ", weight has " + shown(weight.sizes()));
-    require(groups > 0, "there must be at least one group");
-    require(
-        input.size(1) == (transposed ? weight.size(0) : weight.size(1) * groups),
-        "input's " + std::to_string(input.size(1)) + " channels do not suit weight's shape " + shown(weight.sizes()));
+            "input and weight must have the same number of dimensions, at least 3, but have shapes " +
+                shown(input.sizes()) + " and " + shown(weight.sizes()));
+    require(groups > 0, "groups must be positive, but is " + std::to_string(groups));
+    require(input.size(1) == (transposed ? weight.size(0) : weight.size(1) * groups),
+            "input must have as many channels as weight requires with groups " + std::to_string(groups) +
+                ", but they have shapes " + shown(input.sizes()) + " and " + shown(weight.sizes()));
     require(int64_t(stride.size()) == input.dim() - 2 && int64_t(dilation.size()) == input.dim() - 2,
-            "stride and dilation need one value for each spatial dimension");
-    if (bias) require(bias.dim() == 1, "bias must have one dimension");
+            "stride and dilation must have one value for each of the " + std::to_string(input.dim() - 2) +
+                " spatial dimensions, but have " + std::to_string(stride.size()) + " and " +
+                std::to_string(dilation.size()));
+    if (bias) require(bias.dim() == 1, "bias must have one dimension, but has shape " + shown(bias.sizes()));
 }
 static double convolution_flops(In, In weight, In, Ints, Ints, Ints, bool transposed, Ints, int64_t, Out out, int8_t) {
     double products = 2;
@@ -30,10 +33,10 @@ static void Convolution(In input, In weight, In bias, Ints stride, Ints padding,
     auto x = widen(input);
     auto pads = padding.values;
     size_t spatial = x.dim() - 2;
-    if (pads.size() == 2 * spatial) {  // another one at each end
-        std::vector<int64_t> inside_out;
-        for (size_t d = spatial; d-- > 0;) inside_out.insert(inside_out.end(), {pads[2 * d], pads[2 * d + 1]});
-        x = at::constant_pad_nd(x, inside_out);
+    if (pads.size() == 2 * spatial) {  // separate padding at each end
+        std::vector<int64_t> last_to_first;
+        for (size_t d = spatial; d-- > 0;) last_to_first.insert(last_to_first.end(), {pads[2 * d], pads[2 * d + 1]});
+        x = at::constant_pad_nd(x, last_to_first);
         pads.assign(spatial, 0);
     }
     std::optional<at::Tensor> added = bias ? std::optional<at::Tensor>(widen(bias)) : std::nullopt;

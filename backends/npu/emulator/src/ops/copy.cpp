@@ -5,7 +5,7 @@ using namespace emulator;
 
 DOCUMENTED("ops-math: math (the page of each operation); ops-math: conversion (the page of each operation)");
 
-// Copying within one buffer: as if the source had been read whole first.
+// Returns whether two tensors share memory. A copy between them reads the whole source first.
 static bool overlap(const at::Tensor& a, const at::Tensor& b) {
     auto begin = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
     auto end = [&](const at::Tensor& t) {
@@ -26,7 +26,8 @@ ACLNN(InplaceCopy, .check = check_copy)
 
 static void check_cast(In self, aclDataType dtype, Out out) {
     require_shape(out, self.sizes(), "out");
-    require(scalar_type(dtype) == out.dtype(), "out is not of the type asked for");
+    require(scalar_type(dtype) == out.dtype(),
+            "out must have the requested dtype, " + c10::str(scalar_type(dtype), ", not ", out.dtype()));
 }
 static void Cast(In self, aclDataType, Out out) { out.set(self); }
 ACLNN(Cast, .check = check_cast)
@@ -39,7 +40,9 @@ ACLNN(InplaceOne)
 static void InplaceFillScalar(InOut self, Number value) { self.set(at::scalar_tensor(value, self.dtype())); }
 ACLNN(InplaceFillScalar)
 
-static void check_fill(InOut, In value) { require(value.tensor().numel() == 1, "value must have one element"); }
+static void check_fill(InOut, In value) {
+    require(value.tensor().numel() == 1, "value must have one element, but has shape " + shown(value.sizes()));
+}
 static void InplaceFillTensor(InOut self, In value) { self.set(value.tensor().reshape({})); }
 ACLNN(InplaceFillTensor, .check = check_fill)
 

@@ -1,4 +1,4 @@
-// Dropout: which elements are kept, and keeping them.
+// Dropout masks and their application.
 #include "numeric.h"
 #include "philox.h"
 
@@ -7,10 +7,10 @@ using namespace emulator;
 DOCUMENTED("ops-math: random (the page of each operation)");
 
 static void check_probability(double p) {
-    require(p >= 0 && p <= 1, "the probability is " + std::to_string(p) + ", it must be between 0 and 1");
+    require(p >= 0 && p <= 1, "p must be between 0 and 1, but is " + std::to_string(p));
 }
 
-// A mask has one bit for each element, 1 where it is kept.
+// Draws a mask with one bit for each element: 1 keeps the element.
 static void draw_mask(const Out& mask, int64_t count, double p, const Philox& numbers) {
     mask.set(drawn<uint8_t>({mask.size(0)}, [&](int64_t byte) {
         uint8_t bits = 0;
@@ -53,6 +53,6 @@ static void DropoutV3(In self, In, double p, SEEDED, Out out, Out mask) {
 }
 ACLNN(
     DropoutV3, .check = [](In, In noise_shape, double p, int64_t, int64_t, Out, Out) {
-        if (noise_shape) throw NotEmulated("a shape of the noise is not emulated");
+        if (noise_shape) throw NotEmulated("noise_shape is not emulated");
         check_probability(p);
     })

@@ -1,4 +1,4 @@
-// Between ND and FRACTAL_NZ. In::tensor and Out::set do the work: the formats are the tensors' own.
+// Casts between ND and FRACTAL_NZ. In::tensor and Out::set convert, because each tensor knows its format.
 #include "numeric.h"
 
 using namespace emulator;
@@ -8,26 +8,27 @@ DOCUMENTED("ops-math: conversion/npu_format_cast/docs/aclnnNpuFormatCast.md");
 static void check(In self, Out out) {
     require_dtype(self, {at::kHalf, at::kBFloat16, at::kFloat, at::kChar, at::kByte, at::kInt, at::kUInt32}, "self");
     require_shape(out, self.sizes(), "out");
-    require(self.dtype() == out.dtype(), "a cast of formats does not change the type");
+    require(self.dtype() == out.dtype(),
+            "a format cast must not change the dtype, but self is " + c10::str(self.dtype(), " and out ", out.dtype()));
     bool is_private = self.format() == ACL_FORMAT_FRACTAL_NZ || self.format() == ACL_FORMAT_FRACTAL_NZ_C0_16 ||
                       self.format() == ACL_FORMAT_FRACTAL_NZ_C0_32;
-    // torch_npu's npu_format_cast_(self, source) passes self as both.
+    // torch_npu's npu_format_cast_(self, source) passes self as source and destination.
     DOCUMENTED("pytorch: torch_npu/csrc/aten/common/FormatCastKernelNpu.cpp");
     require(!is_private || self.format() != out.format(),
-            "it is in FRACTAL_NZ already: torch_npu's copy_ into a tensor in FRACTAL_NZ loses its source; load in ND and "
-            "cast after");
+            "self must not be in FRACTAL_NZ already, because torch_npu's copy_ into such a tensor drops the source; "
+            "load in ND and cast afterwards");
 }
 static void NpuFormatCast(In self, Out out) { out.set(self); }
 ACLNN(NpuFormatCast, .check = check)
 
-// The shape that the storage has in the wanted format. The caller frees it with delete[].
+// Computes the shape of the storage in the requested format. The caller frees it with delete[].
 extern "C" int aclnnNpuFormatCastCalculateSizeAndFormat(const aclTensor* self, int format, int additional_dtype,
                                                         int64_t** shape, uint64_t* dims, int* actual_format) {
     const char* name = "aclnnNpuFormatCastCalculateSizeAndFormat: ";
-    if (!self || !shape || !dims || !actual_format) return fail(161001, std::string(name) + "a null argument");
+    if (!self || !shape || !dims || !actual_format) return fail(161001, std::string(name) + "an argument is null");
     size_t count = self->shape.size();
     if (count < 2 || count > 6)
-        return fail(161002, name + std::to_string(count) + " dimensions; a cast of formats takes 2 to 6");
+        return fail(161002, std::string(name) + "self must have 2 to 6 dimensions, but has " + std::to_string(count));
     std::vector<int64_t> result = self->shape;
     if (format == ACL_FORMAT_FRACTAL_NZ) {
         auto dtype = additional_dtype == -1 ? self->dtype : static_cast<aclDataType>(additional_dtype);

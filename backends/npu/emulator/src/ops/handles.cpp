@@ -1,4 +1,4 @@
-// aclCreate*, aclDestroy* and what else a caller may do with a handle.
+// aclCreate*, aclDestroy* and the queries of handles.
 #include "handles.h"
 
 #include <c10/util/BFloat16.h>
@@ -80,11 +80,11 @@ at::Scalar load_scalar(const void* value, aclDataType dtype) {
         case ACL_COMPLEX128:
             return load<c10::complex<double>>(value);
         default:
-            throw NotEmulated("aclCreateScalar: no scalar of data type " + std::to_string(dtype) + " is emulated");
+            throw NotEmulated("aclCreateScalar: aclDataType " + std::to_string(dtype) + " is not emulated");
     }
 }
 
-// A handle, or null with the reason, as the real creators do.
+// Returns a handle. On an exception records its reason and returns null, as CANN does.
 template <class Make>
 auto create(const char* function, Make make) -> decltype(make()) {
     try {
@@ -95,8 +95,8 @@ auto create(const char* function, Make make) -> decltype(make()) {
     }
 }
 
-// Null is what an optional argument is that was left out. Callers destroy it with the others, after a refusal too,
-// whose reason must then still be there to be read.
+// Null stands for an omitted optional argument. Callers destroy it like the others, also after a refusal, so this must
+// not change the recorded reason.
 template <class Handle>
 int destroy(const Handle* handle) {
     delete handle;
@@ -108,13 +108,13 @@ int destroy(const Handle* handle) {
 at::ScalarType scalar_type(aclDataType dtype) {
     for (auto& [acl, torch] : kTypes)
         if (acl == dtype) return torch;
-    throw NotEmulated("data type " + std::to_string(dtype) + " of a tensor is not emulated");
+    throw NotEmulated("aclDataType " + std::to_string(dtype) + " of a tensor is not emulated");
 }
 
 aclDataType acl_type(at::ScalarType dtype) {
     for (auto& [acl, torch] : kTypes)
         if (torch == dtype) return acl;
-    throw Refused(std::string("CANN has no data type for ") + c10::toString(dtype));
+    throw Refused(std::string("CANN has no aclDataType for dtype ") + c10::toString(dtype));
 }
 
 }  // namespace emulator
@@ -187,11 +187,11 @@ int aclDestroyScalarList(const aclScalarList* list) {
     return destroy(list);
 }
 
-// After an operation whose output's shape depends on data, and a synchronisation, this is where its caller finds the
-// shape. The caller frees the dimensions with delete[].
+// Returns the shape. For an output whose shape depends on data, callers synchronize first. The caller frees the
+// dimensions with delete[].
 int aclGetViewShape(const aclTensor* tensor, int64_t** dims, uint64_t* dims_num) {
     if (!tensor || !dims || !dims_num)
-        return emulator::fail(emulator::kNullPointer, "aclGetViewShape: a null argument");
+        return emulator::fail(emulator::kNullPointer, "aclGetViewShape: an argument is null");
     const auto& shape = tensor->result_shape && *tensor->result_shape ? **tensor->result_shape : tensor->shape;
     *dims = new int64_t[shape.size()];
     std::copy(shape.begin(), shape.end(), *dims);
@@ -201,7 +201,7 @@ int aclGetViewShape(const aclTensor* tensor, int64_t** dims, uint64_t* dims_num)
 
 int aclGetViewStrides(const aclTensor* tensor, int64_t** strides, uint64_t* strides_num) {
     if (!tensor || !strides || !strides_num)
-        return emulator::fail(emulator::kNullPointer, "aclGetViewStrides: a null argument");
+        return emulator::fail(emulator::kNullPointer, "aclGetViewStrides: an argument is null");
     *strides = new int64_t[tensor->strides.size()];
     std::copy(tensor->strides.begin(), tensor->strides.end(), *strides);
     *strides_num = tensor->strides.size();
@@ -209,13 +209,13 @@ int aclGetViewStrides(const aclTensor* tensor, int64_t** strides, uint64_t* stri
 }
 
 int aclGetDataType(const aclTensor* tensor, aclDataType* dtype) {
-    if (!tensor || !dtype) return emulator::fail(emulator::kNullPointer, "aclGetDataType: a null argument");
+    if (!tensor || !dtype) return emulator::fail(emulator::kNullPointer, "aclGetDataType: an argument is null");
     *dtype = tensor->dtype;
     return 0;
 }
 
 int aclGetFormat(const aclTensor* tensor, aclFormat* format) {
-    if (!tensor || !format) return emulator::fail(emulator::kNullPointer, "aclGetFormat: a null argument");
+    if (!tensor || !format) return emulator::fail(emulator::kNullPointer, "aclGetFormat: an argument is null");
     *format = tensor->format;
     return 0;
 }

@@ -1,4 +1,4 @@
-// The handles that a caller of aclnn makes: aclTensor, aclScalar, aclIntArray ... They describe; they own no data.
+// The handles that callers of aclnn create: aclTensor, aclScalar, aclIntArray and others. They own no tensor data.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,8 +17,8 @@ struct aclTensor {
     aclDataType dtype = ACL_DT_UNDEFINED;
     aclFormat format = ACL_FORMAT_ND;
     void* storage = nullptr;  // a device address
-    // Of an output whose shape depends on data: the shape found, once the operation has run. Shared with the launch,
-    // which may outlive this handle.
+    // The shape of a result that depends on data, once the operation has run. Shared with the launch, which may outlive
+    // this handle.
     mutable std::shared_ptr<std::optional<std::vector<int64_t>>> result_shape = nullptr;
 };
 struct aclScalar {
@@ -43,7 +43,7 @@ struct aclScalarList {
 
 namespace emulator {
 
-// Throws Refused for a type that ATen has not.
+// Throw Refused for a type that the other side does not have.
 at::ScalarType scalar_type(aclDataType dtype);
 aclDataType acl_type(at::ScalarType dtype);
 

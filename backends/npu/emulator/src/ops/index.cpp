@@ -1,4 +1,4 @@
-// Reading and writing by indices that lie on the device. An index out of range ends in an error of the stream.
+// Gathers and writes by index tensors on the device. An index out of range causes a stream error.
 #include "numeric.h"
 
 using namespace emulator;
@@ -7,11 +7,11 @@ DOCUMENTED("ops-nn: index (the page of each operation); ops-math: math (the page
 
 static void check_index_type(const In& index) { require_dtype(index, {at::kLong, at::kInt}, "index"); }
 
-// Some kernels take indices of 32 bits, ATen's CPU kernels mostly of 64.
+// CANN's kernels take int32 indices; most of ATen's CPU kernels take only int64.
 static at::Tensor wide(const In& index) { return index.tensor().to(at::kLong); }
 
 static void check_embedding(In weight, In indices, Out out) {
-    require(weight.dim() == 2, "weight has shape " + shown(weight.sizes()) + ", it must have two dimensions");
+    require(weight.dim() == 2, "weight must have two dimensions, but has shape " + shown(weight.sizes()));
     check_index_type(indices);
     auto shape = indices.sizes().vec();
     shape.push_back(weight.size(1));
@@ -26,7 +26,7 @@ ACLNN(Embedding, .check = check_embedding)
 static void check_select(In self, int64_t dim, In index, Out out) {
     check_index_type(index);
     dim = wrap(dim, self.dim());
-    require(index.dim() <= 1, "index has shape " + shown(index.sizes()) + ", it must have one dimension");
+    require(index.dim() <= 1, "index must have at most one dimension, but has shape " + shown(index.sizes()));
     auto shape = self.sizes().vec();
     if (!shape.empty()) shape[dim] = index.dim() ? index.size(0) : 1;
     require_shape(out, shape, "out");
@@ -44,8 +44,8 @@ ACLNN(Gather, .check = check_gather)
 static void Take(In self, In index, Out out) { out.set(at::take(self, wide(index))); }
 ACLNN(Take)
 
-// Where a dimension is not indexed, the list holds an empty tensor. Indices have been broadcast: all are empty or none
-// is.
+// The list holds an empty tensor for each dimension without an index. The indices are broadcast already, so either all
+// are empty or none is.
 static bool nothing_indexed(const Ins& indices) {
     for (auto& index : indices.items)
         if (index && index.tensor().numel()) return false;
@@ -118,8 +118,8 @@ static void check_one_hot(In self, int64_t depth, In, In, int64_t axis, Out out)
 }
 static void OneHot(In self, int64_t depth, In on, In off, int64_t axis, Out out) {
     auto classes = at::arange(depth, at::kLong);
-    auto hit = wide(self).unsqueeze(-1).eq(classes);  // an index out of range hits nothing
-    out.set(at::where(hit, on.tensor().reshape({}), off.tensor().reshape({})).movedim(-1, axis));
+    auto matched = wide(self).unsqueeze(-1).eq(classes);  // an index out of range matches no class
+    out.set(at::where(matched, on.tensor().reshape({}), off.tensor().reshape({})).movedim(-1, axis));
 }
 ACLNN(OneHot, .check = check_one_hot)
 

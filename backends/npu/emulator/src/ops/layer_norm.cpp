@@ -1,4 +1,4 @@
-// The norms of ATen, computed in float32 and rounded once.
+// Layer, group and batch norm, computed in float32 and rounded once.
 #include "numeric.h"
 
 using namespace emulator;
@@ -12,11 +12,12 @@ static std::optional<at::Tensor> given(const In& argument) {
 static void check_layer_norm(In input, Ints normalized, In weight, In bias, double, Out out, Out, Out) {
     require_dtype(input, {at::kFloat, at::kHalf, at::kBFloat16}, "input");
     require(int64_t(normalized.size()) <= input.dim() && normalized.size() > 0,
-            "the normalized shape has too many or no dimensions");
+            "normalized_shape must have between 1 and input's " + std::to_string(input.dim()) +
+                " dimensions, but has " + std::to_string(normalized.size()));
     for (size_t d = 0; d < normalized.size(); ++d)
-        require(input.size(d - normalized.size()) == normalized[d], "the normalized shape " + shown(normalized.values) +
-                                                                        " is not how input's " + shown(input.sizes()) +
-                                                                        " ends");
+        require(input.size(d - normalized.size()) == normalized[d],
+                "normalized_shape must be the last dimensions of input's shape, " + shown(input.sizes()) + ", but is " +
+                    shown(normalized.values));
     require_shape(weight, normalized.values, "weight");
     require_shape(bias, normalized.values, "bias");
     require_shape(out, input.sizes(), "out");
@@ -45,7 +46,7 @@ ACLNN(GroupNorm)
 
 static void BatchNorm(In input, In weight, In bias, InOut running_mean, InOut running_var, bool training,
                       double momentum, double eps, Out out, Out save_mean, Out save_invstd) {
-    auto mean = given(running_mean), var = given(running_var);  // updated in place where they are float32
+    auto mean = given(running_mean), var = given(running_var);  // updated in place if they are float32
     auto [y, m, r] =
         at::native_batch_norm(widen(input), given(weight), given(bias), mean, var, training, momentum, eps);
     out.set(y);

@@ -1,4 +1,4 @@
-// Linear algebra beyond products, and distances.
+// Linear algebra without matrix products, and distances.
 #include "numeric.h"
 
 using namespace emulator;

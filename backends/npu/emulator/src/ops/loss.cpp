@@ -1,4 +1,4 @@
-// Losses, forward only.
+// Forward passes of losses.
 #include <ATen/core/Reduction.h>
 
 #include "numeric.h"
@@ -12,7 +12,7 @@ static std::optional<at::Tensor> given(const In& argument) {
 }
 static void check_reduction(int64_t reduction) {
     require(reduction >= at::Reduction::None && reduction < at::Reduction::END,
-            "the reduction is " + std::to_string(reduction) + ", it must be 0 (none), 1 (mean) or 2 (sum)");
+            "reduction must be 0 (none), 1 (mean) or 2 (sum), but is " + std::to_string(reduction));
 }
 static void check_pair(In self, In target, int64_t reduction, Out out) {
     check_reduction(reduction);
@@ -50,7 +50,7 @@ ACLNN(BinaryCrossEntropyWithLogits)
 static void check_nll(In self, In target, In, int64_t reduction, int64_t, Out, Out) {
     check_reduction(reduction);
     require(self.dim() == 1 || self.dim() == 2,
-            "self has shape " + shown(self.sizes()) + ", it must have 1 or 2 dimensions");
+            "self must have 1 or 2 dimensions, but has shape " + shown(self.sizes()));
     require_dtype(target, {at::kLong, at::kInt, at::kByte}, "target");
 }
 static void NLLLoss(In self, In target, In weight, int64_t reduction, int64_t ignore_index, Out out, Out total_weight) {

@@ -1,11 +1,11 @@
-// Matrix products. The cube unit accumulates in float32 and rounds once, whatever the inputs' type.
+// Matrix products. The cube unit accumulates in float32 and rounds once for all input dtypes.
 #include "numeric.h"
 
 using namespace emulator;
 
 DOCUMENTED("ops-nn: matmul (the page of each operation)");
 
-// Hardware wants some; the emulator has no use for it.
+// The emulator does not use a workspace. Hardware does, so callers must allocate one.
 constexpr uint64_t kWorkspace = 1024;
 
 static double product_flops(const In& self, const In& other, const Out& out) {
@@ -15,13 +15,14 @@ static double product_flops(const In& self, const In& other, const Out& out) {
     return 2 * elements * self.size(-1);
 }
 
-static void check_type(const In& tensor, const char* name) {
+static void check_dtype(const In& tensor, const char* name) {
     require_dtype(tensor, {at::kFloat, at::kHalf, at::kBFloat16}, name);
 }
 
-// The shape of self @ other by matmul's rules.
+// Returns the shape of torch.matmul(self, other).
 static std::vector<int64_t> product_shape(const In& self, const In& other) {
-    require(self.dim() > 0 && other.dim() > 0, "a matrix product needs at least one dimension");
+    require(self.dim() > 0 && other.dim() > 0, "self and mat2 must have at least one dimension, but have shapes " +
+                                                   shown(self.sizes()) + " and " + shown(other.sizes()));
     auto left = self.sizes().vec(), right = other.sizes().vec();
     bool vector_left = left.size() == 1, vector_right = right.size() == 1;
     if (vector_left) left.insert(left.begin(), 1);
@@ -37,19 +38,19 @@ static std::vector<int64_t> product_shape(const In& self, const In& other) {
 }
 
 static void check_product(const In& self, const In& other, const Out& out) {
-    check_type(self, "self");
-    check_type(other, "mat2");
+    check_dtype(self, "self");
+    check_dtype(other, "mat2");
     require_shape(out, product_shape(self, other), "out");
 }
 
-// self @ other, in the type of accumulation.
+// Returns self @ other in the dtype of accumulation.
 static at::Tensor product(const In& self, const In& other) { return at::matmul(widen(self), widen(other)); }
 
 #define PRODUCT(name, left_dims, right_dims)                                                                   \
     static void check_##name(In self, In other, Out out, int8_t) {                                             \
         require((left_dims) == 0 || (self.dim() == (left_dims) && other.dim() == (right_dims)),                \
-                "shapes " + shown(self.sizes()) + " and " + shown(other.sizes()) +                             \
-                    " should have " #left_dims " and " #right_dims " dimensions");                             \
+                "self and mat2 must have " #left_dims " and " #right_dims " dimensions, but have shapes " +    \
+                    shown(self.sizes()) + " and " + shown(other.sizes()));                                     \
         check_product(self, other, out);                                                                       \
     }                                                                                                          \
     static double flops_##name(In self, In other, Out out, int8_t) { return product_flops(self, other, out); } \
@@ -66,7 +67,7 @@ PRODUCT(MatmulWeightNz, 0, 0)
 static void Dot(In self, In other, Out out) { out.set(at::dot(widen(self), widen(other))); }
 ACLNN(Dot)
 
-// beta * self + alpha * product. With beta 0, self is not read: it may hold NaN.
+// Returns beta * self + alpha * product. With beta 0 it ignores self, which may hold NaN.
 static at::Tensor add_product(const In& self, const at::Tensor& product, const Number& beta, const Number& alpha) {
     auto scaled = alpha.value->equal(1) ? product : at::mul(product, alpha);
     if (beta.value->equal(0)) return scaled;
@@ -74,11 +75,11 @@ static at::Tensor add_product(const In& self, const at::Tensor& product, const N
 }
 
 static void check_sum(const In& self, const In& mat1, const In& mat2, const Out& out, int64_t dims) {
-    require(mat1.dim() == dims && mat2.dim() == dims, "the factors have shapes " + shown(mat1.sizes()) + " and " +
-                                                          shown(mat2.sizes()) + ", not " + std::to_string(dims) +
-                                                          " dimensions");
+    require(mat1.dim() == dims && mat2.dim() == dims, "mat1 and mat2 must have " + std::to_string(dims) +
+                                                          " dimensions, but have shapes " + shown(mat1.sizes()) +
+                                                          " and " + shown(mat2.sizes()));
     check_product(mat1, mat2, out);
-    check_type(self, "self");
+    check_dtype(self, "self");
     require_shape(out, broadcast(self.sizes(), out.sizes()), "out");
 }
 

@@ -1,4 +1,4 @@
-// How arguments are bound to the device's memory, and how an operation is prepared and launched.
+// Binds arguments to device memory, and prepares and launches operations.
 #include "op.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -51,23 +51,28 @@ void into_nz(const at::Tensor& fractal, const at::Tensor& matrix) {
 
 }  // namespace
 
+std::string describe_refusal(const Refused& error) {
+    if (dynamic_cast<const NotEmulated*>(&error)) return error.what();
+    return std::string(error.what()) + " (docs/reference/emulator-refusals.md links the document of this rule)";
+}
+
 DOCUMENTED("ops-math: math (the page of each operation); ops-math: docs/zh/context/data_format.md");
 In::In(const aclTensor* handle) {
     if (!handle) return;
     present_ = true;
     shape_ = handle->shape;
     if (shape_.size() > 8)
-        throw Refused("a tensor has " + std::to_string(shape_.size()) + " dimensions, an operation takes up to 8");
+        throw Refused("a tensor argument must have at most 8 dimensions, but has " + std::to_string(shape_.size()));
     dtype_ = scalar_type(handle->dtype);
     format_ = handle->format;
     address_ = handle->storage;
     auto options = at::TensorOptions().dtype(dtype_);
     size_t itemsize = c10::elementSize(dtype_);
-    if (elements(shape_) == 0) {  // may come with any address
+    if (elements(shape_) == 0) {  // the address may be anything
         view_ = at::detail::empty_cpu(shape_, options);
         return;
     }
-    if (!address_) throw Refused("a tensor that has elements has no address");
+    if (!address_) throw Refused("the address of a tensor with elements must not be null");
     if (is_nz(format_)) {
         bind_nz(*handle);
         return;
@@ -82,8 +87,10 @@ In::In(const aclTensor* handle) {
 void In::bind_nz(const aclTensor& handle) {
     const auto& fractal = handle.storage_shape;
     size_t dims = shape_.size(), fractal_dims = fractal.size();
-    if (dims < 2 || fractal_dims < 4) throw Refused("a tensor in FRACTAL_NZ needs two dimensions");
-    // The view must be the whole matrix, as it is or transposed: tiles have no strides.
+    if (dims < 2 || fractal_dims < 4)
+        throw Refused("a tensor in FRACTAL_NZ must have at least 2 dimensions and its storage 4, but they have " +
+                      std::to_string(dims) + " and " + std::to_string(fractal_dims));
+    // Tiles have no strides, so the view must be the whole matrix, possibly transposed.
     transposed_ = handle.strides[dims - 2] == 1 && handle.strides[dims - 1] == shape_[dims - 2] &&
                   !(shape_[dims - 2] == 1 && handle.strides[dims - 2] == shape_[dims - 1]);
     matrix_ = shape_;
@@ -91,11 +98,13 @@ void In::bind_nz(const aclTensor& handle) {
     int64_t stride = matrix_[dims - 1];
     if (!transposed_ &&
         (handle.strides[dims - 1] != 1 || (handle.strides[dims - 2] != stride && shape_[dims - 2] != 1)))
-        throw NotEmulated("a tensor in FRACTAL_NZ can be viewed whole or transposed only");
+        throw NotEmulated(
+            "a view of a tensor in FRACTAL_NZ other than the whole matrix or its transpose is not emulated");
     int64_t tile_elements = 1;
     for (size_t d = fractal_dims - 4; d < fractal_dims; ++d) tile_elements *= fractal[d];
     int64_t matrix_elements = matrix_[dims - 1] * matrix_[dims - 2];
-    if (handle.offset % matrix_elements != 0) throw NotEmulated("a view in FRACTAL_NZ must begin with a whole matrix");
+    if (handle.offset % matrix_elements != 0)
+        throw NotEmulated("a view of a tensor in FRACTAL_NZ that does not begin at a matrix is not emulated");
     std::vector<int64_t> shape(matrix_.begin(), matrix_.end() - 2);
     shape.insert(shape.end(), fractal.end() - 4, fractal.end());
     int64_t offset = handle.offset / matrix_elements * tile_elements;
@@ -136,21 +145,21 @@ void Resizable::set(const at::Tensor& value) const {
     if (!present_) return;
     *result_shape_ = value.sizes().vec();
     if (value.numel() == 0) return;
-    UNDEFINED("the caller gave less memory than the operation asks for");
+    UNDEFINED("a kernel would write outside the output");
     if (value.numel() > view_.numel())
-        throw Refused("the output has room for " + std::to_string(view_.numel()) + " elements, the result has " +
-                      std::to_string(value.numel()));
+        throw Refused("the output must have room for the result's " + std::to_string(value.numel()) +
+                      " elements, but has room for " + std::to_string(view_.numel()));
     view_.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
 }
 
 DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md; ops-math: docs/zh/context/two_phase_api.md");
 int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind) {
     std::string name = std::string("aclnn") + kernel;
-    if (!workspace || !executor) return fail(kInvalid, name + ": no place for the workspace's size or the executor");
+    if (!workspace || !executor) return fail(kInvalid, name + ": workspaceSize or executor is null");
     *workspace = 0;
     try {
         Launch launch = bind();
-        // ATen's backend kernels only: autograd and the views' bookkeeping are the caller's.
+        // Dispatches to ATen's backend kernels only, because the caller handles autograd and views.
         launch.run = [run = std::move(launch.run)] {
             at::AutoDispatchBelowADInplaceOrView guard;
             try {
@@ -162,10 +171,10 @@ int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, c
         *executor = new aclOpExecutor{std::move(launch)};
         return 0;
     } catch (const Refused& error) {
-        return fail(kInvalid, name + ": " + error.what());
+        return fail(kInvalid, name + ": " + describe_refusal(error));
     } catch (const c10::Error& error) {
         return fail(kInvalid, name + ": " + error.what_without_backtrace());
-    } catch (const std::out_of_range& error) {  // of backing(): not the device's memory; or of a shape
+    } catch (const std::out_of_range& error) {  // from backing(), for an address outside device memory, or from size()
         return fail(kInvalid, name + ": " + error.what());
     } catch (const std::exception& error) {
         return fail(kInternal, name + ": " + error.what());
@@ -173,10 +182,12 @@ int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, c
 }
 
 int execute(aclOpExecutor* executor, aclrtStream stream) {
-    if (!executor) return fail(kInvalid, "an aclnn function was called without the executor of its first phase");
+    if (!executor)
+        return fail(kInvalid,
+                    "the second phase of an aclnn function requires the executor from its first phase, but it is null");
     if (executor->repeatable) return launch(stream, executor->launch);
-    std::unique_ptr<aclOpExecutor> spent(executor);
-    return launch(stream, std::move(spent->launch));
+    std::unique_ptr<aclOpExecutor> owned(executor);
+    return launch(stream, std::move(owned->launch));
 }
 
 }  // namespace emulator
@@ -185,14 +196,15 @@ DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md; ops-math: docs/zh/co
 
 extern "C" {
 
-// An executor is spent by its launch unless it was made repeatable; this one was not launched, or was made so.
+// A launch destroys its executor unless it is repeatable. Callers destroy executors that were not launched or are
+// repeatable.
 int aclDestroyAclOpExecutor(aclOpExecutor* executor) {
     delete executor;
     return 0;
 }
 
 int aclSetAclOpExecutorRepeatable(aclOpExecutor* executor) {
-    if (!executor) return emulator::fail(161001, "aclSetAclOpExecutorRepeatable: a null executor");
+    if (!executor) return emulator::fail(161001, "aclSetAclOpExecutorRepeatable: executor is null");
     executor->repeatable = true;
     return 0;
 }

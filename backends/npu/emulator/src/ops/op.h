@@ -1,16 +1,14 @@
-// How an aclnn operation is written down:
+// Definition of aclnn operations:
 //
 //     void Add(In self, In other, Number alpha, Out out) { out.set(at::add(self, other, alpha)); }
 //     ACLNN(Add)
-//
-// The function's parameters are those of aclnnAddGetWorkspaceSize, without the last two. ACLNN makes both entry points
-// from it: aclnnAddGetWorkspaceSize binds the arguments (the caller destroys its handles soon after), and aclnnAdd
-// launches the body on a stream. The body sees plain CPU tensors over the device's memory, and runs again at every
-// replay if the launch was captured: it must not change what it was bound to.
-//
-// Constraints of the hardware are checked before anything is launched, by a function with the same parameters that
-// throws Refused: ACLNN(Mm, .check = check_mm, .flops = flops_of_mm, .workspace = 1024). A line before the function names
-// the document that demands them; see runtime/source.h.
+// The function's parameters are those of aclnnAddGetWorkspaceSize, without the last two. ACLNN exports both entry
+// points. aclnnAddGetWorkspaceSize binds the arguments, because the caller may then destroy its handles. aclnnAdd
+// launches the body on a stream. The body gets CPU tensors over device memory. It runs again at every replay if the
+// launch was captured, so it must not change its bound arguments. A function with the same parameters checks the
+// hardware's constraints before the launch, and throws Refused: ACLNN(Mm, .check = check_mm, .flops = flops_of_mm,
+// .workspace = 1024). A DOCUMENTED line before the function names the document of the constraints; see
+// runtime/source.h.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,25 +23,28 @@
 #include "handles.h"
 #include "runtime/launch.h"
 
-// What the first phase hands to the second.
+// The state that the first phase passes to the second.
 struct aclOpExecutor {
     emulator::Launch launch;
-    bool repeatable = false;  // aclSetAclOpExecutorRepeatable: else its launch spends it
+    bool repeatable = false;  // set by aclSetAclOpExecutorRepeatable; otherwise a launch destroys the executor
 };
 
 namespace emulator {
 
-// Thrown for a call that the hardware would refuse; the caller gets ACLNN_ERR_PARAM_INVALID and the reason.
+// Thrown for a call that the hardware would refuse. The caller gets ACLNN_ERR_PARAM_INVALID and the reason.
 struct Refused : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Thrown for what the hardware takes and the emulated CANN does not.
+// Thrown for a call that the hardware accepts and the emulated CANN does not support.
 struct NotEmulated : Refused {
     using Refused::Refused;
 };
 
-// A tensor argument, which may be null. `tensor()` is a CPU tensor over the device's memory, or, in FRACTAL_NZ, a copy
+// Returns the message of a refusal and, unless it is NotEmulated, where the rule is documented.
+std::string describe_refusal(const Refused& error);
+
+// A tensor argument, which may be null. `tensor()` returns a CPU tensor over device memory, or, for FRACTAL_NZ, a copy
 // in ND.
 class In {
   public:
@@ -52,7 +53,7 @@ class In {
     explicit operator bool() const { return present_; }
     operator at::Tensor() const { return tensor(); }
     at::Tensor tensor() const;
-    at::Tensor raw() const { return view_; }  // the storage as it lies, in FRACTAL_NZ too
+    at::Tensor raw() const { return view_; }  // the storage without conversion, also in FRACTAL_NZ
     at::IntArrayRef sizes() const { return shape_; }
     int64_t size(int64_t dim) const { return shape_.at(dim < 0 ? dim + shape_.size() : dim); }
     int64_t dim() const { return shape_.size(); }
@@ -68,17 +69,17 @@ class In {
     std::vector<int64_t> shape_;
     at::ScalarType dtype_ = at::kFloat;
     aclFormat format_ = ACL_FORMAT_ND;
-    const void* address_ = nullptr;  // on the device
+    const void* address_ = nullptr;  // device address
     size_t bytes_ = 0;
-    std::vector<int64_t> matrix_;  // in FRACTAL_NZ: the shape as stored; empty in ND
-    bool transposed_ = false;      // in FRACTAL_NZ: the shape seen is the stored one with its last dimensions swapped
+    std::vector<int64_t> matrix_;  // in FRACTAL_NZ, the shape before transposition; empty in ND
+    bool transposed_ = false;      // in FRACTAL_NZ, whether shape_ is matrix_ with its last two dimensions swapped
 };
 
-// A tensor that the operation writes without reading it. Setting a null one does nothing: it was not asked for.
+// A tensor that the operation only writes. `set` on a null tensor, an omitted output, has no effect.
 class Out : public In {
   public:
     using In::In;
-    void set(const at::Tensor& value) const;  // cast, broadcast, and laid out as the tensor's format says
+    void set(const at::Tensor& value) const;  // casts, broadcasts and converts to the tensor's format
     void describe(std::vector<Operand>& operands) const { In::describe(operands, Access::write); }
 };
 
@@ -89,8 +90,8 @@ class InOut : public Out {
     void describe(std::vector<Operand>& operands) const { In::describe(operands, Access::read_write); }
 };
 
-// An output whose shape depends on data: its memory has room for the largest one. The caller asks for the shape with
-// aclGetViewShape, after it has synchronised the stream. Memory beyond the result keeps what it held.
+// An output whose shape depends on data, with memory for the largest shape. The caller synchronizes the stream and
+// reads the shape with aclGetViewShape. Memory beyond the result is unchanged.
 class Resizable : public Out {
   public:
     Resizable(const aclTensor* handle);
@@ -156,7 +157,7 @@ using Ins = List<In>;
 using Outs = List<Out>;
 using InOuts = List<InOut>;
 
-// How an argument crosses the C interface: as its handle, or, for numbers, as itself.
+// The type of an argument in the C interface: its handle, or, for numbers, its own type.
 template <class T>
 struct Crossing {
     using Type = T;
@@ -172,20 +173,20 @@ void describe(std::vector<Operand>& operands, const T& argument) {
     if constexpr (requires { argument.describe(operands); }) argument.describe(operands);
 }
 
-// What an operation may say beside its body.
+// Optional properties of an operation.
 template <class... Arguments>
 struct Options {
     void (*check)(Arguments...) = nullptr;    // throws Refused
-    double (*flops)(Arguments...) = nullptr;  // of one launch, for the trace
-    uint64_t workspace = 0;  // bytes; the emulator needs none, but callers must get their path for it right
+    double (*flops)(Arguments...) = nullptr;  // operations of one launch, for traces
+    uint64_t workspace = 0;  // bytes; the emulator uses none, but a size exercises the caller's workspace handling
 };
 
-// Runs `bind` and turns what it throws into an error code and a reason.
+// Runs `bind`, and converts its exceptions to an error code and a recorded reason.
 int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind);
 // The second phase of every operation.
 int execute(aclOpExecutor* executor, aclrtStream stream);
 
-// The first phase. Apart from Entry, so that functions with the same parameters share it.
+// The first phase. Outside Entry, so that functions with the same parameters share the instantiation.
 template <class... Arguments>
 int get_workspace_size(const char* kernel, void (*function)(Arguments...), const Options<Arguments...>& options,
                        typename Crossing<Arguments>::Type... handles, uint64_t* workspace, aclOpExecutor** executor) {
@@ -216,7 +217,8 @@ struct Entry<function> {
 
 }  // namespace emulator
 
-// An assembler alias gives the deduced function its C name; a C declaration would have to repeat every parameter.
+// An assembler alias gives the deduced function its C name, because a C declaration would have to repeat every
+// parameter.
 #define ACLNN(name, ...)                                                                                             \
     [[gnu::constructor]] static void name_##name() {                                                                 \
         emulator::Entry<&name>::kernel = #name;                                                                      \

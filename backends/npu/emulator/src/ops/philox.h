@@ -1,5 +1,5 @@
-// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the random numbers of an element
-// depend on the seed, the offset and the element's index alone, not on threads, strides, or what ran before.
+// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). The random numbers of an element
+// depend only on the seed, the offset and the element's index, not on threads, strides or earlier calls.
 #pragma once
 
 #include <array>
@@ -12,8 +12,8 @@ namespace emulator {
 class Philox {
   public:
     Philox(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
-    // In a graph seed and offset lie on the device, so that each replay draws anew; a launch adds its place in the
-    // graph.
+    // In a graph, seed and offset are device tensors, so that each replay draws new numbers. A launch adds its offset
+    // within the graph.
     Philox(const In& seed, const In& offset, uint64_t offset_in_graph)
         : Philox(seed.tensor().item<int64_t>(), offset.tensor().item<int64_t>() + offset_in_graph) {}
 
@@ -35,7 +35,7 @@ class Philox {
         auto words = (*this)(index);
         return uint64_t{words[0]} << 32 | words[1];
     }
-    // In [0, 1), a multiple of 2^-bits.
+    // Returns a multiple of 2^-bits in [0, 1).
     double uniform(uint64_t index, int bits = 53) const {
         return (integer(index) >> (64 - bits)) * 1.0 / (uint64_t{1} << bits);
     }
@@ -45,7 +45,7 @@ class Philox {
     uint64_t seed_, offset_;
 };
 
-// A tensor of draw(0), draw(1), ... in the order of its elements.
+// Returns a tensor whose element i is draw(i).
 template <class T, class Draw>
 at::Tensor drawn(at::IntArrayRef shape, const Draw& draw) {
     auto values = at::empty(shape, c10::CppTypeToScalarType<T>::value);
@@ -56,7 +56,7 @@ at::Tensor drawn(at::IntArrayRef shape, const Draw& draw) {
 
 }  // namespace emulator
 
-// The last parameters of operations that draw, and what they draw from.
+// The last parameters of random operations, and the generator that they make.
 #define SEEDED int64_t seed, int64_t offset
 #define SEEDED_ON_DEVICE In seed, In offset, uint64_t offset_in_graph
 #define NUMBERS Philox(seed, offset)

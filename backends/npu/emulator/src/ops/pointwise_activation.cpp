@@ -1,4 +1,4 @@
-// Activation functions, and what else bends one tensor by a few numbers.
+// Activation functions, clamps and interpolations.
 #include "numeric.h"
 
 using namespace emulator;
@@ -6,7 +6,7 @@ using namespace emulator;
 DOCUMENTED("ops-nn: activation (the page of each operation); ops-math: math (the page of each operation)");
 
 static void same_shape(In self, Out out) { require_shape(out, self.sizes(), "out"); }
-// The types that the documents of these functions name.
+// Requires the dtypes that the documents of these functions list.
 static void floating(In self, Out out) {
     require_dtype(self, {at::kFloat, at::kHalf, at::kBFloat16}, "self");
     require_shape(out, self.sizes(), "out");
@@ -30,7 +30,7 @@ UNARY_INPLACE(Mish, at::mish(widen(self)), floating)
 UNARY_INPLACE(Hardswish, at::hardswish(widen(self)), floating)
 UNARY_INPLACE(Hardsigmoid, at::hardsigmoid(widen(self)), same_shape)
 UNARY(Silu, at::silu(widen(self)), floating)
-// By its document the tanh form, whatever ATen was asked for; aclnnGeluV2 knows both.
+// aclnnGelu always uses the tanh approximation, by its document. aclnnGeluV2 supports both forms.
 UNARY(Gelu, at::gelu(widen(self), "tanh"), floating)
 UNARY(LogSigmoid, at::log_sigmoid(widen(self)), same_shape)
 UNARY(
@@ -43,7 +43,7 @@ static void GeluV2(In self, int64_t approximate, Out out) {
 ACLNN(
     GeluV2, .check = [](In self, int64_t approximate, Out out) {
         require(approximate == 0 || approximate == 1,
-                "approximate is " + std::to_string(approximate) + ", it must be 0 or 1");
+                "approximate must be 0 or 1, but is " + std::to_string(approximate));
         require_shape(out, self.sizes(), "out");
     })
 static void LogSigmoidForward(In self, Out out, Out buffer) {
@@ -93,7 +93,7 @@ static void Logit(In self, double eps, Out out) {
 ACLNN(Logit)
 
 static void check_clamp(In self, Number min, Number max, Out out) {
-    require(min.value || max.value, "neither min nor max is given");
+    require(min.value || max.value, "min or max is required");
     require_shape(out, self.sizes(), "out");
 }
 static void Clamp(In self, Number min, Number max, Out out) { out.set(at::clamp(self, min.value, max.value)); }

@@ -1,4 +1,4 @@
-// Arithmetic on two operands: tensors that broadcast, or a tensor and a number.
+// Binary arithmetic on two broadcast tensors, or on a tensor and a scalar.
 #include "numeric.h"
 
 using namespace emulator;
@@ -90,7 +90,7 @@ ACLNN(PowScalarTensor)
 static void XLogYScalarSelf(Number self, In other, Out out) { out.set(at::xlogy(self, other.tensor())); }
 ACLNN(XLogYScalarSelf)
 
-// True division of integers gives floating point: what is castable is the quotient.
+// True division of integers gives floating point, so the dtype of the quotient must be castable to out's.
 static void check_divide(In self, In other, Out out) {
     require_shape(out, broadcast(self.sizes(), other.sizes()), "out");
     auto type = promoted(self, other);
@@ -104,7 +104,7 @@ ACLNN(InplaceDiv, .check = check_divide_inplace)
 
 static std::optional<std::string_view> rounding(int mode) {
     static constexpr std::optional<std::string_view> kModes[] = {std::nullopt, "trunc", "floor"};
-    require(mode >= 0 && mode <= 2, "the rounding mode is " + std::to_string(mode) + ", it must be 0, 1 or 2");
+    require(mode >= 0 && mode <= 2, "the rounding mode must be 0, 1 or 2, but is " + std::to_string(mode));
     return kModes[mode];
 }
 static void check_mode(In self, In other, int mode, Out out) {

@@ -1,4 +1,4 @@
-// One tensor in, one of the same shape out.
+// Unary elementwise operations.
 #include "numeric.h"
 
 using namespace emulator;

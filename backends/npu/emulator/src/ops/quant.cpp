@@ -1,5 +1,5 @@
-// Quantisation by given scales, and by scales found from the values.
-#include "quantise.h"
+// Quantization with static scales, and with scales computed from the values.
+#include "quantize.h"
 
 namespace {
 
@@ -9,7 +9,7 @@ std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
 
 bool is_float(const In& x) { return x.dtype() == at::kHalf || x.dtype() == at::kBFloat16 || x.dtype() == at::kFloat; }
 
-// One-dimensional factors lie along `axis`.
+// Returns the factors, those of one dimension broadcast along `axis`.
 at::Tensor along(const In& factors, int64_t axis, int64_t dims) {
     auto values = factors.tensor().to(at::kFloat);
     if (values.dim() != 1) return values;
@@ -22,25 +22,30 @@ DOCUMENTED("ops-nn: quant/quantize/docs/aclnnQuantize.md; ops-nn: quant/ascend_q
 void check_axis(const In& x, const In& scale, const In& zero, int64_t axis) {
     if (!is_float(x)) throw Refused("x must be float16, bfloat16 or float32, not " + text(x.dtype()));
     if (axis < -x.dim() || axis >= x.dim())
-        throw Refused("axis " + std::to_string(axis) + " is not one of x's dimensions");
+        throw Refused("axis must be in the range of x's " + std::to_string(x.dim()) + " dimensions, but is " +
+                      std::to_string(axis));
     if (scale.dim() == 1 && scale.size(0) != 1 && scale.size(0) != x.size(axis))
         throw Refused("scales must have 1 element or as many as x has along axis " + std::to_string(axis) + ", " +
-                      std::to_string(x.size(axis)) + ", but has " + std::to_string(scale.size(0)));
-    if (scale.dim() != 1 && scale.dim() != x.dim()) throw Refused("scales must have 1 dimension or as many as x");
-    if (zero && zero.sizes() != scale.sizes()) throw Refused("zero_points must have the shape of scales");
+                      std::to_string(x.size(axis)) + ", but have " + std::to_string(scale.size(0)));
+    if (scale.dim() != 1 && scale.dim() != x.dim())
+        throw Refused("scales must have 1 dimension or as many as x, " + std::to_string(x.dim()) + ", but have " +
+                      std::to_string(scale.dim()));
+    if (zero && zero.sizes() != scale.sizes())
+        throw Refused("zero_points must have the shape of scales, " + c10::str(scale.sizes(), ", not ", zero.sizes()));
 }
 
 DOCUMENTED("ops-nn: quant/quantize/docs/aclnnQuantize.md");
 void check_quantize(In x, In scale, In zero, int32_t, int32_t axis, Out) {
     check_axis(x, scale, zero, axis);
-    if (scale.dim() != 1) throw Refused("scales must have 1 dimension");
+    if (scale.dim() != 1) throw Refused("scales must have 1 dimension, not " + std::to_string(scale.dim()));
     if (scale.dtype() != at::kFloat && scale.dtype() != at::kBFloat16 && scale.dtype() != at::kHalf)
         throw Refused("scales must be float32, float16 or bfloat16, not " + text(scale.dtype()));
     if (scale.dtype() != at::kFloat && x.dtype() != at::kFloat && scale.dtype() != x.dtype())
-        throw Refused("scales must be float32 or of x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
+        throw Refused("scales must be float32 or have x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
     bool bfloat16 = zero && zero.dtype() == at::kBFloat16;
     if (bfloat16 && (x.dtype() != at::kBFloat16 || scale.dtype() != at::kBFloat16))
-        throw Refused("where zero_points are bfloat16, scales and x must be");
+        throw Refused("with bfloat16 zero_points, scales and x must be bfloat16 too, not " + text(scale.dtype()) +
+                      " and " + text(x.dtype()));
     if (zero && !bfloat16 && zero.dtype() != at::kInt && zero.dtype() != at::kChar && zero.dtype() != at::kByte)
         throw Refused("zero_points must be int32, int8, uint8 or bfloat16, not " + text(zero.dtype()));
 }
@@ -48,11 +53,11 @@ void check_quantize(In x, In scale, In zero, int32_t, int32_t axis, Out) {
 void Quantize(In x, In scale, In zero, int32_t dtype, int32_t axis, Out y) {
     auto values = x.tensor().to(at::kFloat) / along(scale, axis, x.dim());
     if (zero) values = values + along(zero, axis, x.dim());
-    store_quantised(y, values);
+    store_quantized(y, values);
 }
 
-// How values become whole numbers, by the name of the rounding.
-at::Tensor made_whole(const at::Tensor& values, const Text& round) {
+// Rounds to integers in the given mode.
+at::Tensor round_to_integers(const at::Tensor& values, const Text& round) {
     if (round.value == "ceil") return at::ceil(values);
     if (round.value == "floor") return at::floor(values);
     if (round.value == "trunc") return at::trunc(values);
@@ -65,34 +70,40 @@ void check_ascend_quant(In x, In scale, In offset, bool, Text round, int32_t, in
     if ((axis < 0 ? axis + x.dim() : axis) < x.dim() - 2)
         throw Refused("axis must be one of x's last two dimensions, but is " + std::to_string(axis));
     if (scale.dtype() != x.dtype())
-        throw Refused("scale must be of x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
-    if (offset && offset.dtype() != scale.dtype()) throw Refused("offset must be of scale's dtype");
+        throw Refused("scale must have x's dtype, " + text(x.dtype()) + ", not " + text(scale.dtype()));
+    if (offset && offset.dtype() != scale.dtype())
+        throw Refused("offset must have scale's dtype, " + text(scale.dtype()) + ", not " + text(offset.dtype()));
     if (round.value != "round" && round.value != "ceil" && round.value != "floor" && round.value != "trunc")
-        throw Refused("the rounding must be 'round', 'ceil', 'floor' or 'trunc', not '" + round.value + "'");
+        throw Refused("round_mode must be 'round', 'ceil', 'floor' or 'trunc', not '" + round.value + "'");
 }
 
 void AscendQuantV3(In x, In scale, In offset, bool square, Text round, int32_t dtype, int32_t axis, Out y) {
     auto factor = along(scale, axis, x.dim());
     auto values = x.tensor().to(at::kFloat) * (square ? factor * factor : factor);
     if (offset) values = values + along(offset, axis, x.dim());
-    store_quantised(y, made_whole(values, round));
+    store_quantized(y, round_to_integers(values, round));
 }
 
 DOCUMENTED("ops-nn: quant/dynamic_quant_v2/docs/aclnnDynamicQuantV2.md");
 void check_dynamic(In x, In smooth, In group_ends, int32_t, Out, Out, Out) {
     if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16)
         throw Refused("x must be float16 or bfloat16, not " + text(x.dtype()));
-    if (x.dim() < 2) throw Refused("x must have at least 2 dimensions");
+    if (x.dim() < 2) throw Refused("x must have at least 2 dimensions, not " + std::to_string(x.dim()));
     if (!smooth) {
-        if (group_ends) throw Refused("group_index goes with smooth_scales");
+        if (group_ends) throw Refused("group_index requires smooth_scales");
         return;
     }
-    if (smooth.dtype() != x.dtype()) throw Refused("smooth_scales must be of x's dtype");
-    if (smooth.size(-1) != x.size(-1)) throw Refused("smooth_scales must have x's last dimension");
+    if (smooth.dtype() != x.dtype())
+        throw Refused("smooth_scales must have x's dtype, " + text(x.dtype()) + ", not " + text(smooth.dtype()));
+    if (smooth.size(-1) != x.size(-1))
+        throw Refused("smooth_scales must have x's last dimension, " + std::to_string(x.size(-1)) + ", but has " +
+                      std::to_string(smooth.size(-1)));
     if (group_ends && (group_ends.dtype() != at::kInt || group_ends.dim() != 1 || smooth.dim() != 2 ||
                        smooth.size(0) != group_ends.size(0)))
-        throw Refused("group_index must be int32 with an entry for each row of smooth_scales");
-    if (!group_ends && smooth.dim() != 1) throw Refused("smooth_scales without group_index must have 1 dimension");
+        throw Refused("group_index must be int32 with an entry for each row of smooth_scales, not " +
+                      c10::str(group_ends.dtype(), " of shape ", group_ends.sizes()));
+    if (!group_ends && smooth.dim() != 1)
+        throw Refused("smooth_scales without group_index must have 1 dimension, not " + std::to_string(smooth.dim()));
 }
 
 void DynamicQuantV2(In x, In smooth, In group_ends, int32_t dtype, Out y, Out scale, Out offset) {
@@ -103,12 +114,12 @@ void DynamicQuantV2(In x, In smooth, In group_ends, int32_t dtype, Out y, Out sc
     } else if (smooth) {
         values = values * smooth.tensor().to(at::kFloat);
     }
-    if (!offset) return quantise_rows(values, y, scale);
-    double most = largest_quantised(y, values.size(-1)), steps = 2 * most + 1;
+    if (!offset) return quantize_rows(values, y, scale);
+    double most = largest_quantized(y, values.size(-1)), steps = 2 * most + 1;
     auto max = values.amax(-1, true), min = values.amin(-1, true);
     auto scales = (max - min) / steps;
     auto offsets = most - max / scales;
-    store_quantised(y, values / scales + offsets);
+    store_quantized(y, values / scales + offsets);
     scale.set(scales.squeeze(-1));
     offset.set(offsets.squeeze(-1));
 }

@@ -1,5 +1,5 @@
-// Matrix products of quantised values.
-#include "quantise.h"
+// Matrix products of quantized tensors.
+#include "quantize.h"
 
 namespace {
 
@@ -8,11 +8,13 @@ using namespace emulator;
 std::string number(int64_t value) { return std::to_string(value); }
 std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
 
-bool given(const In& tensor) { return tensor && tensor.sizes() != at::IntArrayRef{0}; }  // [0] stands for none
+bool given(const In& tensor) {
+    return tensor && tensor.sizes() != at::IntArrayRef{0};
+}  // a tensor of shape [0] means none
 
 bool is_packed_scale(const In& scale) { return scale.dtype() == at::kLong || scale.dtype() == at::kUInt64; }
 
-// TransQuantParam keeps a float32 in the low half of 64 bits, and an offset of 9 bits from bit 37 on.
+// TransQuantParam packs a float32 scale into the low 32 bits and a 9-bit offset at bit 37.
 at::Tensor scale_of(const In& scale) {
     if (!is_packed_scale(scale)) return scale.tensor().to(at::kFloat);
     return scale.tensor().contiguous().view(at::kLong).to(at::kInt).view(at::kFloat);
@@ -27,63 +29,69 @@ at::Tensor offset_of(const In& scale) {
 
 bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
 
-// int4 in int32 is packed along whichever dimension is contiguous.
+// int4 is packed into int32 along the contiguous dimension.
 at::Tensor wide_matrix(const In& matrix) {
     auto values = matrix.tensor();
     if (values.scalar_type() != at::kInt) return values;
     return is_transposed(matrix) ? unpack_int4(values.transpose(-1, -2)).transpose(-1, -2) : unpack_int4(values);
 }
 
-// Sums of products of integers, exactly.
+// Returns the exact matrix product of integers.
 at::Tensor integer_product(const at::Tensor& x1, const at::Tensor& x2) {
-    auto dtype = x1.size(-1) <= 1024 ? at::kFloat : at::kDouble;  // 1024 * 128 * 128 still fits a float32's 24 bits
+    auto dtype = x1.size(-1) <= 1024 ? at::kFloat
+                                     : at::kDouble;  // 1024 * 128 * 128 fits into the 24 bits of float32's significand
     return at::matmul(x1.to(dtype), x2.to(dtype));
 }
 
 int64_t inner(const In& x1) { return x1.size(-1) * (x1.dtype() == at::kInt ? 8 : 1); }
 
-// int4 weights beside int8 activations.
+// Returns whether the product has int8 activations and int4 weights.
 bool is_mixed(const In& x1, const In& x2) { return x1.dtype() == at::kChar && x2.dtype() == at::kInt; }
 
 constexpr int64_t kMixedGroup = 256, kMixedInner = 29576;
 
 DOCUMENTED("ops-nn: matmul/quant_batch_matmul_v4/docs/aclnnQuantMatmulV5.md");
-// Source: aclnnQuantMatmulV5.md of ops-nn, "K-C" and "K-G", INT8 with INT32 (CANN 8.5 to 9.1, on A2 and A3 alone), and
-// its op_host/op_api/aclnn_quant_matmul_v5.cpp, CheckParamsA8W4Int.
+// See aclnnQuantMatmulV5.md of ops-nn, "K-C" and "K-G", INT8 with INT32 (CANN 8.5 to 9.1, only on A2 and A3), and its
+// op_host/op_api/aclnn_quant_matmul_v5.cpp, CheckParamsA8W4Int.
 void check_mixed_product(In x1, In x2, In row_scale, In scale, In offset, In y_offset, In bias, int64_t group_size,
                          Out out) {
     if (!soc_name().starts_with("Ascend910"))
-        throw Refused("int8 x1 with int4 x2 in int32 is for Atlas A2 and A3, not for " + soc_name());
-    if (x1.dim() != 2 || x2.dim() != 2) throw Refused("x1 and x2 must have 2 dimensions where x2 is int4 and x1 int8");
-    if (is_transposed(x2)) throw Refused("x2 must be [K, N / 8], not transposed, where it is int4 and x1 int8");
+        throw Refused("int8 x1 with int4 x2 in int32 requires Atlas A2 or A3, but the SoC is " + soc_name());
+    if (x1.dim() != 2 || x2.dim() != 2)
+        throw Refused("with int8 x1 and int4 x2, both must have 2 dimensions, not " + number(x1.dim()) + " and " +
+                      number(x2.dim()));
+    if (is_transposed(x2))
+        throw Refused("with int8 x1 and int4 x2, x2 must have shape [K, N / 8] and not be transposed");
     int64_t rows = x1.size(0), inner = x1.size(1), columns = 8 * x2.size(1);
     bool grouped = scale.dim() == 2;
     if (x2.size(0) != inner)
-        throw Refused("x1 has " + number(inner) + " columns, but x2 " + number(x2.size(0)) + " rows");
+        throw Refused("x1 must have as many columns as x2 has rows, " + number(x2.size(0)) + ", but has " +
+                      number(inner));
     if (inner > kMixedInner || inner % (grouped ? kMixedGroup : 2))
-        throw Refused("K must be at most 29576 and a multiple of " + number(grouped ? kMixedGroup : 2) +
-                      " where x2 is int4 and x1 int8, but is " + number(inner));
+        throw Refused("with int8 x1 and int4 x2, K must be at most 29576 and a multiple of " +
+                      number(grouped ? kMixedGroup : 2) + ", but is " + number(inner));
     if (group_size != (grouped ? kMixedGroup : 0))
-        throw Refused("group_sizes must be [0, 0, 256] with a scale of 2 dimensions and left out with one of 1");
+        throw Refused(
+            "group_sizes must be [0, 0, 256] with a scale of 2 dimensions, and omitted with a scale of 1 dimension");
     if (!is_packed_scale(scale))
-        throw Refused("scale must be int64, of TransQuantParam, where x2 is int4 and x1 int8, not " +
+        throw Refused("with int8 x1 and int4 x2, scale must be the int64 output of TransQuantParam, not " +
                       text(scale.dtype()));
     std::vector<int64_t> scales{columns}, row_scales{rows};
     if (grouped) scales.insert(scales.begin(), inner / kMixedGroup), row_scales.push_back(1);
     if (scale.sizes() != at::IntArrayRef(scales))
-        throw Refused("scale must be [N], or [K / 256, N] for groups of 256 rows, with K = " + number(inner) +
-                      " and N = " + number(columns));
+        throw Refused("scale must have shape [N], or [K / 256, N] for groups of 256 rows, with K = " + number(inner) +
+                      " and N = " + number(columns) + ", not " + c10::str(scale.sizes()));
     if (!given(row_scale) || row_scale.dtype() != at::kFloat || row_scale.sizes() != at::IntArrayRef(row_scales))
-        throw Refused("pertoken_scale must be float32 and [M], or [M, 1] beside a scale of 2 dimensions");
+        throw Refused("pertoken_scale must be float32 of shape [M], or [M, 1] with a scale of 2 dimensions");
     if (!given(y_offset) || y_offset.dtype() != at::kFloat || y_offset.sizes() != at::IntArrayRef{columns})
-        throw Refused("offset must be float32 and [N] where x2 is int4 and x1 int8");
-    if (given(bias) || given(offset)) throw Refused("bias does not go with int4 x2 beside int8 x1");
+        throw Refused("with int8 x1 and int4 x2, offset must be float32 of shape [N]");
+    if (given(bias) || given(offset)) throw Refused("bias must be omitted with int8 x1 and int4 x2");
     if (out.dtype() != at::kHalf && out.dtype() != at::kBFloat16)
-        throw Refused("the output must be float16 or bfloat16 where x2 is int4 and x1 int8, not " + text(out.dtype()));
+        throw Refused("with int8 x1 and int4 x2, out must be float16 or bfloat16, not " + text(out.dtype()));
 }
 
-// The kernel splits each int8 into 16 * high + (low - 8) + 8, and leaves the last 8 to y_offset: 8 times the sum of the
-// scaled weights. Source: that operation's op_kernel/quant_batch_matmul_v4_msd.h.
+// The kernel splits each int8 into 16 * high + (low - 8) + 8, and expects y_offset to add the last 8, as 8 times the
+// sum of the scaled weights. See the operation's op_kernel/quant_batch_matmul_v4_msd.h.
 at::Tensor mixed_product(const In& x1, const In& x2, const In& row_scale, const In& scale, const In& y_offset) {
     auto factors = scale_of(scale);
     if (factors.dim() == 2) factors = factors.repeat_interleave(kMixedGroup, 0);
@@ -101,21 +109,22 @@ void check_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offse
     bool int8 = x1.dtype() == at::kChar && x2.dtype() == at::kChar,
          int4 = x1.dtype() == at::kInt && x2.dtype() == at::kInt;
     if (transpose1 || transpose2)
-        throw NotEmulated("transposing flags are not emulated: views that are transposed are");
+        throw NotEmulated("the flags transposeX1 and transposeX2 are not emulated; transposed views are");
     if (given(y_scale) || given(x1_offset)) throw NotEmulated("y_scale and x1_offset are not emulated");
-    if (is_mixed(x1, x2))
-        return check_mixed_product(x1, x2, row_scale, scale, offset, y_offset, bias, group_size, out);
+    if (is_mixed(x1, x2)) return check_mixed_product(x1, x2, row_scale, scale, offset, y_offset, bias, group_size, out);
     if (!int8 && !int4)
-        throw Refused("x1 and x2 must both be int8, or both int4 in int32, or int8 and int4 in int32, not " +
+        throw Refused("x1 and x2 must both be int8, both int4 in int32, or int8 and int4 in int32, not " +
                       text(x1.dtype()) + " and " + text(x2.dtype()));
     if (x1.dim() < 2 || x1.dim() > 6 || x2.dim() < 2 || x2.dim() > 6)
-        throw Refused("x1 and x2 must have 2 to 6 dimensions");
-    if (group_size) throw NotEmulated("quantisation in groups is emulated for int8 x1 with int4 x2 only");
-    if (given(y_offset)) throw Refused("y_offset goes with int8 x1 and int4 x2 only");
+        throw Refused("x1 and x2 must have 2 to 6 dimensions, not " + number(x1.dim()) + " and " + number(x2.dim()));
+    if (group_size) throw NotEmulated("group_sizes without int8 x1 and int4 x2 is not emulated");
+    if (given(y_offset)) throw Refused("y_offset is allowed only with int8 x1 and int4 x2");
     int64_t rows = x2.size(-2) * (int4 && is_transposed(x2) ? 8 : 1), columns = out.size(-1);
-    if (inner(x1) != rows) throw Refused("x1 has " + number(inner(x1)) + " columns, but x2 " + number(rows) + " rows");
-    bool any_width = int8 && !is_packed_scale(scale) && scale.dim() == 1 && given(row_scale) && row_scale.dim() == 1;
-    if (!any_width && (x1.size(-1) > 65535 || x2.size(-1) > 65535))
+    if (inner(x1) != rows)
+        throw Refused("x1 must have as many columns as x2 has rows, " + number(rows) + ", but has " +
+                      number(inner(x1)));
+    bool any_size = int8 && !is_packed_scale(scale) && scale.dim() == 1 && given(row_scale) && row_scale.dim() == 1;
+    if (!any_size && (x1.size(-1) > 65535 || x2.size(-1) > 65535))
         throw Refused("the last dimensions of x1 and x2 must be at most 65535, but are " + number(x1.size(-1)) +
                       " and " + number(x2.size(-1)));
     int64_t scales = 1;
@@ -128,30 +137,38 @@ void check_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offse
         throw Refused("the output must be int8, int32, float16 or bfloat16, not " + text(out.dtype()));
     bool rows_scaled = given(row_scale);
     if (rows_scaled && (row_scale.dtype() != at::kFloat || row_scale.dim() != 1 || row_scale.size(0) != x1.size(-2)))
-        throw Refused("pertoken_scale must be float32 and [M]");
-    if (rows_scaled && !bf16 && !fp16) throw Refused("pertoken_scale goes with a float16 or bfloat16 output");
+        throw Refused("pertoken_scale must be float32 of shape [M], not " +
+                      c10::str(row_scale.dtype(), " of shape ", row_scale.sizes()));
+    if (rows_scaled && !bf16 && !fp16)
+        throw Refused("pertoken_scale requires a float16 or bfloat16 output, not " + text(out.dtype()));
     bool plain = scale.dtype() == at::kFloat || scale.dtype() == at::kBFloat16;
     if (int32) {
         if (!plain || given(offset) || (given(bias) && bias.dtype() != at::kInt))
-            throw Refused("an int32 output goes with a float32 or bfloat16 scale, an int32 bias and no offset");
+            throw Refused(
+                "an int32 output requires a float32 or bfloat16 scale, no bias or an int32 bias, and no offset");
         return;
     }
     if (bf16 && !plain)
-        throw Refused("a bfloat16 output needs a float32 or bfloat16 scale, not " + text(scale.dtype()));
+        throw Refused("a bfloat16 output requires a float32 or bfloat16 scale, not " + text(scale.dtype()));
     if (fp16 && rows_scaled && scale.dtype() != at::kFloat)
-        throw Refused("a float16 output with pertoken_scale needs a float32 scale, not " + text(scale.dtype()));
+        throw Refused("a float16 output with pertoken_scale requires a float32 scale, not " + text(scale.dtype()));
     if (!bf16 && !rows_scaled && !is_packed_scale(scale))
         throw Refused("a " + text(out.dtype()) +
-                      " output without pertoken_scale needs an int64 scale, of TransQuantParam, not " +
+                      " output without pertoken_scale requires the int64 scale of TransQuantParam, not " +
                       text(scale.dtype()));
     if (given(offset) && (out.dtype() != at::kChar || offset.dtype() != at::kFloat))
-        throw Refused("offset must be float32, and goes with an int8 output");
+        throw Refused("offset must be float32 and requires an int8 output, but they are " + text(offset.dtype()) +
+                      " and " + text(out.dtype()));
     if (!given(bias)) return;
-    if (bias.size(-1) != columns) throw Refused("bias must end with N = " + number(columns));
+    if (bias.size(-1) != columns)
+        throw Refused("the last dimension of bias must be N = " + number(columns) + ", but is " +
+                      number(bias.size(-1)));
     if (bias.dtype() != at::kInt && !(bf16 || rows_scaled))
-        throw Refused("bias must be int32 with this output, not " + text(bias.dtype()));
+        throw Refused("bias must be int32 with a " + text(out.dtype()) + " output without pertoken_scale, not " +
+                      text(bias.dtype()));
     if (bias.dtype() != at::kInt && bias.dtype() != at::kFloat && bias.dtype() != out.dtype())
-        throw Refused("bias must be int32, float32 or of the output's dtype, not " + text(bias.dtype()));
+        throw Refused("bias must be int32, float32 or have the output's dtype, " + text(out.dtype()) + ", not " +
+                      text(bias.dtype()));
 }
 
 double count_product(In x1, In x2, In, In, In, In, In, In, In, bool, bool, int64_t, Out out) {
@@ -175,7 +192,7 @@ void QuantMatmulV5(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offse
         values = values + offset.tensor();
     else if (is_packed_scale(scale))
         values = values + offset_of(scale).view(-1);
-    store_quantised(out, values);
+    store_quantized(out, values);
 }
 
 void QuantMatmulWeightNz(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset,
@@ -188,7 +205,8 @@ DOCUMENTED("ops-nn: matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulWeightNz.m
 void check_nz_product(In x1, In x2, In row_scale, In scale, In y_scale, In x1_offset, In offset, In y_offset, In bias,
                       bool transpose1, bool transpose2, int64_t group_size, Out out) {
     if (x2.dtype() == at::kInt) throw NotEmulated("int4 weights in FRACTAL_NZ are not emulated");
-    if (x2.size(-1) == 1 || x2.size(-2) == 1) throw Refused("a matrix with a side of 1 cannot be in FRACTAL_NZ");
+    if (x2.size(-1) == 1 || x2.size(-2) == 1)
+        throw Refused("x2 in FRACTAL_NZ must have no dimension of size 1, but has shape " + c10::str(x2.sizes()));
     check_product(x1, x2, row_scale, scale, y_scale, x1_offset, offset, y_offset, bias, transpose1, transpose2,
                   group_size, out);
 }
@@ -198,10 +216,12 @@ DOCUMENTED(
     "; ops-nn: quant/trans_quant_param_v2/docs/aclnnTransQuantParamV3.md");
 void check_param(In scale, In offset, int64_t round_mode, Out out) {
     if (scale.dtype() != at::kFloat || (offset && offset.dtype() != at::kFloat))
-        throw Refused("scale and offset must be float32");
-    if (scale.dim() < 1 || scale.dim() > 2) throw Refused("scale must have 1 or 2 dimensions");
+        throw Refused("scale and offset must be float32, but scale is " + text(scale.dtype()) +
+                      (offset ? " and offset " + text(offset.dtype()) : ""));
+    if (scale.dim() < 1 || scale.dim() > 2)
+        throw Refused("scale must have 1 or 2 dimensions, not " + number(scale.dim()));
     if (round_mode != 0 && round_mode != 1) throw Refused("round_mode must be 0 or 1, but is " + number(round_mode));
-    if (!is_packed_scale(out)) throw Refused("the output must be int64 or uint64");
+    if (!is_packed_scale(out)) throw Refused("out must be int64 or uint64, not " + text(out.dtype()));
 }
 
 void TransQuantParamV3(In scale, In offset, int64_t round_mode, Out out) {

@@ -1,4 +1,4 @@
-// Random numbers. Each operation comes twice: with seed and offset as numbers, and, for graphs, as tensors.
+// Random numbers. Each operation has two forms, with seed and offset as numbers and, for graphs, as tensors.
 #include <cmath>
 #include <limits>
 
@@ -9,7 +9,7 @@ DOCUMENTED("ops-math: random (the page of each operation)");
 
 namespace emulator {
 
-double Philox::normal(uint64_t index) const {  // Box and Muller
+double Philox::normal(uint64_t index) const {  // Box-Muller transform
     auto words = (*this)(index);
     double radius = std::sqrt(-2 * std::log((words[0] + 1.0) / 4294967296.0));
     return radius * std::cos(2 * M_PI * (words[1] / 4294967296.0));
@@ -19,8 +19,8 @@ double Philox::normal(uint64_t index) const {  // Box and Muller
 
 using namespace emulator;
 
-// The bits of a type's mantissa: more would round up to the end of the interval.
-static int mantissa_bits(at::ScalarType dtype) {
+// Returns the significand bits of a dtype. More random bits would round up to the end of the interval.
+static int significand_bits(at::ScalarType dtype) {
     return dtype == at::kDouble     ? 53
            : dtype == at::kFloat    ? 24
            : dtype == at::kHalf     ? 11
@@ -29,7 +29,7 @@ static int mantissa_bits(at::ScalarType dtype) {
 }
 
 static void uniform(const Out& self, double from, double to, const Philox& numbers) {
-    int bits = mantissa_bits(self.dtype());
+    int bits = significand_bits(self.dtype());
     self.set(drawn<double>(self.sizes(), [&](int64_t i) { return from + (to - from) * numbers.uniform(i, bits); }));
 }
 static void InplaceUniform(Out self, double from, double to, SEEDED) { uniform(self, from, to, NUMBERS); }
@@ -41,12 +41,14 @@ ACLNN(InplaceUniformTensor)
 
 static void SimThreadExponential(Out self, int64_t count, double rate, SEEDED) {
     Philox numbers = NUMBERS;
-    require(count == self.tensor().numel(), "count is not the number of elements");
+    require(count == self.tensor().numel(), "count must be the number of elements, " +
+                                                std::to_string(self.tensor().numel()) + ", but is " +
+                                                std::to_string(count));
     self.set(drawn<double>(self.sizes(), [&](int64_t i) { return -std::log1p(-numbers.uniform(i)) / rate; }));
 }
 ACLNN(
     SimThreadExponential, .check = [](Out, int64_t, double rate, int64_t, int64_t) {
-        require(rate > 0, "the rate is " + std::to_string(rate) + ", it must be positive");
+        require(rate > 0, "the rate must be positive, but is " + std::to_string(rate));
     })
 
 static at::Tensor normals(at::IntArrayRef shape, const Philox& numbers) {
@@ -77,14 +79,14 @@ static void NormalTensorTensor(In mean, In std, SEEDED, Out out) {
 }
 ACLNN(NormalTensorTensor)
 
-// Integers from `from` up to, not including, `to`.
+// Draws integers in [from, to).
 static void integers(const Out& self, int64_t from, int64_t to, const Philox& numbers) {
     uint64_t range = uint64_t(to) - uint64_t(from);
     self.set(
         drawn<int64_t>(self.sizes(), [&](int64_t i) { return int64_t(uint64_t(from) + numbers.integer(i) % range); }));
 }
-// One past the largest number of random_(): what the type holds exactly.
-static int64_t end_of(at::ScalarType dtype) {
+// Returns the exclusive upper bound of random_(): the dtype represents all smaller integers exactly.
+static int64_t exclusive_maximum(at::ScalarType dtype) {
     switch (dtype) {
         case at::kBool:
             return 2;
@@ -99,11 +101,12 @@ static int64_t end_of(at::ScalarType dtype) {
         case at::kLong:
             return std::numeric_limits<int64_t>::max();
         default:
-            return (int64_t{1} << mantissa_bits(dtype)) + 1;
+            return (int64_t{1} << significand_bits(dtype)) + 1;
     }
 }
 static void check_range(int64_t from, int64_t to) {
-    require(from < to, "from is " + std::to_string(from) + ", which is not less than to, " + std::to_string(to));
+    require(from < to,
+            "from must be less than to, but they are " + std::to_string(from) + " and " + std::to_string(to));
 }
 static void InplaceRandom(Out self, int64_t from, int64_t to, SEEDED) { integers(self, from, to, NUMBERS); }
 ACLNN(InplaceRandom, .check = [](Out, int64_t from, int64_t to, int64_t, int64_t) { check_range(from, to); })
@@ -111,10 +114,12 @@ static void InplaceRandomTensor(Out self, int64_t from, int64_t to, SEEDED_ON_DE
     integers(self, from, to, NUMBERS_ON_DEVICE);
 }
 ACLNN(InplaceRandomTensor, .check = [](Out, int64_t from, int64_t to, In, In, uint64_t) { check_range(from, to); })
-static void InplaceRandomWithoutFromTo(Out self, SEEDED) { integers(self, 0, end_of(self.dtype()), NUMBERS); }
+static void InplaceRandomWithoutFromTo(Out self, SEEDED) {
+    integers(self, 0, exclusive_maximum(self.dtype()), NUMBERS);
+}
 ACLNN(InplaceRandomWithoutFromTo)
 static void InplaceRandomWithoutFromToTensor(Out self, SEEDED_ON_DEVICE) {
-    integers(self, 0, end_of(self.dtype()), NUMBERS_ON_DEVICE);
+    integers(self, 0, exclusive_maximum(self.dtype()), NUMBERS_ON_DEVICE);
 }
 ACLNN(InplaceRandomWithoutFromToTensor)
 
@@ -122,7 +127,7 @@ static at::Tensor uniforms(at::IntArrayRef shape, const Philox& numbers) {
     return drawn<double>(shape, [&](int64_t i) { return numbers.uniform(i); });
 }
 static void check_probability(double p) {
-    require(p >= 0 && p <= 1, "the probability is " + std::to_string(p) + ", it must be between 0 and 1");
+    require(p >= 0 && p <= 1, "p must be between 0 and 1, but is " + std::to_string(p));
 }
 static void InplaceBernoulli(Out self, Number p, SEEDED) {
     self.set(uniforms(self.sizes(), NUMBERS).lt(at::Scalar(p)));
@@ -148,15 +153,16 @@ static void multinomial(const In& self, int64_t samples, bool replacement, const
         out.set(at::searchsorted(cumulated, picked, /*out_int32=*/false, /*right=*/true));
         return;
     }
-    // The smallest of exponential variates with these rates, then the next, ...
+    // Takes the smallest of exponential variates whose rates are the weights, then the next.
     auto arrival = uniforms(weights.sizes(), numbers).neg().log1p().neg().div(weights);
     out.set(std::get<1>(at::sort(arrival, /*stable=*/true, -1, false)).narrow(-1, 0, samples));
 }
 static void check_multinomial(const In& self, int64_t samples, bool replacement) {
     require(self.dim() == 1 || self.dim() == 2,
-            "self has shape " + shown(self.sizes()) + ", it must have 1 or 2 dimensions");
+            "self must have 1 or 2 dimensions, but has shape " + shown(self.sizes()));
     require(samples > 0 && (replacement || samples <= self.size(-1)),
-            std::to_string(samples) + " samples cannot be drawn without replacement from " + shown(self.sizes()));
+            "num_samples must be positive and, without replacement, at most the number of categories, " +
+                std::to_string(self.size(-1)) + ", but is " + std::to_string(samples));
 }
 static void Multinomial(In self, int64_t samples, bool replacement, SEEDED, Out out) {
     multinomial(self, samples, replacement, out, NUMBERS);
@@ -173,8 +179,8 @@ ACLNN(
         check_multinomial(self, samples, replacement);
     })
 
-// Whether the numbers are to be those that PyTorch would draw on a GPU. In either mode the emulator draws its own.
+// Selects between CANN's numbers and those of PyTorch on a GPU. The emulator draws its own in both modes.
 extern "C" int aclnnSetPytorchRandom(int32_t mode) {
     if (mode == 0 || mode == 1) return 0;
-    return fail(161002, "aclnnSetPytorchRandom: the mode is " + std::to_string(mode) + ", it must be 0 or 1");
+    return fail(161002, "aclnnSetPytorchRandom: mode must be 0 or 1, but is " + std::to_string(mode));
 }

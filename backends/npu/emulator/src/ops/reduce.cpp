@@ -1,4 +1,4 @@
-// Reductions to one value along some dimensions. An empty list of dimensions means all of them.
+// Reductions along dimensions. An empty list of dimensions means all of them.
 #include "numeric.h"
 
 using namespace emulator;
@@ -6,13 +6,14 @@ using namespace emulator;
 DOCUMENTED("ops-math: math (the page of each operation)");
 
 static std::vector<int64_t> reduced(const In& self, std::vector<int64_t> dims, bool keepdim) {
-    std::vector<bool> gone(self.dim(), dims.empty());
+    std::vector<bool> is_reduced(self.dim(), dims.empty());
     for (auto dim : dims)
-        if (wrap(dim, self.dim()) < self.dim()) gone[wrap(dim, self.dim())] = true;  // a scalar has dimension 0 too
+        if (wrap(dim, self.dim()) < self.dim())
+            is_reduced[wrap(dim, self.dim())] = true;  // dim 0 is valid for a scalar
     std::vector<int64_t> shape;
     for (int64_t d = 0; d < self.dim(); ++d) {
-        if (!gone[d]) shape.push_back(self.size(d));
-        if (gone[d] && keepdim) shape.push_back(1);
+        if (!is_reduced[d]) shape.push_back(self.size(d));
+        if (is_reduced[d] && keepdim) shape.push_back(1);
     }
     return shape;
 }
@@ -21,14 +22,15 @@ static at::OptionalIntArrayRef along(const Ints& dims) {
     return dims.values.empty() ? at::OptionalIntArrayRef() : at::OptionalIntArrayRef(at::IntArrayRef(dims.values));
 }
 
-// What is accumulated: in the type of the result, 16-bit floating point in float32.
+// Returns self in the dtype of accumulation: that of the result, or float32 for 16-bit floating point.
 static at::Tensor accumulated(const In& self, const Out& out) {
     auto type = at::isReducedFloatingType(out.dtype()) ? at::kFloat : out.dtype();
     return self.tensor().to(type);
 }
 
 static void check_typed(In self, Ints dims, bool keepdim, aclDataType dtype, Out out) {
-    require(scalar_type(dtype) == out.dtype(), "out is not of the type asked for");
+    require(scalar_type(dtype) == out.dtype(),
+            "out must have the requested dtype, " + c10::str(scalar_type(dtype), ", not ", out.dtype()));
     require_shape(out, reduced(self, dims.values, keepdim), "out");
 }
 static void check_dims(In self, Ints dims, bool keepdim, Out out) {
@@ -115,7 +117,7 @@ ACLNN(ArgMax, .check = check_arg)
 static void ArgMin(In self, int64_t dim, bool keepdim, Out out) { out.set(at::argmin(self, dim, keepdim)); }
 ACLNN(ArgMin, .check = check_arg)
 
-// A byte tensor counts as truth values, its result is 0 or 1.
+// Treats elements as booleans, so the result of a uint8 tensor is 0 or 1.
 static at::Tensor any_of(const at::Tensor& self, const Ints& dims, bool keepdim) {
     auto truth = self.to(at::kBool);
     return dims.values.empty()

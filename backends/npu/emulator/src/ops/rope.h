@@ -5,7 +5,8 @@
 
 namespace emulator {
 
-// x * cos + turned(x) * sin over the last dimension, in float32: halves change places, or, interleaved, neighbours.
+// Returns x * cos + rotated(x) * sin over the last dimension in float32. Rotation swaps halves or, if interleaved,
+// adjacent elements.
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool interleaved);
 
 }  // namespace emulator

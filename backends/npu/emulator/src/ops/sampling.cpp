@@ -1,4 +1,4 @@
-// Choosing among logits.
+// Filters of logits for sampling.
 #include <limits>
 
 #include "op.h"
@@ -9,17 +9,18 @@ using namespace emulator;
 
 DOCUMENTED("ops-nn: index/apply_top_k_top_p_with_sorted/docs/aclnnApplyTopKTopP.md");
 void check(In logits, In p, In k, Out) {
-    if (logits.dim() != 2) throw Refused("logits must be [batch, vocabulary]");
+    if (logits.dim() != 2) throw Refused("logits must have shape [batch, vocabulary], not " + c10::str(logits.sizes()));
     if (logits.dtype() != at::kFloat && logits.dtype() != at::kHalf && logits.dtype() != at::kBFloat16)
-        throw Refused("logits must be float32, float16 or bfloat16");
-    if (!p && !k) throw Refused("p or k is needed");
+        throw Refused(std::string("logits must be float32, float16 or bfloat16, not ") + c10::toString(logits.dtype()));
+    if (!p && !k) throw Refused("p or k is required");
     if (p && (p.dtype() != logits.dtype() || p.dim() != 1 || p.size(0) != logits.size(0)))
-        throw Refused("p must be [batch], of the logits' dtype");
+        throw Refused("p must have shape [batch] and the logits' dtype, " +
+                      c10::str(logits.dtype(), ", but is ", p.dtype(), " of shape ", p.sizes()));
     if (k && (k.dtype() != at::kInt || k.dim() != 1 || k.size(0) != logits.size(0)))
-        throw Refused("k must be [batch], int32");
+        throw Refused("k must be int32 of shape [batch], not " + c10::str(k.dtype(), " of shape ", k.sizes()));
 }
 
-// Keeps the k largest, and of those the fewest whose probabilities reach p; all others become -inf.
+// Keeps the k largest logits, and of those the fewest whose probabilities sum to p. Sets all others to -inf.
 void ApplyTopKTopP(In logits, In p, In k, Out out) {
     auto [values, order] = logits.tensor().to(at::kFloat).sort(true, -1, false);
     double lowest = -std::numeric_limits<double>::infinity();

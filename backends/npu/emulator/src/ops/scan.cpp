@@ -1,4 +1,4 @@
-// Running sums, products and extremes.
+// Cumulative sums, products, maxima and minima.
 #include "numeric.h"
 
 using namespace emulator;

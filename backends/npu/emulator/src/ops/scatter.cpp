@@ -1,4 +1,4 @@
-// Scattering along one dimension.
+// Scatter operations along one dimension.
 #include "numeric.h"
 
 using namespace emulator;
@@ -12,18 +12,22 @@ static void check_scatter(const In& self, int64_t dim, const In& index, const In
     require_dtype(index, {at::kLong, at::kInt}, "index");
     if (index.tensor().numel() == 0) return;
     require(index.dim() == self.dim() || index.dim() + self.dim() == 1,
-            "index has shape " + shown(index.sizes()) + ", self has " + shown(self.sizes()));
+            "index and self must have the same number of dimensions, but have shapes " + shown(index.sizes()) +
+                " and " + shown(self.sizes()));
     if (!src) return;
-    require(src->dtype() == self.dtype(), "src and self are of different types");
+    require(src->dtype() == self.dtype(),
+            "src must have self's dtype, " + c10::str(self.dtype(), ", not ", src->dtype()));
     for (int64_t d = 0; d < std::min(index.dim(), src->dim()); ++d)
         require(index.size(d) <= src->size(d),
-                "index's shape " + shown(index.sizes()) + " does not fit in src's " + shown(src->sizes()));
+                "index must be at most as large as src in each dimension, but they have shapes " +
+                    shown(index.sizes()) + " and " + shown(src->sizes()));
 }
 
-// Numbered as the interface does. 3 and 4 are those of ScatterReduce alone.
+// Returns ATen's name of a reduction by the interface's number. Only ScatterReduce has 3 and 4.
 static const char* reduction_name(int64_t reduction) {
     static constexpr const char* kNames[] = {"", "sum", "prod", "amax", "amin", "mean"};
-    require(reduction >= 0 && reduction <= 5, "the reduction is " + std::to_string(reduction) + ", it must be 0 to 5");
+    require(reduction >= 0 && reduction <= 5,
+            "the reduction must be between 0 and 5, but is " + std::to_string(reduction));
     return kNames[reduction];
 }
 

@@ -1,4 +1,4 @@
-// Joining, repeating and rearranging.
+// Concatenation, splitting, repetition, padding and rearrangement.
 #include "numeric.h"
 
 using namespace emulator;
@@ -6,18 +6,20 @@ using namespace emulator;
 DOCUMENTED("ops-math: conversion (the page of each operation); ops-nn: index (the page of each operation)");
 
 static void check_cat(Ins tensors, int64_t dim, Out out) {
-    require(tensors.size() > 0, "there is nothing to join");
+    require(tensors.size() > 0, "the list of tensors must not be empty");
     int64_t joined = 0;
     const In* first = nullptr;
     for (auto& each : tensors.items) {
-        if (each.dim() == 1 && each.size(0) == 0) continue;  // joins with anything
+        if (each.dim() == 1 && each.size(0) == 0) continue;  // concatenates with any shape
         if (!first) first = &each;
         require(each.dim() == first->dim() && each.dim() > 0,
-                "shapes " + shown(first->sizes()) + " and " + shown(each.sizes()) + " cannot be joined");
+                "shapes " + shown(first->sizes()) + " and " + shown(each.sizes()) +
+                    " cannot be concatenated along dim " + std::to_string(dim));
         int64_t wrapped = wrap(dim, each.dim());
         for (int64_t d = 0; d < each.dim(); ++d)
             require(d == wrapped || each.size(d) == first->size(d),
-                    "shapes " + shown(first->sizes()) + " and " + shown(each.sizes()) + " cannot be joined");
+                    "shapes " + shown(first->sizes()) + " and " + shown(each.sizes()) +
+                        " cannot be concatenated along dim " + std::to_string(dim));
         joined += each.size(wrapped);
     }
     if (!first) return;
@@ -35,11 +37,14 @@ static void SplitWithSize(In self, Ints sizes, int64_t dim, Outs outs) {
 }
 ACLNN(
     SplitWithSize, .check = [](In, Ints sizes, int64_t, Outs outs) {
-        require(sizes.size() == outs.size(), "there are as many sizes as outputs");
+        require(sizes.size() == outs.size(), "the numbers of sizes and outputs must be equal, but are " +
+                                                 std::to_string(sizes.size()) + " and " + std::to_string(outs.size()));
     })
 
 static void check_repeat(In self, Ints repeats, Out out) {
-    require(int64_t(repeats.size()) >= self.dim(), "there are fewer repeats than dimensions");
+    require(int64_t(repeats.size()) >= self.dim(), "repeats must have at least one entry for each of the " +
+                                                       std::to_string(self.dim()) + " dimensions, but has " +
+                                                       std::to_string(repeats.size()));
     auto shape = repeats.values;
     for (int64_t d = 1; d <= self.dim(); ++d) shape[shape.size() - d] *= self.size(-d);
     require_shape(out, shape, "out");
@@ -83,7 +88,9 @@ static void StridedSlice(In self, Ints begin, Ints end, Ints strides, Out out) {
 ACLNN(StridedSlice)
 
 static void check_pad(In self, Ints pad, Number, Out out) {
-    require(pad.size() % 2 == 0 && int64_t(pad.size()) <= 2 * self.dim(), "pad has the wrong number of values");
+    require(pad.size() % 2 == 0 && int64_t(pad.size()) <= 2 * self.dim(),
+            "pad must have an even number of values, at most " + std::to_string(2 * self.dim()) + ", but has " +
+                std::to_string(pad.size()));
     auto shape = self.sizes().vec();
     for (size_t i = 0; i < pad.size() / 2; ++i) shape[shape.size() - 1 - i] += pad[2 * i] + pad[2 * i + 1];
     require_shape(out, shape, "out");

@@ -1,4 +1,4 @@
-// Ordering and counting. Some outputs here have a shape that depends on the data: see Resizable.
+// Sorting, selection and counting. Some outputs have a shape that depends on the data; see Resizable.
 #include "numeric.h"
 
 using namespace emulator;
@@ -21,14 +21,14 @@ static void check_top(const In& self, int64_t k, int64_t dim, const Out& values,
     auto shape = self.sizes().vec();
     dim = wrap(dim, self.dim());
     int64_t size = shape.empty() ? 1 : shape[dim];
-    require(k >= 0 && k <= size,
-            "k is " + std::to_string(k) + ", the dimension has " + std::to_string(size) + " elements");
+    require(k >= 0 && k <= size, "k must be between 0 and the size of the dimension, " + std::to_string(size) +
+                                     ", but is " + std::to_string(k));
     if (!shape.empty()) shape[dim] = k;
     require_shape(values, shape, "values");
     require_shape(indices, shape, "indices");
     require_dtype(indices, {at::kLong}, "indices");
 }
-// Of equal elements the first is taken, so that results do not depend on the machine.
+// Takes the first of equal elements, so that results do not depend on the machine.
 static void top(const In& self, int64_t k, int64_t dim, bool largest, const Out& values, const Out& indices) {
     auto [sorted, order] = at::sort(self.tensor(), /*stable=*/true, dim, /*descending=*/largest);
     bool scalar = self.dim() == 0;
@@ -87,7 +87,7 @@ static void UniqueDim(In self, bool sorted, bool return_inverse, int64_t dim, Re
 ACLNN(UniqueDim)
 static void UniqueConsecutive(In self, bool return_inverse, bool return_counts, int64_t dim, Resizable out,
                               Resizable inverse, Resizable counts) {
-    constexpr int64_t kNone = 1000;  // no dimension: the elements in order
+    constexpr int64_t kNone = 1000;  // flattens the tensor
     std::optional<int64_t> along = dim == kNone ? std::nullopt : std::optional<int64_t>(dim);
     auto [values, where, numbers] = at::unique_consecutive(self, return_inverse, return_counts, along);
     out.set(values);

@@ -1,5 +1,5 @@
-// Streams run beside each other, one worker each, so every worker runs ATen on one thread: else each would keep a team
-// of OpenMP threads of its own.
+// Streams run concurrently, each on its own worker thread. Every worker limits ATen to one thread, because otherwise
+// each would keep its own team of OpenMP threads.
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
 #include <link.h>
@@ -10,17 +10,17 @@
 
 namespace {
 
-// torch brings an OpenMP library of its own, under a name of its own: it is the one to talk to.
+// torch bundles its own OpenMP library under a changed file name. The setting must go to that copy.
 int set_to_one(dl_phdr_info* info, size_t, void*) {
     if (!std::strstr(info->dlpi_name, "/libgomp") && !std::strstr(info->dlpi_name, "/libiomp")) return 0;
     void* library = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
     void* function = library ? dlsym(library, "omp_set_num_threads") : nullptr;
-    if (function) reinterpret_cast<void (*)(int)>(function)(1);  // a setting of the calling thread alone
-    return 0;                                                    // there may be more than one
+    if (function) reinterpret_cast<void (*)(int)>(function)(1);  // applies to the calling thread only
+    return 0;                                                    // continues: several may be loaded
 }
 
 void run_on_one_thread() {
-    at::get_num_threads();  // ATen's own setting of this thread, which would otherwise come later and win
+    at::get_num_threads();  // initializes ATen's setting of this thread, which would otherwise override this one later
     dl_iterate_phdr(set_to_one, nullptr);
 }
 

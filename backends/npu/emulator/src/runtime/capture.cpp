@@ -1,4 +1,4 @@
-// The beginning and the end of captures, and what they refuse. record.cpp puts tasks into their graphs.
+// Begins and ends captures, and refuses calls during captures. record.cpp adds tasks to their graphs.
 #include "runtime/capture.h"
 
 #include <algorithm>
@@ -12,18 +12,18 @@ namespace emulator {
 
 namespace {
 
-std::vector<Capture*>& captures() {  // under way; guarded by the machine's lock
+std::vector<Capture*>& captures() {  // active ones; guarded by the machine's lock
     static auto* all = new std::vector<Capture*>;
     return *all;
 }
 thread_local aclmdlRICaptureMode thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
-// Takes every stream out of the capture, and hands back the graph.
+// Removes every stream from the capture. Returns the graph.
 std::shared_ptr<Graph> leave(Capture& capture) {
     std::erase(captures(), &capture);
     auto graph = capture.graph;
     graph->capturing = false;
-    auto keep = capture.origin->capture;  // the capture itself, until the loop is done
+    auto keep = capture.origin->capture;  // keeps the capture alive during the loop
     for (Stream* stream : capture.streams) {
         stream->capture.reset();
         stream->group.reset();
@@ -35,14 +35,16 @@ int begin(aclrtStream handle, aclmdlRICaptureMode mode, std::shared_ptr<Graph> g
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     if (device_of(stream->device).default_stream == stream.get()) {
-        return fail(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT, "the default stream cannot be captured: make a stream");
+        return fail(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT,
+                    "the default stream cannot be captured; capture on a stream from aclrtCreateStream");
     }
     if (stream->capture) {
-        return fail(ACL_ERROR_RT_STREAM_CAPTURED, format("stream %d is being captured already", stream->id));
+        return fail(ACL_ERROR_RT_STREAM_CAPTURED, format("stream %d must not be in a capture already", stream->id));
     }
     if (stream->updated_group) {
-        UNDEFINED("the documents do not say what becomes of the update");
-        return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, format("stream %d is updating a task group", stream->id));
+        UNDEFINED("the documents do not define the result of the update");
+        return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                    format("stream %d must not be updating a task group when its capture begins", stream->id));
     }
     bool is_new = !graph;
     if (is_new) graph = new_graph(stream->device);
@@ -67,11 +69,11 @@ int refuse_while_capturing(const char* function, int code) {
     if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return ACL_SUCCESS;
     Lock lock(machine().mutex);
     for (Capture* capture : captures()) {
-        bool mine = capture->thread == std::this_thread::get_id();
-        bool everywhere = capture->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL && thread_mode == capture->mode;
-        if (everywhere || (mine && capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED)) {
-            return fail(
-                code, format("%s cannot be captured and waits: stream %d is captured", function, capture->origin->id));
+        bool on_this_thread = capture->thread == std::this_thread::get_id();
+        bool is_global = capture->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL && thread_mode == capture->mode;
+        if (is_global || (on_this_thread && capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED)) {
+            return fail(code, format("%s synchronizes and is not allowed during a capture; stream %d is captured",
+                                     function, capture->origin->id));
         }
     }
     return ACL_SUCCESS;
@@ -80,7 +82,7 @@ int refuse_while_capturing(const char* function, int code) {
 int refuse_if_captured(Stream& stream, const char* action) {
     if (!stream.capture) return ACL_SUCCESS;
     return fail(ACL_ERROR_RT_STREAM_CAPTURED,
-                format("%s: stream %d is captured and runs nothing that could be waited for", action, stream.id));
+                format("%s is not allowed during a capture; stream %d is captured", action, stream.id));
 }
 
 }  // namespace emulator
@@ -98,8 +100,11 @@ aclError aclmdlRICaptureToModelRIBegin(aclrtStream stream, aclmdlRI handle, aclm
     Lock lock(machine().mutex);
     auto graph = find_graph(handle);
     if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
-    if (graph->capturing) return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u is being captured", graph->id));
-    if (graph->running) return fail(ACL_ERROR_RT_MODEL_RUNNING, format("graph %u is being replayed", graph->id));
+    if (graph->capturing)
+        return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u must not be in a capture", graph->id));
+    if (graph->running)
+        return fail(ACL_ERROR_RT_MODEL_RUNNING,
+                    format("graph %u must not be replaying when a capture into it begins", graph->id));
     return begin(stream, mode, graph);
 }
 
@@ -121,13 +126,13 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* result) {
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     auto capture = stream->capture;
-    if (!capture) return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, format("stream %d is not being captured", stream->id));
+    if (!capture) return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, format("stream %d is not captured", stream->id));
     if (capture->origin != stream.get()) {
         return fail(
             ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED,
             format("the capture began on stream %d and cannot end on stream %d", capture->origin->id, stream->id));
     }
-    // From here on the capture is over, whatever its end returns.
+    // The capture ends here, also if an error is returned.
     int code = ACL_SUCCESS;
     if (capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
         code = fail(ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD,
@@ -136,13 +141,13 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* result) {
         code = refuse_invalid(*capture);
     } else if (std::any_of(capture->streams.begin(), capture->streams.end(),
                            [](Stream* each) { return bool(each->group); })) {
-        code = fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "the capture ends with a task group open");
+        code = fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                    "a task group is open at the end of the capture; call aclmdlRICaptureTaskGrpEnd first");
     } else if (Stream* left = unjoined(*capture)) {
-        code = fail(
-            ACL_ERROR_RT_STREAM_UNJOINED,
-            format("stream %d joined the capture and has work that stream %d does not wait for: record an event there "
-                   "and wait for it before the end",
-                   left->id, stream->id));
+        code = fail(ACL_ERROR_RT_STREAM_UNJOINED,
+                    format("stream %d joined the capture and has work that stream %d does not wait for; record an "
+                           "event on it and wait for the event before the end",
+                           left->id, stream->id));
     }
     graph = leave(*capture);
     *result = code ? nullptr : graph.get();

@@ -1,4 +1,4 @@
-// Captures: streams whose tasks go into a graph. With the machine's lock held, but for `refuse_while_capturing`.
+// Captures of streams into graphs. All functions except `refuse_while_capturing` require the machine's lock.
 #pragma once
 
 #include <thread>
@@ -13,29 +13,29 @@ struct Capture {
     std::thread::id thread;
     Stream* origin;
     std::vector<Stream*> streams;
-    Failure invalid;  // why the graph cannot be had
+    Failure invalid;  // the error that invalidated the capture
 };
 
-// Takes the stream into the capture; into a lane of its own, or into lane 0.
+// Adds the stream to the capture, in a new lane or in lane 0.
 int enter(Stream& stream, const std::shared_ptr<Capture>& capture, bool new_lane);
-// Records the task in the graph that the stream is captured into.
+// Adds the task to the graph of the stream's capture.
 int record(Stream& stream, TaskPointer task);
-// Records, in a captured stream, an event that other captured streams wait for.
+// Records an event in a captured stream, for other streams of the capture.
 int record_edge(Stream& stream, const std::shared_ptr<Event>& event);
-// Draws a stream into the capture that recorded the event; see event.h.
+// Makes a stream wait for an event of the capture. The stream joins the capture if it is not part of it; see event.h.
 int join(Stream& stream, const std::shared_ptr<Capture>& capture, size_t edge);
-// A stream whose work lane 0 does not wait for; null if there is none.
+// Returns a stream with work that lane 0 does not wait for, or null.
 Stream* unjoined(Capture& capture);
 
-// Fails, and the capture is invalid: it goes on, what it captures is dropped, and its end fails. CANN does so where it
-// could not capture what it was given. A call that it refuses because a stream is captured leaves the capture as it was.
+// Fails and invalidates the capture. The capture continues, drops all further tasks, and fails at its end. CANN does so
+// for work that it cannot capture. Calls that it refuses because a stream is captured do not change the capture.
 int invalidate(Capture& capture, int code, const std::string& reason);
-// Fails because the capture was invalidated before.
+// Fails because the capture is invalid.
 int refuse_invalid(Capture& capture);
-// Refuses a call that would wait for a captured stream.
+// Refuses a call that would synchronize with a captured stream.
 int refuse_if_captured(Stream& stream, const char* action);
-// Refuses, with `code`, a call that CANN calls unsafe while this thread, or in global mode any thread, captures. Takes
-// the lock.
+// Refuses, with `code`, a call that is unsafe by CANN's documents while this thread captures, or any thread in global
+// mode. Takes the lock.
 int refuse_while_capturing(const char* function, int code = ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT);
 
 }  // namespace emulator

@@ -1,4 +1,4 @@
-// Conditional nodes of a graph: branches and loops that a word of device memory decides when the replay gets there.
+// Conditional nodes of graphs: branches and loops on a word of device memory, read when the replay reaches the node.
 #include "runtime/capture.h"
 #include "runtime/memory.h"
 
@@ -11,7 +11,7 @@ namespace emulator {
 namespace {
 
 struct Condition {
-    void* word;  // device memory of the graph
+    void* word;  // device memory that the graph owns
     std::weak_ptr<Graph> graph;
 };
 std::map<void*, Condition>& conditions() {  // by handle, which is the word's address; guarded by the machine's lock
@@ -32,7 +32,7 @@ struct ConditionTask : Task {
     aclmdlRICondTaskType type = ACL_MODEL_RI_COND_TYPE_IF;
     std::vector<std::shared_ptr<Graph>> branches;
 
-    Graph* chosen() const {
+    Graph* selected() const {
         uint64_t value = *static_cast<uint64_t*>(backing(word));
         size_t index = type == ACL_MODEL_RI_COND_TYPE_SWITCH ? value
                        : value != 0                          ? 0
@@ -49,12 +49,12 @@ struct ConditionTask : Task {
             if (next < tasks.size() && tasks[next].get() == this) child = &parent.lanes[i].child;
         }
         if (!*child) {
-            Graph* graph = chosen();
+            Graph* graph = selected();
             if (!graph) return nullptr;
             for (auto& branch : branches) {
                 if (branch.get() == graph) *child = std::make_unique<Replay>(branch, &parent);
             }
-        } else if ((*child)->over() && type == ACL_MODEL_RI_COND_TYPE_WHILE && chosen()) {
+        } else if ((*child)->over() && type == ACL_MODEL_RI_COND_TYPE_WHILE && selected()) {
             (*child)->restart();
         }
         return child->get();
@@ -85,10 +85,10 @@ aclError aclmdlRICondHandleCreate(aclmdlRI handle, uint32_t value, aclmdlRICondH
     void* word = allocate(graph->device, sizeof(uint64_t));
     if (!word)
         return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
-                    format("device %d has no memory left for a condition", graph->device));
+                    format("device %d has no memory left for a condition handle", graph->device));
     graph->conditions.push_back(word);
     conditions()[word] = {word, graph};
-    // Every replay begins with the default value.
+    // Every replay first sets the default value.
     if (flag == ACL_MODEL_RI_COND_HANDLE_ASSIGN_DEFAULT)
         graph->defaults.push_back(std::make_shared<DefaultTask>(word, value));
     *result = word;
@@ -97,7 +97,8 @@ aclError aclmdlRICondHandleCreate(aclmdlRI handle, uint32_t value, aclmdlRICondH
 
 aclError aclmdlRICondHandleGetCondPtr(aclmdlRICondHandle handle, uint64_t** pointer) {
     Lock lock(machine().mutex);
-    if (!conditions().count(handle)) return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no condition", handle));
+    if (!conditions().count(handle))
+        return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a condition handle", handle));
     *pointer = static_cast<uint64_t*>(handle);
     return ACL_SUCCESS;
 }
@@ -108,17 +109,18 @@ aclError aclmdlRIAddCondTask(aclmdlRICondTaskParams parameters, aclrtStream stre
     if (!stream) return no_such_stream(stream_handle);
     auto condition = conditions().find(parameters.handle);
     if (condition == conditions().end())
-        return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no condition", parameters.handle));
+        return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a condition handle", parameters.handle));
     if (!stream->capture) {
         return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED,
-                    format("a condition needs a capture; stream %d has none", stream->id));
+                    format("a conditional task requires a capture, but stream %d is not captured", stream->id));
     }
     uint32_t most = parameters.type == ACL_MODEL_RI_COND_TYPE_IF      ? 2
                     : parameters.type == ACL_MODEL_RI_COND_TYPE_WHILE ? 1
                                                                       : UINT32_MAX;
     if (parameters.size < 1 || parameters.size > most) {
         return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    format("a condition of this type cannot have %u graphs", parameters.size));
+                    format("a conditional task of type %d must have between 1 and %u graphs, but has %u",
+                           static_cast<int>(parameters.type), most, parameters.size));
     }
     auto task = std::make_shared<ConditionTask>();
     task->word = condition->second.word;

@@ -1,4 +1,4 @@
-// Options, schedule seed and counts of what is live.
+// Options, the schedule seed and counts of live objects.
 #include "runtime/control.h"
 
 #include <cstdlib>

@@ -1,38 +1,39 @@
-// What Python asks of the runtime; see control.py. None of it is CANN's.
+// The interface between the runtime and Python, which is not part of CANN; see control.py.
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
 
-// Options, by name: "devices", "memory" (bytes of each device), "streams" and "tasks" (limits of each device),
-// "stall" (seconds in which nothing runs, after which a wait of the host fails rather than lasts for ever), as
-// decimal numbers; "soc" and "version" (of CANN) as text. Devices and memory only before the first use of a device.
-// Returns 0, or -1 for a name or a value that is not known.
+// Sets an option. "devices", "memory" (bytes per device), "streams" and "tasks" (limits per device) and "stall"
+// (seconds without progress after which a wait of the host fails) are decimal numbers; "soc" and "version" (of CANN)
+// are strings. "devices" and "memory" must be set before the first use of a device. Returns 0, or -1 for an unknown
+// name or an invalid value.
 int hal_emulator_set(const char* name, const char* value);
-// The value of one that is a number; -1 for another name.
+// Returns the value of a numeric option, or -1 for another name.
 int64_t hal_emulator_get(const char* name);
 
-// The trace: on forgets what was recorded before. The records are a JSON list, valid until the next call.
+// Starts or stops the trace. Starting deletes earlier records.
 void hal_emulator_trace(int on);
+// Returns the records as a JSON list, valid until the next call.
 const char* hal_emulator_trace_records();
 
-// Arms a fault. `kind`: "malloc", "launch", "execution", "hang", "delay", "stream" or "copy". `name` restricts it to
-// one kernel; empty means any. Of the occasions that match, number `first` (from 1 on) fails, and the `count` - 1 after
-// it; count 0 means all. `code` is what fails with; `milliseconds` how long a kernel hangs or is delayed. Returns a
-// number to withdraw it by.
+// Injects a fault. `kind` is "malloc", "launch", "execution", "hang", "delay", "stream" or "copy". `name` restricts it
+// to one kernel; empty means any. `count` matching calls fail, from number `first` (counted from 1) on; count 0 means
+// all. `code` is the error code; `milliseconds` is the duration of a hang or delay. Returns the number of the fault,
+// for hal_emulator_disarm.
 int hal_emulator_arm(const char* kind, const char* name, int64_t first, int64_t count, int code, int milliseconds);
-// Returns how often the fault struck, or -1 for a number that is not known.
+// Removes a fault. Returns how often it occurred, or -1 for an unknown number.
 int64_t hal_emulator_disarm(int number);
 
-// A schedule seed; without one (`seeded` 0) streams run freely.
+// Sets the schedule seed. With `seeded` 0, streams run without one.
 void hal_emulator_seed(int seeded, uint64_t seed);
 
-// How many are live: "stream", "event", "graph", "group", "allocation" (of device memory), "pinned" (of host memory);
-// "task" counts tasks in captured graphs, and "captured" the streams that graphs hold. -1 for another name.
+// Returns the number of live objects: "stream", "event", "graph", "group", "allocation" (device memory), "pinned" (host
+// memory), "task" (tasks in captured graphs) or "captured" (streams held by graphs). Returns -1 for another name.
 int64_t hal_emulator_live(const char* kind);
 
-// Bytes in use on a device, and the most there ever were.
+// Returns the bytes in use on a device, or their peak.
 int64_t hal_emulator_memory(int device, int peak);
 
 }  // extern "C"

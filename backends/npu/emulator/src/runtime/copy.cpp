@@ -1,5 +1,5 @@
-// Copies and fills. An asynchronous copy between the device and host memory that is not pinned becomes a synchronous
-// one, as in CANN; it is refused in a capture.
+// Copies and fills. An asynchronous copy between the device and unpinned host memory is synchronous, as in CANN, and
+// refused in a capture.
 #include <cstring>
 
 #include "runtime/capture.h"
@@ -16,13 +16,15 @@ namespace {
 
 bool on_device(const void* address) { return owner(address) >= 0; }
 
-// Where the host finds the bytes, having checked that they are there.
-void* reach(const void* address, size_t bytes, const char* verb) {
+// Returns the host pointer for an address. Throws DeviceError if the bytes are not allocated.
+void* host_pointer(const void* address, size_t bytes, const char* verb) {
     int device = owner(address);
     if (device < 0) return const_cast<void*>(address);
     auto reason = objection(address, bytes, device);
-    UNDEFINED("hardware may fault, or read or write what lies there");
-    if (!reason.empty()) throw DeviceError(ACL_ERROR_RT_SYS_DMA, format("a copy %s %zu bytes: ", verb, bytes) + reason);
+    UNDEFINED("hardware may fault, or read or write other data");
+    if (!reason.empty())
+        throw DeviceError(ACL_ERROR_RT_SYS_DMA,
+                          format("a copy %s %zu bytes that are not accessible: ", verb, bytes) + reason);
     return backing(address);
 }
 
@@ -37,11 +39,11 @@ struct CopyTask : Task {
     const void* from;
     size_t bytes;
     void run(const Context& context) override {
-        OURS("the program asked for it, by emulator.faults");
+        OURS("the program injects it with emulator.faults");
         Injection injection;
         if (fault_at(Fault::copy, name(), &injection))
-            throw DeviceError(injection.code, name() + ": a fault was asked for");
-        std::memmove(reach(to, bytes, "writes"), reach(from, bytes, "reads"), bytes);
+            throw DeviceError(injection.code, name() + ": fault injected by emulator.faults");
+        std::memmove(host_pointer(to, bytes, "writes"), host_pointer(from, bytes, "reads"), bytes);
         trace_event(TraceKind::copy, name(), context, bytes);
     }
     std::string name() const override { return direction(to, from); }
@@ -54,31 +56,34 @@ struct FillTask : Task {
     int value;
     size_t bytes;
     void run(const Context& context) override {
-        std::memset(reach(to, bytes, "fills"), value, bytes);
+        std::memset(host_pointer(to, bytes, "fills"), value, bytes);
         trace_event(TraceKind::fill, name(), context, bytes);
     }
     std::string name() const override { return "Memset"; }
 };
 
 int check(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind) {
-    if (!to || !from) return fail(ACL_ERROR_RT_PARAM_INVALID, "a copy from or to a null address");
-    if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, format("a copy of %zu bytes into %zu", bytes, room));
+    if (!to || !from) return fail(ACL_ERROR_RT_PARAM_INVALID, "source and destination of a copy must not be null");
+    if (bytes > room)
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("a copy must fit into the destination of %zu bytes, but has %zu", room, bytes));
     bool to_device = kind == ACL_MEMCPY_HOST_TO_DEVICE || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
     bool from_device = kind == ACL_MEMCPY_DEVICE_TO_HOST || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
     bool plain = kind <= ACL_MEMCPY_DEVICE_TO_DEVICE;
     if (plain && (to_device != on_device(to) || from_device != on_device(from))) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("a copy of kind %d from %p to %p, which would be %s",
-                                                       static_cast<int>(kind), from, to, direction(to, from)));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("kind %d of a copy must match its addresses, %p to %p, which require %s",
+                           static_cast<int>(kind), from, to, direction(to, from)));
     }
     return ACL_SUCCESS;
 }
 
-// At once and on this thread: the caller has to have waited for whoever else uses the memory.
+// Runs the task immediately on this thread. The caller must have synchronized with other users of the memory.
 int run_now(Task& task) {
-    static auto* nowhere = new Stream;  // where synchronous work appears in traces
-    nowhere->id = -1;
+    static auto* no_stream = new Stream;  // the stream of synchronous work in traces
+    no_stream->id = -1;
     try {
-        task.run({*nowhere, nullptr});
+        task.run({*no_stream, nullptr});
     } catch (const DeviceError& error) {
         return fail(error.code, error.what());
     }
@@ -90,18 +95,17 @@ int run_now(Task& task) {
 int submit_copy(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream handle) {
     if (int code = refuse_after_task_queue()) return code;
     if (int code = check(to, room, from, bytes, kind)) return code;
-    bool host_side = on_device(to) != on_device(from);
-    bool waits = host_side && !pinned(on_device(to) ? from : to, bytes);
+    bool crosses_host = on_device(to) != on_device(from);
+    bool waits = crosses_host && !pinned(on_device(to) ? from : to, bytes);
     auto task = std::make_shared<CopyTask>(to, from, bytes);
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     if (waits && stream->capture) {
-        return fail(
-            ACL_ERROR_RT_PARAM_INVALID,
-            format("%s of %zu bytes: the host memory at %p is not pinned, so the copy would have to wait, but "
-                   "stream %d is captured: pin the memory",
-                   task->name().c_str(), bytes, on_device(to) ? from : to, stream->id));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("%s of %zu bytes: the host memory at %p is not pinned, so the copy would synchronize, but "
+                           "stream %d is captured; pin the memory",
+                           task->name().c_str(), bytes, on_device(to) ? from : to, stream->id));
     }
     if (waits) {
         lock.unlock();
@@ -110,10 +114,10 @@ int submit_copy(void* to, size_t room, const void* from, size_t bytes, aclrtMemc
     }
     if (int code = submit(*stream, task)) return code;
     if (!waits) return ACL_SUCCESS;
-    UNDEFINED("on hardware the host would wait for ever");
+    UNDEFINED("on hardware the host would wait indefinitely");
     uint64_t target = stream->submitted;
     if (wait_until(lock, [&] { return stream->completed >= target; })) return ACL_SUCCESS;
-    return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "the device stands still: " + what_holds(*stream));
+    return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "the device is stalled: " + what_holds(*stream));
 }
 
 }  // namespace
@@ -138,7 +142,7 @@ aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes,
     return bytes ? submit_copy(to, room, from, bytes, kind, stream) : ACL_SUCCESS;
 }
 
-// CANN decides by itself whether it must wait, which is what aclrtMemcpyAsync does here too.
+// CANN decides whether to synchronize. The emulated aclrtMemcpyAsync does so already.
 aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
                                        aclrtStream stream) {
     return aclrtMemcpyAsync(to, room, from, bytes, kind, stream);
@@ -168,13 +172,17 @@ aclError aclrtMemcpyBatchAsync(void** to, size_t* rooms, void** from, size_t* si
 
 aclError aclrtMemset(void* to, size_t room, int32_t value, size_t bytes) {
     if (int code = refuse_while_capturing("aclrtMemset")) return code;
-    if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, format("a fill of %zu bytes into %zu", bytes, room));
+    if (bytes > room)
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("a fill must fit into the destination of %zu bytes, but has %zu", room, bytes));
     FillTask task(to, value, bytes);
     return run_now(task);
 }
 
 aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, aclrtStream handle) {
-    if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, format("a fill of %zu bytes into %zu", bytes, room));
+    if (bytes > room)
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("a fill must fit into the destination of %zu bytes, but has %zu", room, bytes));
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);

@@ -1,4 +1,4 @@
-// Devices and contexts. A device has one context, its primary one.
+// Devices and contexts. Each device has only its primary context.
 #include <cstring>
 
 #include "runtime/machine.h"
@@ -21,8 +21,9 @@ aclrtContext context_of(int device) { return reinterpret_cast<aclrtContext>(stat
 bool exists(int device) { return device >= 0 && device < machine().options.devices; }
 
 int no_such_device(int device) {
-    return fail(ACL_ERROR_RT_INVALID_DEVICEID, format("device %d was asked for, but there are %ld (option `devices`)",
-                                                      device, static_cast<long>(machine().options.devices)));
+    return fail(ACL_ERROR_RT_INVALID_DEVICEID,
+                format("the device number must be between 0 and %ld (option `devices`), but is %d",
+                       static_cast<long>(machine().options.devices) - 1, device));
 }
 
 }  // namespace
@@ -70,14 +71,15 @@ aclError aclrtSetDevice(int32_t device) {
 }
 
 aclError aclrtGetDevice(int32_t* device) {
-    if (thread_device < 0) return ACL_ERROR_RT_CONTEXT_NULL;  // no message: callers ask in order to learn it
+    if (thread_device < 0)
+        return ACL_ERROR_RT_CONTEXT_NULL;  // no message, because callers use the code to test for a device
     *device = thread_device;
     return ACL_SUCCESS;
 }
 
 aclError aclrtResetDevice(int32_t device) {
     if (!exists(device)) return no_such_device(device);
-    // Memory stays: the process is about to end, and its allocators free what they hold afterwards.
+    // Keeps the memory, because allocators free theirs after this call, at the end of the process.
     int code = synchronize_device(device, -1);
     Lock lock(machine().mutex);
     device_of(device).active = false;
@@ -86,14 +88,15 @@ aclError aclrtResetDevice(int32_t device) {
 }
 
 aclError aclrtGetCurrentContext(aclrtContext* context) {
-    if (thread_device < 0) return fail(ACL_ERROR_RT_CONTEXT_NULL, "this thread has no context: it has set no device");
+    if (thread_device < 0)
+        return fail(ACL_ERROR_RT_CONTEXT_NULL, "this thread has no context; call aclrtSetDevice first");
     *context = context_of(thread_device);
     return ACL_SUCCESS;
 }
 
 aclError aclrtSetCurrentContext(aclrtContext context) {
     auto device = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
-    if (!exists(device)) return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is no context", context));
+    if (!exists(device)) return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is not a context", context));
     thread_device = device;
     return ACL_SUCCESS;
 }
@@ -113,7 +116,7 @@ aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t device, int32_t peer) {
     return ACL_SUCCESS;
 }
 
-// Copies between devices always work here; kernels never reach another device's memory.
+// No effect: copies between devices always work, and kernels cannot access another device's memory.
 aclError aclrtDeviceEnablePeerAccess(int32_t peer, uint32_t) {
     return exists(peer) ? ACL_SUCCESS : no_such_device(peer);
 }

@@ -1,4 +1,4 @@
-// The dump of a graph: events of the Chrome trace format, as chrome://tracing and torch_npu's aligning of them read it.
+// The dump of a graph in the Chrome trace format, for chrome://tracing and torch_npu's alignment of dumps.
 #include <unistd.h>
 
 #include <fstream>
@@ -11,7 +11,7 @@ namespace emulator {
 
 namespace {
 
-// Made up, as CANN's are: a dump says what a graph holds, and not how long it takes.
+// Arbitrary durations, as in CANN's dumps, which describe the contents of a graph and not its timing.
 struct Length {
     double shown, taken;
 };
@@ -48,7 +48,7 @@ using namespace emulator;
 
 extern "C" {
 
-// The arguments of kernels, which a flag asks for, are not emulated.
+// The flag for kernel arguments is ignored, because they are not emulated.
 aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char* path, uint32_t) {
     Lock lock(machine().mutex);
     auto graph = find_graph(handle);
@@ -59,7 +59,7 @@ aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char* path, uint32_t) {
     for (size_t lane = 0; lane < graph->lanes.size(); ++lane) write_lane(file, *graph, lane, separator);
     file << "\n]\n";
     file.close();
-    return file ? ACL_SUCCESS : fail(ACL_ERROR_RT_PARAM_INVALID, format("cannot write %s", path));
+    return file ? ACL_SUCCESS : fail(ACL_ERROR_RT_PARAM_INVALID, format("%s cannot be written", path));
 }
 
 }  // extern "C"

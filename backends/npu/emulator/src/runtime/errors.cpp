@@ -1,4 +1,4 @@
-// aclGetRecentErrMsg, the last error of a thread, and what an error leaves behind.
+// The last error of each thread, its message, and the state after an error on torch_npu's task queue.
 #include "runtime/errors.h"
 
 #include <pthread.h>
@@ -13,9 +13,9 @@ namespace emulator {
 
 namespace {
 
-// Leaked: threads of torch_npu may still fail while the process exits.
+// Never destroyed, because threads of torch_npu may fail while the process exits.
 struct ThreadErrors {
-    std::string pending, handed_out;
+    std::string pending, returned;
     int last = 0;
 };
 ThreadErrors& errors() {
@@ -24,9 +24,9 @@ ThreadErrors& errors() {
 }
 
 std::atomic<uint64_t> failed{0};
-std::atomic<const std::string*> queue_stopped{nullptr};  // why; set once, and leaked
+std::atomic<const std::string*> queue_stopped{nullptr};  // the reason; set once, never destroyed
 
-// torch_npu names the thread that launches for TASK_QUEUE_ENABLE=1 and 2.
+// Returns whether this is the thread that launches for TASK_QUEUE_ENABLE=1 and 2, by torch_npu's name for it.
 bool on_task_queue() {
     char name[16] = "";
     pthread_getname_np(pthread_self(), name, sizeof(name));
@@ -46,11 +46,11 @@ int fail(int code, const std::string& reason) {
     ++failed;
     if (!queue_stopped && on_task_queue()) {
         auto* why = new std::string(format("torch_npu's task queue stopped at error %d: ", code) + reason +
-                                    ". It drops all later work: run with TASK_QUEUE_ENABLE=0 to go on after a refusal");
+                                    ". It drops all later work; set TASK_QUEUE_ENABLE=0 to continue after an error");
         const std::string* none = nullptr;
         if (!queue_stopped.compare_exchange_strong(none, why)) delete why;
     }
-    errors().pending = format("[emulated CANN] %d: ", code) + reason;  // the last one: earlier ones were dealt with
+    errors().pending = format("[emulated CANN] %d: ", code) + reason;  // replaces an earlier message that was not read
     errors().last = code;
     return code;
 }
@@ -62,7 +62,8 @@ uint64_t host_thread() {
 }
 
 int report(const Failure& failure, bool lost) {
-    if (!failure || (failure.reported() && !lost) || !failure.told->insert(host_thread()).second) return ACL_SUCCESS;
+    if (!failure || (failure.reported() && !lost) || !failure.reported_to->insert(host_thread()).second)
+        return ACL_SUCCESS;
     return fail(failure.code, failure.reason);
 }
 
@@ -83,11 +84,11 @@ using namespace emulator;
 
 extern "C" {
 
-// As CANN does, the message is handed out once.
+// Returns each message once, as CANN does.
 const char* aclGetRecentErrMsg() {
-    errors().handed_out.swap(errors().pending);
+    errors().returned.swap(errors().pending);
     errors().pending.clear();
-    return errors().handed_out.empty() ? nullptr : errors().handed_out.c_str();
+    return errors().returned.empty() ? nullptr : errors().returned.c_str();
 }
 
 aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return errors().last; }

@@ -1,4 +1,4 @@
-// Error codes and their reasons, and the failures that surface later, at a wait.
+// Error codes and reasons, and asynchronous failures, which a later wait reports.
 #pragma once
 
 #include <memory>
@@ -12,35 +12,37 @@
 
 namespace emulator {
 
-// Thrown by work on the device; the stream keeps it until the host next waits for the stream.
+// Thrown by work on the device. The stream keeps it until the host next waits for the stream.
 struct DeviceError : std::runtime_error {
     DeviceError(int code, const std::string& reason) : std::runtime_error(reason), code(code) {}
     int code;
 };
 
-// The calling thread, as it is known to failures: never 0 but for torch_npu's task queue, which launches for others.
+// Returns an id of the calling thread for Failure. It is 0 for torch_npu's task queue, which launches for other
+// threads.
 uint64_t host_thread();
 
-// What went wrong on the device. Copies know of each other: it is reported wherever a host thread waits first, and once
-// to every other thread that lost work by it, as else that would read memory that nobody wrote.
+// A failure on the device. The first host thread that waits reports it, and once every other thread that lost work,
+// because otherwise that thread would read memory that was never written. Copies share this state.
 struct Failure {
     int code = 0;
     std::string reason;
-    std::shared_ptr<std::set<uint64_t>> told;  // threads; with the machine's lock held
+    std::shared_ptr<std::set<uint64_t>> reported_to;  // ids of threads; guarded by the machine's lock
     explicit operator bool() const { return code != 0; }
-    bool reported() const { return told && !told->empty(); }
+    bool reported() const { return reported_to && !reported_to->empty(); }
 };
-// Fails with the failure, if there is one and this thread does not know of it: if nobody does, or it lost work by it.
+// Fails with the failure, if there is one, if it was not reported to this thread, and if it was not reported to any or
+// this thread lost work.
 int report(const Failure& failure, bool lost);
 
-// How often something failed so far, on any thread.
+// Returns the number of errors so far, on all threads.
 uint64_t failures();
 
-// Fails if torch_npu's task queue stopped: what its thread was refused ends it, and all that torch_npu hands it later is
-// dropped without a word, so whoever waits for that would read memory that nobody wrote.
+// Fails if torch_npu's task queue stopped. An error on its thread stops it, and torch_npu then drops all later work
+// silently, so a wait that succeeded would expose memory that was never written.
 int refuse_after_task_queue();
 
-// printf into a string, for reasons.
+// Formats a string like printf.
 [[gnu::format(printf, 1, 2)]] std::string format(const char* text, ...);
 
 }  // namespace emulator

@@ -1,6 +1,7 @@
-// Events. ACL_EVENT_EXTERNAL ones are flags: a wait may be issued before the record, inside a graph or outside, and
-// aclrtResetEvent lowers the flag again; a flag says nothing of how its stream fared. All others follow CUDA: never
-// recorded means nothing to wait for. They hand the failure of the stream that recorded them on to those that wait.
+// Events. An event with ACL_EVENT_EXTERNAL is a flag: a wait may be issued before the record, inside or outside a
+// graph, aclrtResetEvent clears it, and it does not propagate failures. All other events follow CUDA: a wait for an
+// event that was never recorded has no effect. They propagate the failure of the recording stream to the waiting
+// streams.
 #include "runtime/event.h"
 
 #include <utility>
@@ -15,13 +16,12 @@ namespace emulator {
 
 namespace {
 
-// Who waits for a stream that failed has failed itself: what it would go on with was not made. Not for a failure that
-// the host knows of already.
-void pass_on(const Failure& failure, const Context& context) {
+// Makes the waiting stream fail too, because its inputs were not computed, unless the failure was reported already.
+void propagate_failure(const Failure& failure, const Context& context) {
     if (failure && !failure.reported() && !context.stream.failure) context.stream.failure = failure;
 }
 
-// External events have no number: their address is one.
+// Appends the address of an event, because external events have no number.
 std::string numbered(const char* type, const Event* event) {
     return format("%s_%ju", type, reinterpret_cast<uintmax_t>(event));
 }
@@ -47,7 +47,7 @@ struct WaitTask : Task {
     std::shared_ptr<Mark> mark;
     bool ready(const Context&) override { return mark ? mark->reached : event->is_set; }
     void finish(const Context& context) override {
-        if (mark) pass_on(mark->failure, context);
+        if (mark) propagate_failure(mark->failure, context);
     }
     std::string name() const override { return "EventWait"; }
     std::vector<Dumped> dumped() const override { return {{numbered("EVENT_WAIT", event.get()), "EVENT_WAIT"}}; }
@@ -62,7 +62,8 @@ struct ResetTask : Task {
 
 int create(aclrtEvent* handle, uint32_t flags) {
     if (flags & ACL_EVENT_IPC && flags != ACL_EVENT_IPC) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID, "the flag ACL_EVENT_IPC goes with no other");
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("ACL_EVENT_IPC must not be combined with other flags, but flags are 0x%x", flags));
     }
     Lock lock(machine().mutex);
     auto event = std::make_shared<Event>();
@@ -73,16 +74,17 @@ int create(aclrtEvent* handle, uint32_t flags) {
     return ACL_SUCCESS;
 }
 
-// What CANN has only for events of one process.
+// Refuses a call that CANN supports only for events of one process.
 int refuse_if_shared(const Event& event, const char* function) {
     if (!event.shared) return ACL_SUCCESS;
-    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, format("%s: not for an event between processes", function));
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, format("%s does not support events with ACL_EVENT_IPC", function));
 }
 
 int refuse_if_captured(Event& event, const char* action) {
     if (!event.captured) return ACL_SUCCESS;
-    return fail(ACL_ERROR_RT_EVENT_CAPTURED,
-                format("%s: the event was last recorded in a captured stream, and so has no state", action));
+    return fail(
+        ACL_ERROR_RT_EVENT_CAPTURED,
+        format("%s is not allowed, because the event was last recorded in a captured stream and has no state", action));
 }
 
 using Act = std::function<int(const std::shared_ptr<Event>&, Stream&)>;
@@ -100,14 +102,15 @@ double milliseconds(const Mark& mark) {
 }
 
 int not_reached(const Event& event) {
-    if (!event.mark) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event was never recorded");
-    return fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE, "the event has not been reached yet: synchronise it first");
+    if (!event.mark)
+        return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event was never recorded; call aclrtRecordEvent first");
+    return fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE, "the event is not complete; call aclrtSynchronizeEvent first");
 }
 
 }  // namespace
 
 int no_such_event(aclrtEvent handle) {
-    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no event, or one that was destroyed", handle));
+    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a live event", handle));
 }
 
 }  // namespace emulator
@@ -153,14 +156,14 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle
         if (event->captured) {
             auto capture = event->capture.lock();
             if (capture) return join(stream, capture, event->edge);
-            return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event was last recorded in a capture that has ended");
+            return fail(ACL_ERROR_RT_EVENT_CAPTURED,
+                        "the event was last recorded in a capture that has ended; record it again");
         }
         if (stream.capture && event->mark) {
-            return fail(
-                ACL_ERROR_RT_CAPTURE_DEPENDENCY,
-                format("stream %d is captured and waits for an event that was recorded outside the capture: "
-                       "record it in a captured stream, or create it with ACL_EVENT_EXTERNAL",
-                       stream.id));
+            return fail(ACL_ERROR_RT_CAPTURE_DEPENDENCY,
+                        format("stream %d is captured and must not wait for an event that was recorded outside the "
+                               "capture; record it in a captured stream, or create it with ACL_EVENT_EXTERNAL",
+                               stream.id));
         }
         if (!event->mark || (event->mark->reached && !event->mark->failure)) return int{ACL_SUCCESS};
         task->mark = event->mark;
@@ -171,7 +174,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle
 aclError aclrtResetEvent(aclrtEvent event_handle, aclrtStream stream_handle) {
     return with_both(event_handle, stream_handle, [](const std::shared_ptr<Event>& event, Stream& stream) {
         if (int code = refuse_if_shared(*event, "aclrtResetEvent")) return code;
-        // Other events are recorded anew by every record: there is nothing to reset.
+        // Other events need no reset, because each record replaces the earlier one.
         if (!event->external()) return int{ACL_SUCCESS};
         auto task = std::make_shared<ResetTask>();
         task->event = event;
@@ -183,7 +186,7 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
     Lock lock(machine().mutex);
     auto event = machine().events.find(handle);
     if (!event) return no_such_event(handle);
-    if (int code = refuse_if_captured(*event, "querying an event")) return code;
+    if (int code = refuse_if_captured(*event, "aclrtQueryEventStatus")) return code;
     if (int code = refuse_after_task_queue()) return code;
     auto is_over = [&] { return event->shared ? is_reached(*event->shared) : !event->mark || event->mark->reached; };
     bool reached = is_over();
@@ -215,14 +218,14 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     Lock lock(machine().mutex);
     auto event = machine().events.find(handle);
     if (!event) return no_such_event(handle);
-    if (int code = refuse_if_captured(*event, "synchronising an event")) return code;
+    if (int code = refuse_if_captured(*event, "aclrtSynchronizeEvent")) return code;
     if (int code = refuse_after_task_queue()) return code;
     if (event->shared) return synchronize_shared(lock, event->shared);
     auto mark = event->mark;
     if (!mark) return ACL_SUCCESS;
     if (!wait_until(lock, [&] { return mark->reached; })) {
-        UNDEFINED("on hardware the host would wait for ever");
-        return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the device stands still, and the event has not been reached");
+        UNDEFINED("on hardware the host would wait indefinitely");
+        return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the device is stalled, and the event is not complete");
     }
     return report(mark->failure, mark->thread == host_thread());
 }

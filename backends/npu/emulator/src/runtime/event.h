@@ -1,4 +1,4 @@
-// Events: marks in streams that other streams and the host wait for.
+// Events, which streams record and other streams and the host wait for.
 #pragma once
 
 #include <chrono>
@@ -7,12 +7,12 @@
 
 namespace emulator {
 
-// One recording. A wait is for the recording that was the last when the wait was issued, as in CUDA.
+// One recording of an event. A wait refers to the last recording before the wait was issued, as in CUDA.
 struct Mark {
     bool reached = false;
     std::chrono::steady_clock::time_point time;
-    Failure failure;      // of the stream, when it was reached
-    uint64_t thread = 0;  // that recorded it
+    Failure failure;      // of the stream at the recording
+    uint64_t thread = 0;  // the host thread that issued the recording
 };
 
 struct SharedEvent;
@@ -21,12 +21,12 @@ struct Event {
     uint32_t flags = 0;
     int device = 0;
     std::shared_ptr<Mark> mark;  // null: never recorded
-    bool is_set = false;         // of an external event: recorded since it was last reset
-    // Where it was last recorded, if that was in a captured stream.
+    bool is_set = false;         // of an external event: whether it was recorded since the last reset
+    // The last recording, if it was in a captured stream.
     bool captured = false;
     std::weak_ptr<Capture> capture;
     size_t edge = 0;
-    std::shared_ptr<SharedEvent> shared;  // of an event between processes, which has nothing of the above
+    std::shared_ptr<SharedEvent> shared;  // of an event with ACL_EVENT_IPC, which uses none of the above
 
     bool external() const { return flags & ACL_EVENT_EXTERNAL; }
 };

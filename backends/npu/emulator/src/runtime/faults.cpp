@@ -1,4 +1,4 @@
-// Counting occasions, and letting the chosen ones fail.
+// Injected faults: counts calls, and makes the selected ones fail.
 #include "runtime/faults.h"
 
 #include <atomic>
@@ -21,7 +21,7 @@ struct Armed {
     int64_t seen = 0, struck = 0;
 };
 struct Faults {
-    std::atomic<int> armed{0};  // so that nothing is locked while there is none
+    std::atomic<int> armed{0};  // avoids the lock while there are no faults
     std::mutex mutex;
     std::condition_variable changed;
     std::map<int, Armed> all;

@@ -1,4 +1,4 @@
-// Faults on demand: see control.h.
+// Fault injection; see control.h.
 #pragma once
 
 #include <string>
@@ -13,11 +13,11 @@ struct Injection {
     int number = 0;
 };
 
-// Counts one occasion, and says whether it is to fail. Takes no lock but its own.
+// Counts one call, and returns whether it must fail. Takes only its own lock.
 bool fault_at(Fault kind, const std::string& name = "", Injection* injection = nullptr);
-// Waits for the time that the fault says, or until it is withdrawn.
+// Waits for the duration of the fault, or until it is removed.
 void wait_out(const Injection& injection);
-// The shorter of that time and the limit that aclrtSetOpExecuteTimeOut set; see settings.cpp.
+// Returns the smaller of a duration and the limit of aclrtSetOpExecuteTimeOut; see settings.cpp.
 int within_execution_limit(int milliseconds);
 
 }  // namespace emulator

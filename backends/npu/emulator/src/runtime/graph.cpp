@@ -1,4 +1,4 @@
-// Graphs as the caller sees them, and their replays.
+// The API of graphs, and their replays.
 #include <utility>
 
 #include "runtime/capture.h"
@@ -36,12 +36,12 @@ struct GraphTask : Task {
 
 std::shared_ptr<Graph> find_graph(aclmdlRI handle) {
     auto graph = machine().graphs.find(handle);
-    if (!graph) fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no graph, or one that was destroyed", handle));
+    if (!graph) fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a live graph", handle));
     return graph;
 }
 
 Graph::~Graph() {
-    Device& owner = device_of(device);  // its counts are atomic: the last owner may or may not hold the lock
+    Device& owner = device_of(device);  // its counters are atomic, because the last owner may not hold the lock
     owner.streams -= static_cast<int64_t>(lanes.size());
     owner.tasks -= tasks;
     for (void* word : conditions) release(word);
@@ -90,25 +90,28 @@ aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
     if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
     auto stream = find_stream(stream_handle);
     if (!stream) return no_such_stream(stream_handle);
-    if (graph->capturing) return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u is being captured", graph->id));
+    if (graph->capturing)
+        return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u must not be in a capture", graph->id));
     if (stream->capture) {
         return fail(ACL_ERROR_RT_STREAM_CAPTURED,
-                    format("graph %u cannot be replayed on stream %d, which is captured", graph->id, stream->id));
+                    format("graph %u must not be replayed on the captured stream %d", graph->id, stream->id));
     }
     if (graph->device != stream->device) {
-        return fail(ACL_ERROR_RT_MODEL_CONTEXT, format("graph %u belongs to device %d, stream %d to device %d",
-                                                       graph->id, graph->device, stream->id, stream->device));
+        return fail(ACL_ERROR_RT_MODEL_CONTEXT,
+                    format("graph %u and stream %d must be on the same device, but are on %d and %d", graph->id,
+                           stream->id, graph->device, stream->device));
     }
     return submit(*stream, std::make_shared<GraphTask>(graph));
 }
 
-// Replays under way end first: they hold the graph themselves.
+// Running replays finish, because they own the graph too.
 aclError aclmdlRIDestroy(aclmdlRI handle) {
     std::shared_ptr<Graph> graph;
     Lock lock(machine().mutex);
     graph = find_graph(handle);
     if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
-    if (graph->capturing) return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u is being captured", graph->id));
+    if (graph->capturing)
+        return fail(ACL_ERROR_RT_MODEL_CAPTURED, format("graph %u must not be in a capture", graph->id));
     forget(*graph);
     lock.unlock();
     return ACL_SUCCESS;

@@ -1,45 +1,45 @@
-// Graphs (CANN: model run instances, aclmdlRI) and their replays. capture.h tells how they are made.
+// Graphs (CANN: model run instances, aclmdlRI) and their replays. See capture.h for their creation.
 #pragma once
 
 #include "runtime/stream.h"
 
 namespace emulator {
 
-// One lane per captured stream, in the order of capture; lane 0 is that of the stream where the capture began. Lanes
-// are ordered only by edges: an event recorded in one and waited for in another.
+// A graph has one lane per captured stream, in the order of capture. Lane 0 belongs to the stream on which the capture
+// began. Only edges order lanes: an event recorded in one lane and waited for in another.
 struct Graph {
     struct Lane {
         std::vector<TaskPointer> tasks;
-        size_t joined = 0;  // tasks of this lane that lane 0 waits for in the end
+        size_t joined = 0;  // tasks of this lane that lane 0 waits for, directly or not
     };
     struct Edge {
-        size_t lane, position;  // where it was recorded
+        size_t lane, position;  // of the recording
     };
     uint32_t id = 0;
     int device = 0;
     std::vector<Lane> lanes;
     std::vector<Edge> edges;
     std::vector<std::shared_ptr<TaskGroup>> groups;
-    std::vector<std::shared_ptr<Graph>> branches;  // of conditions
+    std::vector<std::shared_ptr<Graph>> branches;  // of conditional tasks
     std::vector<void*> conditions;                 // words of device memory
-    std::vector<TaskPointer> defaults;             // what a replay runs first
+    std::vector<TaskPointer> defaults;             // tasks that a replay runs first
     int64_t tasks = 0;
     bool capturing = false;
-    const void* running = nullptr;  // the replay under way: one at a time
+    const void* running = nullptr;  // the running replay; there is at most one
     ~Graph();
 };
 
-// Kernels that can be replaced while the graph stays.
+// Kernels in a graph that an update can replace.
 struct TaskGroup {
     Graph* graph = nullptr;
     std::vector<TaskPointer> tasks;
 };
 
-// One execution of a graph: how far each lane is.
+// One execution of a graph, with the progress of each lane.
 struct Replay {
     struct Lane {
         size_t next = 0;
-        std::unique_ptr<Replay> child;  // of a condition that is this lane's next task
+        std::unique_ptr<Replay> child;  // of a conditional task that is this lane's next task
     };
     explicit Replay(std::shared_ptr<Graph> graph, Replay* parent = nullptr);
     void restart();
@@ -50,15 +50,16 @@ struct Replay {
     Replay* parent;
     std::vector<Lane> lanes;
     std::vector<char> signalled;  // by edge
-    Failure failure;              // of the root: what is left is skipped
+    Failure failure;              // in the root replay: remaining tasks are skipped
 };
 
 std::shared_ptr<Graph> new_graph(int device);
-// The graph of a handle; null, having failed, for a stale one. With the lock held, as for all that follows.
+// Returns the graph of a handle, or fails and returns null for a stale one. Requires the lock, as do the functions
+// below.
 std::shared_ptr<Graph> find_graph(aclmdlRI handle);
-// Takes the handles of a graph and of its task groups out of use.
+// Invalidates the handles of a graph and of its task groups.
 void forget(Graph& graph);
-// Takes the handles of its conditions out of use.
+// Invalidates the handles of the graph's conditions.
 void forget_conditions(Graph& graph);
 
 }  // namespace emulator

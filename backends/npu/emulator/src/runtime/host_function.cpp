@@ -1,4 +1,4 @@
-// Functions of the host that a stream calls.
+// Host functions that a stream calls.
 #include <condition_variable>
 #include <deque>
 
@@ -11,7 +11,7 @@ namespace emulator {
 
 namespace {
 
-// aclrtLaunchHostFunc: the stream's own worker makes the call.
+// For aclrtLaunchHostFunc: the stream's worker calls the function.
 struct HostTask : Task {
     HostTask(aclrtHostFunc function, void* argument) : function(function), argument(argument) {}
     aclrtHostFunc function;
@@ -24,7 +24,7 @@ struct HostTask : Task {
     std::vector<Dumped> dumped() const override { return {{"HOSTFUNC_CALLBACK", "HOSTFUNC_CALLBACK"}}; }
 };
 
-// aclrtLaunchCallback: the thread that subscribed to the stream makes it, in aclrtProcessReport.
+// For aclrtLaunchCallback: the thread that subscribed to the stream calls the function in aclrtProcessReport.
 struct Report {
     aclrtCallback function;
     void* argument;
@@ -77,7 +77,8 @@ aclError aclrtSubscribeReport(uint64_t thread, aclrtStream handle) {
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     if (!reports().subscribers.emplace(stream.get(), thread).second) {
-        return fail(ACL_ERROR_RT_STREAM_SUBSCRIBE, format("a thread has subscribed to stream %d already", stream->id));
+        return fail(ACL_ERROR_RT_STREAM_SUBSCRIBE,
+                    format("stream %d must not have a subscribed thread already", stream->id));
     }
     return ACL_SUCCESS;
 }
@@ -97,7 +98,7 @@ aclError aclrtLaunchCallback(aclrtCallback function, void* argument, aclrtCallba
     auto subscriber = reports().subscribers.find(stream.get());
     if (subscriber == reports().subscribers.end()) {
         return fail(ACL_ERROR_RT_STREAM_NO_CB_REG,
-                    format("no thread has subscribed to stream %d: call aclrtSubscribeReport first", stream->id));
+                    format("no thread has subscribed to stream %d; call aclrtSubscribeReport first", stream->id));
     }
     return submit(*stream,
                   std::make_shared<CallbackTask>(function, argument, type == ACL_CALLBACK_BLOCK, subscriber->second));
@@ -106,13 +107,14 @@ aclError aclrtLaunchCallback(aclrtCallback function, void* argument, aclrtCallba
 aclError aclrtProcessReport(int32_t milliseconds) {
     Lock lock(machine().mutex);
     auto& waiting = reports().waiting[static_cast<uint64_t>(pthread_self())];
-    // Not a demand on a seeded schedule: this thread serves the streams rather than waiting for their work.
-    auto there = [&] { return !waiting.empty(); };
+    // Does not start a seeded schedule, because this thread serves the streams and does not wait for their work.
+    auto has_report = [&] { return !waiting.empty(); };
     auto limit = std::chrono::milliseconds(milliseconds);
     if (milliseconds < 0) {
-        machine().progress.wait(lock, there);
-    } else if (!machine().progress.wait_for(lock, limit, there)) {
-        return fail(ACL_ERROR_RT_REPORT_TIMEOUT, format("no callback came within %d ms", milliseconds));
+        machine().progress.wait(lock, has_report);
+    } else if (!machine().progress.wait_for(lock, limit, has_report)) {
+        return fail(ACL_ERROR_RT_REPORT_TIMEOUT,
+                    format("no callback arrived within the timeout of %d ms", milliseconds));
     }
     auto report = waiting.front();
     waiting.pop_front();

@@ -1,4 +1,4 @@
-// Pinned host memory: what aclrtMallocHost gave out, and what was registered. Copies from and to it need not wait.
+// Pinned host memory, allocated by aclrtMallocHost or registered. Copies from and to it are asynchronous.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -26,8 +26,8 @@ int malloc_host(void** result, size_t size) {
     size = (std::max<size_t>(size, 1) + 4095) / 4096 * 4096;
     void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED) {
-        OURS("the machine that emulates has no more");
-        return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, format("the host has no %zu bytes left", size));
+        OURS("a limit of the host machine");
+        return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, format("the host cannot allocate %zu bytes", size));
     }
     std::lock_guard lock(all().mutex);
     all().pieces.emplace(number(address), size);
@@ -65,24 +65,22 @@ aclError aclrtFreeHost(void* address) {
     std::lock_guard lock(all().mutex);
     auto found = all().pieces.find(number(address));
     if (found == all().pieces.end()) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    format("%p was not allocated by aclrtMallocHost, or freed already", address));
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is not a live allocation of aclrtMallocHost", address));
     }
     munmap(address, found->second);
     all().pieces.erase(found);
     return ACL_SUCCESS;
 }
 
-// The host's pages serve the copies that need pinned memory; kernels cannot reach them.
+// Registered memory counts as pinned for copies. Kernels cannot access it.
 aclError aclrtHostRegisterV2(void* address, uint64_t size, uint32_t flags) {
     if (flags & ACL_HOST_REG_MAPPED) {
         OURS("not emulated");
-        return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
-                    "aclrtHostRegisterV2: mapping host memory to the device is not emulated");
+        return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtHostRegisterV2: ACL_HOST_REG_MAPPED is not emulated");
     }
     std::lock_guard lock(all().mutex);
     if (all().pieces.emplace(number(address), size).second) return ACL_SUCCESS;
-    return fail(ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED, format("%p is registered already", address));
+    return fail(ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED, format("%p must not be registered already", address));
 }
 
 aclError aclrtHostUnregister(void* address) {

@@ -1,5 +1,5 @@
-// Events between processes. Each lies in a file without a name, which another process opens by what /proc has of it: so
-// its creator must live until then, and nothing is left of it once both have ended.
+// Events shared between processes (ACL_EVENT_IPC). Each is stored in an anonymous file, which another process opens
+// through /proc. The creator must be alive at that time. The kernel frees the file when all processes have ended.
 #include "runtime/ipc_event.h"
 
 #include <fcntl.h>
@@ -42,8 +42,8 @@ Watch& watch() {
     return *only;
 }
 
-// Another process wakes nobody here: while something waits for one, a thread looks again and again.
-void look() {
+// Other processes cannot notify this one, so a thread polls while something waits for a shared event.
+void poll_events() {
     pthread_setname_np(pthread_self(), "npu-ipc-events");
     auto& self = watch();
     while (true) {
@@ -60,7 +60,7 @@ void look() {
 
 void watch_for(const std::shared_ptr<SharedEvent>& shared, uint64_t recording) {
     watch().pending.push_back({shared, recording});
-    if (!std::exchange(watch().has_thread, true)) std::thread(look).detach();
+    if (!std::exchange(watch().has_thread, true)) std::thread(poll_events).detach();
     watch().added.notify_one();
 }
 
@@ -80,7 +80,7 @@ struct WaitTask : Task {
     std::shared_ptr<SharedEvent> shared;
     uint64_t recording = 0;
     bool ready(const Context&) override { return shared->mark->is_reached(recording); }
-    std::string name() const override { return "EventWait of another process's event"; }
+    std::string name() const override { return "EventWait (ACL_EVENT_IPC)"; }
 };
 
 SharedMark* map(int descriptor) {
@@ -115,8 +115,9 @@ std::shared_ptr<SharedEvent> new_shared_event() {
     SharedMark* mark = descriptor >= 0 && ftruncate(descriptor, sizeof(SharedMark)) == 0 ? map(descriptor) : nullptr;
     if (!mark) {
         if (descriptor >= 0) close(descriptor);
-        OURS("the machine that emulates has no more");
-        fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "the host has no memory or no file left for an event between processes");
+        OURS("a limit of the host machine");
+        fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
+             "the host has no memory or file descriptor left for an event with ACL_EVENT_IPC");
         return nullptr;
     }
     std::random_device random;
@@ -146,9 +147,9 @@ int synchronize_shared(Lock& lock, const std::shared_ptr<SharedEvent>& shared) {
     uint64_t recording = shared->mark->recorded;
     if (!shared->mark->is_reached(recording)) watch_for(shared, recording);
     if (wait_until(lock, [&] { return shared->mark->is_reached(recording); })) return ACL_SUCCESS;
-    UNDEFINED("on hardware the host would wait for ever");
+    UNDEFINED("on hardware the host would wait indefinitely");
     return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
-                "the device stands still, and the process that recorded the event has not reached it");
+                "the device is stalled, and the event is not complete in the process that recorded it");
 }
 
 }  // namespace emulator
@@ -163,8 +164,8 @@ aclError aclrtIpcGetEventHandle(aclrtEvent event_handle, aclrtIpcEventHandle* re
     if (!event) return no_such_event(event_handle);
     if (!event->shared) {
         return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    "only an event with the flag ACL_EVENT_IPC has a handle for other processes: "
-                    "torch.npu.Event(interprocess=True) makes one");
+                    "aclrtIpcGetEventHandle requires an event with the flag ACL_EVENT_IPC, which "
+                    "torch.npu.Event(interprocess=True) creates");
     }
     Handle handle{event->shared->mark->identity, getpid(), event->shared->descriptor};
     *result = {};
@@ -178,8 +179,8 @@ aclError aclrtIpcOpenEventHandle(aclrtIpcEventHandle given, aclrtEvent* result) 
     auto shared = open_shared_event(handle);
     if (!shared) {
         return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    format("process %d has no event for this handle: it must live, be of the same user, and keep the "
-                           "event until the handle is opened",
+                    format("process %d has no event for this handle; it must be alive, belong to the same user, and "
+                           "keep the event until the handle is opened",
                            handle.process));
     }
     Lock lock(machine().mutex);

@@ -1,15 +1,15 @@
-// Events between processes: what ACL_EVENT_IPC makes, and what another process opens by a handle.
+// Events shared between processes: created with ACL_EVENT_IPC, and opened by a handle in another process.
 #pragma once
 
 #include "runtime/event.h"
 
 namespace emulator {
 
-// Recordings count from 1 on, in whichever process. A wait is for the recording that was the last when it was issued.
-// The last `slots` recordings each have a slot, which holds the number of a recording once that was reached.
+// Recordings in all processes are numbered from 1. A wait refers to the last recording before it was issued. Each of
+// the last `slots` recordings has a slot, which holds its number once it is complete.
 struct SharedMark {
     static constexpr size_t slots = 510;
-    std::atomic<uint64_t> identity;  // also in the handle, which another file must not pass for
+    std::atomic<uint64_t> identity;  // equals that of the handle; detects a reused file descriptor
     std::atomic<uint64_t> recorded;
     std::atomic<uint64_t> reached[slots];
 
@@ -26,9 +26,9 @@ struct SharedEvent {
     SharedMark* mark;
 };
 
-// What an event with the flag ACL_EVENT_IPC needs; null, having failed, if the host has no memory for it.
+// Creates a shared event, or fails and returns null if the host has no memory for it.
 std::shared_ptr<SharedEvent> new_shared_event();
-// With the lock held, as for all that follows. Not in a capture.
+// Requires the lock, as do the functions below. Must not be called in a capture.
 int record_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream);
 int wait_for_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream);
 bool is_reached(const SharedEvent& shared);

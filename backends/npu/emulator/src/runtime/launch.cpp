@@ -28,11 +28,12 @@ struct KernelTask : Task {
         if (fault_at(Fault::hang, launch.kernel, &injection)) {
             injection.milliseconds = within_execution_limit(injection.milliseconds);
             wait_out(injection);
-            throw DeviceError(ACL_ERROR_RT_AICORE_TIMEOUT, launch.kernel + " ran into its time limit");
+            throw DeviceError(ACL_ERROR_RT_AICORE_TIMEOUT,
+                              launch.kernel + " exceeded its time limit (a hang injected by emulator.faults)");
         }
         if (fault_at(Fault::execution, launch.kernel, &injection)) {
-            OURS("the program asked for it, by emulator.faults");
-            throw DeviceError(injection.code, launch.kernel + ": a fault was asked for");
+            OURS("the program injects it with emulator.faults");
+            throw DeviceError(injection.code, launch.kernel + ": fault injected by emulator.faults");
         }
         auto begin = std::chrono::steady_clock::now();
         launch.run();
@@ -43,7 +44,7 @@ struct KernelTask : Task {
     }
 
     void check_operands(int device) const {
-        UNDEFINED("hardware may fault, or read or write what lies there");
+        UNDEFINED("hardware may fault, or read or write other data");
         for (auto& operand : launch.operands) {
             auto reason = objection(operand.address, operand.bytes, device);
             if (reason.empty()) continue;
@@ -63,8 +64,8 @@ struct KernelTask : Task {
 int launch_as(TraceKind kind, aclrtStream handle, Launch launch) {
     Injection injection;
     if (fault_at(Fault::launch, launch.kernel, &injection)) {
-        OURS("the program asked for it, by emulator.faults");
-        return fail(injection.code, "launching " + launch.kernel + ": a fault was asked for");
+        OURS("the program injects it with emulator.faults");
+        return fail(injection.code, "launching " + launch.kernel + ": fault injected by emulator.faults");
     }
     auto task = std::make_shared<KernelTask>(std::move(launch), kind);
     Lock lock(machine().mutex);
@@ -83,11 +84,11 @@ using namespace emulator;
 
 extern "C" {
 
-// Moves data between memory and cache, which nothing here can see: only that it is asked for.
+// Moves data between memory and cache. The emulator has no cache, so it only checks and traces the call.
 aclError aclrtCmoAsync(void* address, size_t size, aclrtCmoType type, aclrtStream stream) {
     static const char* const names[] = {"CmoPrefetch", "CmoWriteback", "CmoInvalid", "CmoFlush"};
     if (type < ACL_RT_CMO_TYPE_PREFETCH || type > ACL_RT_CMO_TYPE_FLUSH) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%d is no cache operation", static_cast<int>(type)));
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%d is not a value of aclrtCmoType", static_cast<int>(type)));
     }
     Launch launch{.kernel = names[type],
                   .operands = {{address, size, Access::read, ACL_UINT8, {static_cast<int64_t>(size)}}}};

@@ -1,4 +1,4 @@
-// What the operator libraries use of the emulated runtime. Nothing here knows of ATen.
+// The interface between the operator libraries and the emulated runtime. It does not depend on ATen.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace emulator {
 
 enum class Access : uint8_t { read, write, read_write };
 
-// A piece of device memory that a launch touches: `bytes` from `address` on, whatever the strides leave out.
+// A range of device memory that a launch accesses: `bytes` from `address` on, including gaps between strided elements.
 struct Operand {
     const void* address;
     size_t bytes;
@@ -23,8 +23,8 @@ struct Operand {
     std::vector<int64_t> shape;
 };
 
-// One kernel launch. `run` is called on the stream's worker, once for each execution: a captured launch is run by every
-// replay. It throws to fail; the stream then reports it as hardware would, at the next call that waits for the stream.
+// One kernel launch. The stream's worker calls `run` once for each execution, so every replay calls it for a captured
+// launch. An exception of `run` is a device error, which the next call that waits for the stream reports.
 struct Launch {
     std::string kernel;
     std::vector<Operand> operands;
@@ -32,21 +32,23 @@ struct Launch {
     std::function<void()> run;
 };
 
-// Enqueues a launch, or records it if the stream is capturing. Returns an ACL error code.
+// Enqueues a launch, or records it if the stream is captured. Returns an ACL error code.
 int launch(aclrtStream stream, Launch launch);
 
-// Remembers why, for aclGetRecentErrMsg on this thread, and returns `code`: `return fail(107024, "...");`
+// Records the reason for aclGetRecentErrMsg on this thread, and returns `code`: `return fail(107024, "...");`
 int fail(int code, const std::string& reason);
 
-// Where kernels find what lies at a device address. The host cannot read or write the device address itself.
-// Null for null. Throws std::out_of_range for an address that no device owns.
+// Returns the host address of the memory at a device address, or null for null. The host cannot access the device
+// address itself. Throws std::out_of_range for an address that no device owns.
 void* backing(const void* device_address);
 
-// What the documents' limits depend on: the name of the SoC, such as Ascend910B3, and the release of CANN, 901 for 9.1.0.
+// The name of the SoC, such as Ascend910B3, and the release of CANN, such as 901 for 9.1.0. Documented limits depend on
+// them.
 const std::string& soc_name();
 int cann_release();
 
-// Has `function` called once in every thread that runs launches, before its first one. Call it while the library loads.
+// Registers a function that every worker thread calls once before its first launch. Must be called while the library
+// loads.
 void on_worker_start(void (*function)());
 
 }  // namespace emulator

@@ -1,7 +1,6 @@
-// The emulated machine: its devices, its streams, and the one lock over all of them.
-//
-// Everything that schedules (queues, events, captures, graphs) is guarded by `machine().mutex`; the work of a task runs
-// without it. One lock costs little: it is held for a fraction of a microsecond per launch.
+// The emulated machine: its devices, its streams, and the lock that guards them.
+// `machine().mutex` guards all scheduling state (queues, events, captures, graphs). Tasks run without it. One lock
+// suffices, because a launch holds it for a fraction of a microsecond.
 #pragma once
 
 #include <atomic>
@@ -27,22 +26,22 @@ using Lock = std::unique_lock<std::mutex>;
 // Set by `hal_emulator_set` before the first device is used; see control.h.
 struct Options {
     int64_t devices = 1;
-    int64_t memory = int64_t{16} << 30;  // bytes of each device
-    int64_t streams = 2048;              // of each device, those that captured graphs hold included
-    int64_t tasks = int64_t{1} << 20;    // of each device, in captured graphs
-    int64_t stall = 30;                  // seconds in which nothing runs, after which a wait of the host is given up
+    int64_t memory = int64_t{16} << 30;  // bytes per device
+    int64_t streams = 2048;              // per device, including those that captured graphs hold
+    int64_t tasks = int64_t{1} << 20;    // per device, in captured graphs
+    int64_t stall = 30;                  // seconds without progress after which a wait of the host fails
     std::string soc = "Ascend910B3";
     std::string version = "9.1.0";  // of CANN
 };
 
 struct Device {
     int index = 0;
-    Stream* default_stream = nullptr;             // what a null aclrtStream stands for; made on first use
+    Stream* default_stream = nullptr;             // the stream of a null aclrtStream; created on first use
     std::atomic<int64_t> streams = 0, tasks = 0;  // in use
     bool active = false;
 };
 
-// Handles given to the caller, so that a stale one is refused rather than followed.
+// Live handles, so that stale ones are refused instead of dereferenced.
 template <class T>
 struct Handles {
     std::map<void*, std::shared_ptr<T>> live;
@@ -60,7 +59,7 @@ struct Handles {
 
 struct Machine {
     std::mutex mutex;
-    std::condition_variable progress;  // a task ended, or a host thread must look again
+    std::condition_variable progress;  // notified when a task ends or a host thread must check its condition
     Options options;
     std::deque<Device> devices;
     Handles<Stream> streams;
@@ -69,13 +68,13 @@ struct Machine {
     Handles<TaskGroup> groups;
 };
 
-// Never destroyed: workers and torch_npu's own threads outlive static destructors.
+// Never destroyed, because workers and torch_npu's threads outlive static destructors.
 Machine& machine();
 
-// The device of the calling thread; device 0 where none was set, as CANN's default-device setting has it.
+// Returns the device of the calling thread, or device 0 if it has set none, CANN's default device.
 int current_device();
 
-// The device's record, made on first use. With the lock held.
+// Returns the device's record, created on first use. Requires the lock.
 Device& device_of(int index);
 
 }  // namespace emulator

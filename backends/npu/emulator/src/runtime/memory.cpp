@@ -1,7 +1,7 @@
-// Every device has a span of addresses that the host cannot touch (PROT_NONE) and, at a fixed distance from it, the
-// memory behind it, which kernels and copies use. Addresses are handed out in ascending order and come round again only
-// after the whole span, so a stale pointer nearly never meets a new owner. Memory is filled with `poison` when it is
-// handed out and when it is freed.
+// Every device has a span of addresses that the host cannot access (PROT_NONE) and, at a fixed offset, its backing
+// memory for kernels and copies. Addresses are allocated in ascending order and reused only after the whole span, so a
+// stale pointer rarely points into a new allocation. Memory is filled with `poison` when it is allocated and when it is
+// freed.
 #include "runtime/memory.h"
 
 #include <sys/mman.h>
@@ -20,41 +20,42 @@ namespace {
 
 constexpr size_t alignment = 512;
 constexpr int poison = 0xFF;  // NaN in every floating type, -1 in the integers
-// A larger allocation is not filled: a big cache should cost only the pages it uses.
+// Larger allocations are not filled, so that a large cache takes only the pages that it uses.
 constexpr size_t poison_limit = size_t{256} << 20;
 
 struct Spans {
     char* devices = nullptr;  // PROT_NONE
     char* backing = nullptr;
     std::vector<size_t> next;                        // by device
-    std::vector<std::map<uintptr_t, size_t>> taken;  // by device: addresses given out or reserved, to size
-    std::vector<std::map<uintptr_t, size_t>> live;   // by device: addresses with memory behind them
+    std::vector<std::map<uintptr_t, size_t>> taken;  // by device: allocated or reserved addresses, to size
+    std::vector<std::map<uintptr_t, size_t>> live;   // by device: addresses with memory, to size
     std::vector<DeviceMemory> accounts;
     std::mutex mutex;
 };
 
 Spans& spans() {
     static auto* only = [] {
-        auto* made = new Spans;
+        auto* created = new Spans;
         size_t count = std::min<size_t>(machine().options.devices, max_devices);
         auto map = [&](int protection) {
             void* address = mmap(nullptr, span * count, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (address == MAP_FAILED) {
-                OURS("the machine that emulates has no more");
-                throw std::runtime_error(format(
-                    "emulated CANN: cannot reserve %zu GiB of addresses: is `ulimit -v` set?", (span * count) >> 30));
+                OURS("a limit of the host machine");
+                throw std::runtime_error(
+                    format("emulated CANN: the host cannot reserve %zu GiB of addresses; `ulimit -v` must be unlimited",
+                           (span * count) >> 30));
             }
             return static_cast<char*>(address);
         };
-        made->devices = map(PROT_NONE);
-        made->backing = map(PROT_READ | PROT_WRITE);
-        madvise(made->devices, span * count, MADV_DONTDUMP);
-        made->next.resize(count);
-        made->taken.resize(count);
-        made->live.resize(count);
-        made->accounts.resize(count);
-        for (auto& account : made->accounts) account.limit = machine().options.memory;
-        return made;
+        created->devices = map(PROT_NONE);
+        created->backing = map(PROT_READ | PROT_WRITE);
+        madvise(created->devices, span * count, MADV_DONTDUMP);
+        created->next.resize(count);
+        created->taken.resize(count);
+        created->live.resize(count);
+        created->accounts.resize(count);
+        for (auto& account : created->accounts) account.limit = machine().options.memory;
+        return created;
     }();
     return *only;
 }
@@ -62,8 +63,8 @@ Spans& spans() {
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
-// A stretch of free addresses, from `next` on.
-char* find_room(int device, size_t size) {
+// Returns a free range of addresses, searching from `next` on.
+char* find_free_range(int device, size_t size) {
     auto& self = spans();
     char* base = self.devices + span * device;
     for (int turn = 0; turn < 2; ++turn) {
@@ -94,7 +95,7 @@ std::mutex& memory_mutex() { return spans().mutex; }
 DeviceMemory& accounts(int device) { return spans().accounts.at(device); }
 
 void* reserve(int device, size_t size) {
-    char* address = find_room(device, size);
+    char* address = find_free_range(device, size);
     if (address) spans().taken[device].emplace(number(address), size);
     return address;
 }
@@ -139,7 +140,7 @@ bool release(void* address) {
     std::lock_guard lock(memory_mutex());
     size_t size = mark_dead(address);
     if (!size) return false;
-    // Who still works on it, against the rules, shall notice; then the pages go back to the system.
+    // Poisons the memory, so that use after free is detected, and returns its pages to the system.
     fill(address, size);
     auto first = round_up(number(backing(address)), 4096), last = (number(backing(address)) + size) / 4096 * 4096;
     if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
@@ -164,7 +165,7 @@ void* backing(const void* address) {
 std::string objection(const void* address, size_t bytes, int device) {
     if (!address || !bytes) return "";
     int of = owner(address);
-    if (of < 0) return format("%p is host memory, which kernels cannot reach", address);
+    if (of < 0) return format("%p is host memory, which kernels cannot access", address);
     if (of != device) return format("%p is memory of device %d, but the stream is on device %d", address, of, device);
     std::lock_guard lock(memory_mutex());
     auto& live = spans().live[device];
@@ -173,7 +174,7 @@ std::string objection(const void* address, size_t bytes, int device) {
     if (after != live.begin()) {
         auto holder = std::prev(after);
         reached = std::max(reached, holder->first + holder->second);
-        // Neighbouring pieces of mapped memory make one stretch.
+        // Adjacent mappings form one range.
         while (after != live.end() && after->first == reached && reached < number(address) + bytes) {
             reached += after->second;
             ++after;
@@ -182,7 +183,7 @@ std::string objection(const void* address, size_t bytes, int device) {
     if (reached >= number(address) + bytes) return "";
     if (reached == number(address))
         return format("%p is not allocated on device %d: freed, or never allocated", address, device);
-    return format("%zu bytes from %p on reach beyond their allocation, which ends after %zu", bytes, address,
+    return format("%zu bytes from %p on exceed their allocation, which ends after %zu", bytes, address,
                   static_cast<size_t>(reached - number(address)));
 }
 
@@ -196,14 +197,14 @@ size_t live_allocations() {
 namespace {
 
 int malloc_device(void** result, size_t size) {
-    if (!result || !size) return fail(ACL_ERROR_RT_PARAM_INVALID, "an allocation of no bytes");
+    if (!result || !size) return fail(ACL_ERROR_RT_PARAM_INVALID, "the size of an allocation must be positive");
     int device = current_device();
     *result = nullptr;
     if (!fault_at(Fault::malloc)) *result = allocate(device, size);
     if (*result) return ACL_SUCCESS;
     auto account = accounts(device);
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
-                format("device %d has no %zu bytes left: %zu of %zu are in use (option `memory`)", device, size,
+                format("device %d cannot allocate %zu bytes: %zu of %zu are in use (option `memory`)", device, size,
                        account.used, account.limit));
 }
 
@@ -221,7 +222,7 @@ aclError aclrtMallocAlign32(void** address, size_t size, aclrtMemMallocPolicy) {
 aclError aclrtFree(void* address) {
     if (release(address)) return ACL_SUCCESS;
     return fail(ACL_ERROR_RT_PARAM_INVALID,
-                format("%p cannot be freed: it is not the start of a live allocation", address));
+                format("%p cannot be freed, because it is not the start of a live allocation", address));
 }
 
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {

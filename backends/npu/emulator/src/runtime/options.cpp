@@ -1,4 +1,4 @@
-// The options that a process starts with, from HAL_NPU_EMULATOR_OPTIONS: a JSON object of numbers and text.
+// Initial options, from the environment variable HAL_NPU_EMULATOR_OPTIONS: a JSON object of numbers and strings.
 #include <cstdlib>
 #include <regex>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// activation.py wrote the object and has checked it, so there is no need for a whole parser of JSON.
+// activation.py writes and validates the object, so a regular expression suffices to parse it.
 [[gnu::constructor]] void read_options() {
     const char* text = std::getenv("HAL_NPU_EMULATOR_OPTIONS");
     if (!text) return;

@@ -1,4 +1,4 @@
-// What the machine says of itself: names, versions, sizes.
+// Properties of the device and of CANN: names, versions and sizes.
 #include <cstdlib>
 #include <cstring>
 
@@ -13,7 +13,7 @@ using namespace emulator;
 
 namespace {
 
-constexpr int64_t cube_cores = 24, vector_cores = 48, l2_bytes = int64_t{192} << 20;  // of an Ascend910B3
+constexpr int64_t cube_cores = 24, vector_cores = 48, l2_bytes = int64_t{192} << 20;  // those of Ascend910B3
 
 int unknown(const char* function, int what) {
     OURS("not emulated");
@@ -45,7 +45,7 @@ aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version
     return ACL_SUCCESS;
 }
 
-// All packages of an emulated CANN have one version.
+// All packages of the emulated CANN have the same version.
 aclError aclsysGetVersionStr(char*, char* version) {
     std::strcpy(version, machine().options.version.c_str());
     return ACL_SUCCESS;
@@ -53,7 +53,9 @@ aclError aclsysGetVersionStr(char*, char* version) {
 
 aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t* value) {
     if (device >= machine().options.devices)
-        return fail(ACL_ERROR_RT_INVALID_DEVICEID, format("there is no device %u", device));
+        return fail(ACL_ERROR_RT_INVALID_DEVICEID,
+                    format("the device number must be less than %ld (option `devices`), but is %u",
+                           static_cast<long>(machine().options.devices), device));
     switch (attribute) {
         case ACL_DEV_ATTR_AICPU_CORE_NUM:
             *value = 6;
@@ -96,7 +98,7 @@ aclError aclGetDeviceCapability(uint32_t device, aclDeviceInfo what, int64_t* va
     }
 }
 
-// Floating-point with infinities and NaN, bfloat16; no just-in-time compilation.
+// Supports infinities, NaN and bfloat16, and no just-in-time compilation.
 aclError aclGetCannAttributeList(const aclCannAttr** list, size_t* count) {
     static const aclCannAttr attributes[] = {ACL_CANN_ATTR_INF_NAN, ACL_CANN_ATTR_BF16};
     *list = attributes;
@@ -109,10 +111,12 @@ aclError aclGetCannAttribute(aclCannAttr attribute, int32_t* value) {
     return ACL_SUCCESS;
 }
 
-// One module owns all memory.
+// Reports one module, which owns all memory.
 aclError aclrtGetMemUsageInfo(int32_t device, aclrtMemUsageInfo* usage, size_t room, size_t* count) {
     if (device < 0 || device >= machine().options.devices) {
-        return fail(ACL_ERROR_RT_INVALID_DEVICEID, format("there is no device %d", device));
+        return fail(ACL_ERROR_RT_INVALID_DEVICEID,
+                    format("the device number must be between 0 and %ld (option `devices`), but is %d",
+                           static_cast<long>(machine().options.devices) - 1, device));
     }
     *count = room ? 1 : 0;
     if (!room) return ACL_SUCCESS;
@@ -124,17 +128,19 @@ aclError aclrtGetMemUsageInfo(int32_t device, aclrtMemUsageInfo* usage, size_t r
     return ACL_SUCCESS;
 }
 
-// Ascend950's: what to repair after an error. Errors here leave nothing broken.
+// Ascend950 reports what to repair after an error. No emulated error requires a repair.
 aclError aclrtGetErrorVerbose(int32_t device, aclrtErrorInfo* info) {
     if (device < 0 || device >= machine().options.devices) {
-        return fail(ACL_ERROR_RT_INVALID_DEVICEID, format("there is no device %d", device));
+        return fail(ACL_ERROR_RT_INVALID_DEVICEID,
+                    format("the device number must be between 0 and %ld (option `devices`), but is %d",
+                           static_cast<long>(machine().options.devices) - 1, device));
     }
     *info = {};
     info->errorType = ACL_RT_NO_ERROR;
     return ACL_SUCCESS;
 }
 
-// Nothing is measured: the device is a share of the host's cores.
+// Utilization is not measured, because the device is a share of the host's cores.
 aclError aclrtGetDeviceUtilizationRate(int32_t, aclrtUtilizationInfo* utilization) {
     utilization->cubeUtilization = utilization->vectorUtilization = utilization->aicpuUtilization = 0;
     utilization->memoryUtilization = 0;

@@ -1,4 +1,5 @@
-// What a capture puts into its graph: tasks in the lane of their stream, and edges between lanes for events.
+// Adds tasks and edges to the graph of a capture: tasks to the lane of their stream, and edges between lanes for
+// events.
 #include "runtime/capture.h"
 #include "runtime/event.h"
 #include "runtime/faults.h"
@@ -12,7 +13,7 @@ namespace emulator {
 
 namespace {
 
-// An event recorded in a lane, and a wait for it in another.
+// The recording of an event in one lane, and a wait for it in another.
 struct EdgeRecord : Task {
     size_t edge;
     void finish(const Context& context) override { context.replay->signalled[edge] = true; }
@@ -29,9 +30,9 @@ struct EdgeWait : Task {
 }  // namespace
 
 int refuse_invalid(Capture& capture) {
-    return fail(
-        ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED,
-        format("the capture was invalidated by an earlier error: %d: ", capture.invalid.code) + capture.invalid.reason);
+    return fail(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED,
+                format("the capture is invalid because of an earlier error: %d: ", capture.invalid.code) +
+                    capture.invalid.reason);
 }
 
 int enter(Stream& stream, const std::shared_ptr<Capture>& capture, bool new_lane) {
@@ -41,7 +42,7 @@ int enter(Stream& stream, const std::shared_ptr<Capture>& capture, bool new_lane
         if (fault_at(Fault::stream) || device.streams >= machine().options.streams) {
             return invalidate(*capture, ACL_ERROR_RT_NO_STREAM_RESOURCE,
                               format("device %d has no stream left for the captured stream %d: %ld of %ld are in use, "
-                                     "captured graphs included (option `streams`)",
+                                     "including those of captured graphs (option `streams`)",
                                      device.index, stream.id, static_cast<long>(device.streams.load()),
                                      static_cast<long>(machine().options.streams)));
         }
@@ -54,7 +55,6 @@ int enter(Stream& stream, const std::shared_ptr<Capture>& capture, bool new_lane
     return ACL_SUCCESS;
 }
 
-// A stream whose work lane 0 does not wait for; null if there is none.
 Stream* unjoined(Capture& capture) {
     Graph& graph = *capture.graph;
     graph.lanes[0].joined = graph.lanes[0].tasks.size();
@@ -90,27 +90,27 @@ int invalidate(Capture& capture, int code, const std::string& reason) {
 
 int record(Stream& stream, TaskPointer task) {
     Capture& capture = *stream.capture;
-    if (capture.invalid) return ACL_SUCCESS;  // the end says why the graph cannot be had
+    if (capture.invalid) return ACL_SUCCESS;  // the end of the capture reports the error
     Graph& graph = *capture.graph;
     Device& device = device_of(graph.device);
     if (device.tasks >= machine().options.tasks) {
         return invalidate(capture, ACL_ERROR_RT_NO_STREAM_RESOURCE,
-                          format("captured graphs of device %d hold %ld tasks, as many as they may (option `tasks`)",
+                          format("captured graphs of device %d have %ld tasks, the maximum (option `tasks`)",
                                  device.index, static_cast<long>(device.tasks.load())));
     }
-    Stream* grouping = nullptr;
+    Stream* group_owner = nullptr;
     for (Stream* each : capture.streams) {
-        if (each->group) grouping = each;
+        if (each->group) group_owner = each;
     }
-    if (grouping && !stream.group) {
+    if (group_owner && !stream.group) {
         return invalidate(capture, ACL_ERROR_STREAM_TASK_GROUP_INTR,
-                          format("%s on stream %d interrupts the task group that stream %d has open",
-                                 task->name().c_str(), stream.id, grouping->id));
+                          format("%s on stream %d is not allowed while stream %d of the capture has an open task group",
+                                 task->name().c_str(), stream.id, group_owner->id));
     }
     if (stream.group) {
         if (!task->is_kernel()) {
             return invalidate(capture, ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT,
-                              format("%s on stream %d cannot go into its task group, which may hold kernels only",
+                              format("%s on stream %d is not allowed in its task group, which can hold only kernels",
                                      task->name().c_str(), stream.id));
         }
         stream.group->tasks.push_back(std::move(task));
@@ -141,14 +141,16 @@ int join(Stream& stream, const std::shared_ptr<Capture>& capture, size_t edge) {
     if (!stream.capture) {
         if (stream.device != capture->graph->device) {
             return invalidate(*capture, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
-                              format("stream %d is on device %d, the capture on device %d", stream.id, stream.device,
-                                     capture->graph->device));
+                              format("streams of a capture must be on the same device, but stream %d is on device %d "
+                                     "and the capture on device %d",
+                                     stream.id, stream.device, capture->graph->device));
         }
         if (int code = enter(stream, capture, true)) return code;
     } else if (stream.capture != capture) {
-        invalidate(*capture, ACL_ERROR_STREAM_CAPTURE_CONFLICT, "a stream of another capture waits for one of this");
+        invalidate(*capture, ACL_ERROR_STREAM_CAPTURE_CONFLICT,
+                   "a stream of another capture waits for an event of this capture");
         return invalidate(*stream.capture, ACL_ERROR_STREAM_CAPTURE_CONFLICT,
-                          format("stream %d waits for an event of another capture", stream.id));
+                          format("stream %d must not wait for an event of another capture", stream.id));
     }
     auto task = std::make_shared<EdgeWait>();
     task->edge = edge;

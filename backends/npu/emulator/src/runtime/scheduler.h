@@ -1,17 +1,18 @@
-// Which task runs next, and who runs it.
+// Worker threads, the seeded schedule, and waits of host threads.
 #pragma once
 
 #include "runtime/stream.h"
 
 namespace emulator {
 
-// Looks for a runnable task of the stream, after something was submitted to it. With the lock held.
+// Makes the stream's worker check its queue after a submission. Requires the lock.
 void wake(Stream& stream);
-// Lets streams look again whose next task waits for something outside the stream.
+// Makes workers check streams whose next task waits for another stream. Requires the lock.
 void wake_blocked();
-// A host thread asks how far a stream or event got: under a schedule seed that, too, must let work go on.
+// Lets tasks run under a schedule seed while a host thread queries a stream or event, which would otherwise make no
+// progress.
 void poll(Lock& lock);
-// No seed (0 is a seed too): every stream has its own worker.
+// Sets the schedule seed. With `seeded` false, every stream has its own worker; 0 is a valid seed.
 void set_seed(bool seeded, uint64_t seed);
 
 }  // namespace emulator

@@ -1,5 +1,5 @@
-// Settings that hardware has. Most change nothing that could be seen here, each with the reason; what was set is what
-// is read back, and what would change results is refused.
+// Settings of the runtime. Most have no effect in the emulator, for the reason beside each. Reads return the value that
+// was set. Settings that would change results are refused.
 #include <atomic>
 #include <cstring>
 
@@ -14,7 +14,7 @@ namespace emulator {
 namespace {
 
 std::atomic<uint64_t> execution_limit{0};        // microseconds; 0: none
-std::atomic<int64_t> parameters[3] = {0, 0, 0};  // by aclSysParamOpt
+std::atomic<int64_t> parameters[3] = {0, 0, 0};  // indexed by aclSysParamOpt
 
 }  // namespace
 
@@ -29,10 +29,10 @@ using namespace emulator;
 
 extern "C" {
 
-// A wait on the device that nobody answers is given up by the host that waits for it, after the option `stall`.
+// No effect: a host thread that waits for a stalled stream fails after the option `stall`.
 aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 
-// Kernels take as long as they take on a CPU; only those that a fault lets hang run into the limit.
+// The limit applies only to hangs injected by emulator.faults, because kernels take longer on a CPU.
 aclError aclrtSetOpExecuteTimeOut(uint32_t seconds) {
     execution_limit = uint64_t{1000000} * seconds;
     return ACL_SUCCESS;
@@ -42,16 +42,16 @@ aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t* actual) {
     return ACL_SUCCESS;
 }
 
-// Arithmetic is IEEE's.
+// Arithmetic follows IEEE 754.
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
     if (mode == ACL_RT_OVERFLOW_MODE_INFNAN) return ACL_SUCCESS;
     OURS("not emulated");
-    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
-                format("overflow mode %d is not emulated: only infinities and NaN are, without saturation",
-                       static_cast<int>(mode)));
+    return fail(
+        ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
+        format("overflow mode %d is not emulated; only ACL_RT_OVERFLOW_MODE_INFNAN is", static_cast<int>(mode)));
 }
 
-// Overflow raises no error here, as it raises none on hardware with infinities and NaN.
+// No effect: overflow raises no error, as on hardware in the mode INFNAN.
 aclError aclrtSetStreamOverflowSwitch(aclrtStream handle, uint32_t flag) {
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);
@@ -67,23 +67,25 @@ aclError aclrtGetStreamOverflowSwitch(aclrtStream handle, uint32_t* flag) {
     return ACL_SUCCESS;
 }
 
-// Everything here is deterministic already.
+// No effect: all operations are deterministic.
 aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
     if (option > ACL_OPT_STRONG_CONSISTENCY)
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no system parameter %d", static_cast<int>(option)));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("%d is not a value of aclSysParamOpt", static_cast<int>(option)));
     parameters[option] = value;
     return ACL_SUCCESS;
 }
 aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
     if (option > ACL_OPT_STRONG_CONSISTENCY)
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no system parameter %d", static_cast<int>(option)));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("%d is not a value of aclSysParamOpt", static_cast<int>(option)));
     *value = parameters[option];
     return ACL_SUCCESS;
 }
-// There is one context for each device; nothing reads a value back from there.
+// Sets the same parameters, because each device has one context and no function reads a context's parameters.
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
 
-// There is no operator compiler. "disable" (for ACL_OP_JIT_COMPILE) makes torch_npu call aclnn rather than compile.
+// There is no operator compiler. "disable" (for ACL_OP_JIT_COMPILE) makes torch_npu call aclnn instead of compiling.
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
 size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof("disable"); }
 aclError aclGetCompileopt(aclCompileOpt, char* value, size_t length) {
@@ -91,18 +93,18 @@ aclError aclGetCompileopt(aclCompileOpt, char* value, size_t length) {
     return ACL_SUCCESS;
 }
 
-// Collectives are not emulated, so there is none whose determinism could be set; torch_npu sets it for every device.
+// No effect, because collectives are not emulated. torch_npu sets their determinism for every device.
 int HcclSetConfig(int, int32_t) { return 0; }
 
-// Logs of torch_npu for CANN's log files, which nobody keeps here.
+// Drops torch_npu's messages for CANN's log files.
 void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...) {}
 
 }  // extern "C"
 
 namespace {
 
-// Cores do not exist: what is set is only read back.
-constexpr uint32_t cube_cores = 24, vector_cores = 48;  // of an Ascend910B3
+// Core limits have no effect and can only be read back.
+constexpr uint32_t cube_cores = 24, vector_cores = 48;  // those of Ascend910B3
 
 struct CoreLimits {
     uint32_t of[2] = {cube_cores, vector_cores};
@@ -116,7 +118,8 @@ thread_local void* stream_in_use = nullptr;
 
 int read_limit(void* key, aclrtDevResLimitType type, uint32_t* value) {
     if (type > ACL_RT_DEV_RES_VECTOR_CORE)
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no resource %d", static_cast<int>(type)));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("%d is not a value of aclrtDevResLimitType", static_cast<int>(type)));
     Lock lock(machine().mutex);
     *value = core_limits()[key].of[type];
     return ACL_SUCCESS;
@@ -124,10 +127,12 @@ int read_limit(void* key, aclrtDevResLimitType type, uint32_t* value) {
 
 int write_limit(void* key, aclrtDevResLimitType type, uint32_t value) {
     if (type > ACL_RT_DEV_RES_VECTOR_CORE)
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("no resource %d", static_cast<int>(type)));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("%d is not a value of aclrtDevResLimitType", static_cast<int>(type)));
     uint32_t most = CoreLimits().of[type];
     if (value < 1 || value > most) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%u cores were asked for, of %u", value, most));
+        return fail(ACL_ERROR_RT_PARAM_INVALID,
+                    format("the number of cores must be between 1 and %u, but is %u", most, value));
     }
     Lock lock(machine().mutex);
     core_limits()[key].of[type] = value;

@@ -1,5 +1,5 @@
-// The single-operator interface (aclop): its descriptions of tensors, buffers and attributes, which torch_npu makes and
-// destroys around every call, also when the call fails. Of its operations there are none: executing one refuses.
+// The single-operator interface (aclop). Its descriptions of tensors, buffers and attributes are emulated, because
+// torch_npu creates and destroys them around every call, also one that fails. Its operations are not emulated.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -17,7 +17,7 @@ struct aclTensorDesc {
     aclFormat format;
     std::vector<int64_t> shape;
     std::string name;
-    // Where its data lies, and what they are if they are constant: for a compiler, which is not there.
+    // Where the data is. Only an operator compiler reads it, and there is none.
     aclMemType place = ACL_MEMTYPE_DEVICE;
 };
 struct aclDataBuffer {
@@ -33,7 +33,7 @@ namespace {
 constexpr int64_t kUnknownDim = -1;
 
 int null_argument(const char* function) {
-    return fail(ACL_ERROR_INVALID_PARAM, std::string(function) + ": a null argument");
+    return fail(ACL_ERROR_INVALID_PARAM, std::string(function) + ": an argument is null");
 }
 
 int set_shape(aclTensorDesc* desc, int dims, const int64_t* sizes, const char* function) {
@@ -54,22 +54,21 @@ bool is_base(aclFormat format) {
 
 int refuse(const char* operation, int inputs, const aclTensorDesc* const* descriptions) {
     std::string remedy =
-        "torch's own function in place of an npu_* one, or another dtype or layout, may take torch_npu to aclnn, which "
-        "is emulated";
+        "torch's function instead of an npu_* one, or another dtype or layout, may make torch_npu call aclnn, which is "
+        "emulated";
     for (int i = 0; descriptions && i < inputs; ++i) {
         if (descriptions[i] && !is_base(descriptions[i]->format)) {
             remedy = format(
-                "input %d is in format %d; cast it to ND with torch_npu.npu_format_cast(tensor, 2), and "
-                "torch_npu goes through aclnn, which is emulated",
+                "input %d is in format %d; cast it to ND with torch_npu.npu_format_cast(tensor, 2), so that torch_npu "
+                "calls aclnn, which is emulated",
                 i, static_cast<int>(descriptions[i]->format));
             break;
         }
     }
     OURS("not emulated");
-    return fail(ACL_ERROR_OP_NOT_FOUND, std::string("torch_npu runs ") + (operation ? operation : "an operation") +
-                                            " through the single-operator interface (aclop), of which the emulated "
-                                            "CANN has no operation: " +
-                                            remedy);
+    return fail(ACL_ERROR_OP_NOT_FOUND,
+                std::string("torch_npu runs ") + (operation ? operation : "an operation") +
+                    " through the single-operator interface (aclop), whose operations are not emulated; " + remedy);
 }
 
 }  // namespace
@@ -97,8 +96,10 @@ int64_t aclGetTensorDescDim(const aclTensorDesc* desc, size_t index) {
 aclError aclGetTensorDescDimV2(const aclTensorDesc* desc, size_t index, int64_t* size) {
     if (!desc || !size) return null_argument("aclGetTensorDescDimV2");
     if (index >= desc->shape.size())
-        return fail(ACL_ERROR_INVALID_PARAM,
-                    format("aclGetTensorDescDimV2: dimension %zu of %zu was asked for", index, desc->shape.size()));
+        return fail(
+            ACL_ERROR_INVALID_PARAM,
+            format("aclGetTensorDescDimV2: the index must be less than the number of dimensions, %zu, but is %zu",
+                   desc->shape.size(), index));
     *size = desc->shape[index];
     return ACL_SUCCESS;
 }

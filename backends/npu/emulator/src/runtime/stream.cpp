@@ -1,4 +1,4 @@
-// Streams as the caller sees them.
+// The API of streams.
 #include "runtime/stream.h"
 
 #include <algorithm>
@@ -29,11 +29,10 @@ int create(aclrtStream* handle, uint32_t priority, uint32_t flags) {
     Lock lock(machine().mutex);
     Device& device = device_of(current_device());
     if (fault_at(Fault::stream) || device.streams >= machine().options.streams) {
-        return fail(
-            ACL_ERROR_RT_NO_STREAM_RESOURCE,
-            format("device %d has no stream left: %ld of %ld are in use, captured graphs included (option `streams`)",
-                   device.index, static_cast<long>(device.streams.load()),
-                   static_cast<long>(machine().options.streams)));
+        return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE, format("device %d has no stream left: %ld of %ld are in use, "
+                                                            "including those of captured graphs (option `streams`)",
+                                                            device.index, static_cast<long>(device.streams.load()),
+                                                            static_cast<long>(machine().options.streams)));
     }
     *handle = machine().streams.add(create_stream(device.index, priority, flags));
     return ACL_SUCCESS;
@@ -45,11 +44,12 @@ int destroy(aclrtStream handle, bool force) {
     if (!stream) return no_such_stream(handle);
     if (stream->capture) {
         return fail(ACL_ERROR_RT_STREAM_CAPTURED,
-                    format("stream %d is captured and cannot be destroyed", stream->id));
+                    format("stream %d must not be destroyed while it is captured", stream->id));
     }
     if (force) {
-        // What runs goes on to its end; the rest is dropped, but for the marks that others may wait for.
-        stream->failure = {ACL_ERROR_RT_STREAM_ABORT, "the stream was destroyed", std::make_shared<std::set<uint64_t>>()};
+        // The running task finishes. The others are dropped, except event records, which other streams may wait for.
+        stream->failure = {ACL_ERROR_RT_STREAM_ABORT, "the stream was destroyed",
+                           std::make_shared<std::set<uint64_t>>()};
         stream->stop_on_failure = true;
         wake(*stream);
     }
@@ -89,21 +89,22 @@ std::shared_ptr<Stream> find_stream(aclrtStream handle) {
 }
 
 int no_such_stream(aclrtStream handle) {
-    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no stream, or one that was destroyed", handle));
+    return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a live stream", handle));
 }
 
 int submit(Stream& stream, TaskPointer task) {
     if (stream.updated_group) {
         if (!task->is_kernel()) {
-            return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP,
-                        format("%s was issued on stream %d while it updates a task group; only kernels can be updated",
-                               task->name().c_str(), stream.id));
+            return fail(
+                ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP,
+                format("%s is not allowed on stream %d while it updates a task group, which can hold only kernels",
+                       task->name().c_str(), stream.id));
         }
         stream.update.push_back(std::move(task));
         return ACL_SUCCESS;
     }
     if (stream.capture) return record(stream, std::move(task));
-    // The host was told, maybe by another stream that waited for this one: what it submits now is to run.
+    // Clears a failure that the host knows, possibly from another stream, so that new tasks run.
     end_failure(stream);
     stream.queue.push_back(std::move(task));
     stream.submitters.push_back(host_thread());
@@ -132,24 +133,23 @@ int report(Stream& stream) {
 }
 
 std::string what_holds(const Stream& stream) {
-    std::string next = stream.queue.empty() ? "none" : stream.queue.front()->name(), behind;
-    for (size_t i = 1; i < stream.queue.size() && i < 4; ++i) behind += (i > 1 ? ", " : "") + stream.queue[i]->name();
-    if (stream.queue.size() > 4) behind += ", ...";
-    return format("stream %d of device %d has %zu tasks left, the next of which is ", stream.id, stream.device,
+    std::string next = stream.queue.empty() ? "none" : stream.queue.front()->name(), later;
+    for (size_t i = 1; i < stream.queue.size() && i < 4; ++i) later += (i > 1 ? ", " : "") + stream.queue[i]->name();
+    if (stream.queue.size() > 4) later += ", ...";
+    return format("stream %d of device %d has %zu unfinished tasks; the next, ", stream.id, stream.device,
                   stream.queue.size()) +
            next +
-           (stream.busy ? ", which runs"
-                        : ", which waits: was an event or a value recorded that it waits for, on another stream?") +
-           (behind.empty() ? "" : " Behind it are " + behind);
+           (stream.busy ? ", is running" : ", waits, possibly for an event or value that another stream has not recorded") +
+           (later.empty() ? "" : "; after it: " + later);
 }
 
 int synchronize(Lock& lock, Stream& stream, int milliseconds) {
-    if (int code = refuse_if_captured(stream, "synchronising the stream")) return code;
+    if (int code = refuse_if_captured(stream, "aclrtSynchronizeStream")) return code;
     uint64_t target = stream.submitted;
     if (!wait_until(lock, [&] { return stream.completed >= target || stream.destroyed; }, milliseconds)) {
         DOCUMENTED("runtime: docs/zh/api_ref/06_stream_management.md (of a wait with a time limit)");
         return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
-                    (milliseconds < 0 ? "the device stands still: " : format("after %d ms ", milliseconds)) +
+                    (milliseconds < 0 ? "the device is stalled: " : format("timeout after %d ms: ", milliseconds)) +
                         what_holds(stream));
     }
     return report(stream);
@@ -166,7 +166,7 @@ int synchronize_device(int device, int milliseconds) {
         if (stream->capture) {
             return fail(
                 ACL_ERROR_RT_STREAM_CAPTURED,
-                format("device %d cannot be synchronised while its stream %d is captured", device, stream->id));
+                format("device %d must not be synchronized while its stream %d is captured", device, stream->id));
         }
     }
     for (auto& stream : streams) {
@@ -202,7 +202,7 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
-    if (int code = refuse_if_captured(*stream, "querying the stream")) return code;
+    if (int code = refuse_if_captured(*stream, "aclrtStreamQuery")) return code;
     if (int code = refuse_after_task_queue()) return code;
     poll(lock);
     *status = stream->queue.empty() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
@@ -240,7 +240,7 @@ aclError aclrtSetStreamAttribute(aclrtStream handle, aclrtStreamAttr attribute, 
                 return int{ACL_SUCCESS};
             default:
                 return fail(ACL_ERROR_RT_PARAM_INVALID,
-                            format("streams have no attribute %d", static_cast<int>(attribute)));
+                            format("%d is not a value of aclrtStreamAttr", static_cast<int>(attribute)));
         }
     });
 }

@@ -1,4 +1,4 @@
-// What streams and graphs are made of.
+// Tasks, the elements of streams and graphs.
 #pragma once
 
 #include <memory>
@@ -11,14 +11,14 @@ namespace emulator {
 
 struct Replay;
 
-// Where a task runs: on a stream, and, if a graph is replayed, in that replay. A captured task runs in many.
+// The stream and, in a replay, the replay in which a task runs. A captured task runs in many replays.
 struct Context {
     Stream& stream;
     Replay* replay = nullptr;
 };
 
-// A task in the dump of a graph: its name and CANN's word for what it is. Events and values that go together have names
-// that end with one number, by which torch_npu pairs them.
+// A task in the dump of a graph: its name and CANN's task type. The names of a record and its waits end with the same
+// number, by which torch_npu pairs them.
 struct Dumped {
     std::string name, type;
 };
@@ -26,16 +26,16 @@ struct Dumped {
 class Task {
   public:
     virtual ~Task() = default;
-    // May it start? Asked with the lock held, again whenever something ended.
+    // Returns whether the task can start. Called with the lock held, and again whenever a task ends.
     virtual bool ready(const Context&) { return true; }
-    // The work, without the lock. Throws DeviceError, or anything else for an exception in the kernel.
+    // Executes the task, without the lock. Throws DeviceError, or another exception for an error in the kernel.
     virtual void run(const Context&) {}
-    // With the lock held, after `run`, also if `run` failed or was left out because of an earlier failure.
+    // Called with the lock held after `run`, also if `run` failed or was skipped because of an earlier failure.
     virtual void finish(const Context&) {}
     virtual std::string name() const = 0;
     virtual bool is_kernel() const { return false; }
     virtual std::vector<Dumped> dumped() const { return {{name(), is_kernel() ? "KERNEL_AICORE" : name()}}; }
-    // A graph to replay in this task's place. With the lock held; null once it is over.
+    // Returns the replay that this task stands for, or null if there is none. Called with the lock held.
     virtual Replay* replay(const Context&) { return nullptr; }
 };
 using TaskPointer = std::shared_ptr<Task>;

@@ -1,4 +1,4 @@
-// Task groups: kernels in a graph that an update can replace while the graph stays.
+// Task groups: kernels in a graph that an update can replace.
 #include <utility>
 
 #include "runtime/capture.h"
@@ -12,7 +12,7 @@ namespace emulator {
 
 namespace {
 
-// A task group in its lane. What an update puts into the group later is what the next replay runs.
+// A task group in its lane. A replay runs the tasks that the group holds at that time.
 struct GroupTask : Task {
     std::shared_ptr<TaskGroup> group;
     void run(const Context& context) override {
@@ -32,7 +32,7 @@ struct GroupTask : Task {
     }
 };
 
-// The update itself is work of the update stream: a replay that does not wait for it may run the old tasks.
+// The update runs on the update stream. A replay that does not wait for it may run the old tasks.
 struct UpdateTask : Task {
     std::shared_ptr<TaskGroup> group;
     std::shared_ptr<Graph> graph;
@@ -45,7 +45,7 @@ struct UpdateTask : Task {
     std::string name() const override { return "TaskUpdate"; }
 };
 
-// Puts the stream's open group into its lane, and hands out its handle.
+// Adds the stream's open group to its lane. Returns its handle.
 void* close_group(Stream& stream) {
     auto& graph = *stream.capture->graph;
     auto group = std::exchange(stream.group, nullptr);
@@ -71,11 +71,11 @@ aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
     if (!stream) return no_such_stream(handle);
     if (!stream->capture) {
         return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED,
-                    format("a task group needs a capture; stream %d has none", stream->id));
+                    format("a task group requires a capture, but stream %d is not captured", stream->id));
     }
     if (stream->group) {
         return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
-                    format("stream %d has a task group open: groups do not nest", stream->id));
+                    format("stream %d has an open task group; task groups cannot be nested", stream->id));
     }
     stream->group = std::make_shared<TaskGroup>();
     return ACL_SUCCESS;
@@ -87,11 +87,11 @@ aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* result) {
     if (!stream) return no_such_stream(handle);
     if (!stream->capture) {
         return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED,
-                    format("a task group needs a capture; stream %d has none", stream->id));
+                    format("a task group requires a capture, but stream %d is not captured", stream->id));
     }
     if (!stream->group) {
         return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
-                    format("stream %d has no task group open that could end", stream->id));
+                    format("stream %d has no open task group; call aclmdlRICaptureTaskGrpBegin first", stream->id));
     }
     if (stream->capture->invalid) {
         stream->group.reset();
@@ -106,18 +106,20 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_h
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     auto group = machine().groups.find(group_handle);
-    if (!group) return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no task group of a live graph", group_handle));
-    if (int code = refuse_if_captured(*stream, "updating a task group")) return code;
-    // An update in which something failed was never ended: who issues kernels between the two calls, as
-    // torch_npu's NPUGraph.update does, is thrown out by one that is refused. Its group keeps what it held.
+    if (!group)
+        return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a task group of a live graph", group_handle));
+    if (int code = refuse_if_captured(*stream, "aclmdlRICaptureTaskUpdateBegin")) return code;
+    // An update with an error never ends, because the error propagates past the end call in callers such as torch_npu's
+    // NPUGraph.update. A new update may then begin. The group of the failed one keeps its tasks.
     if (stream->updated_group && stream->update_began == failures()) {
-        fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, format("stream %d is updating a task group already", stream->id));
-        stream->update_began = failures();  // this failure is not the update's
+        fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+             format("stream %d must not be updating a task group already", stream->id));
+        stream->update_began = failures();  // does not count this error as the update's
         return ACL_ERROR_STREAM_TASK_GROUP_STATUS;
     }
     if (group->graph->capturing) {
         return fail(ACL_ERROR_RT_MODEL_CAPTURED,
-                    format("graph %u of the task group is being captured", group->graph->id));
+                    format("graph %u of the task group must not be in a capture", group->graph->id));
     }
     stream->updated_group = group;
     stream->update.clear();
@@ -132,7 +134,9 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
     auto group = std::exchange(stream->updated_group, nullptr);
     auto tasks = std::exchange(stream->update, {});
     if (!group) {
-        return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, format("stream %d is not updating a task group", stream->id));
+        return fail(
+            ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+            format("stream %d is not updating a task group; call aclmdlRICaptureTaskUpdateBegin first", stream->id));
     }
     bool same = tasks.size() == group->tasks.size();
     for (size_t i = 0; same && i < tasks.size(); ++i) same = tasks[i]->name() == group->tasks[i]->name();
@@ -142,8 +146,8 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
             for (auto& each : all) text += (text.empty() ? "" : ", ") + each->name();
             return "[" + text + "]";
         };
-        return fail(ACL_ERROR_RT_MODEL_UPDATE_FAILED, "an update must issue the kernels that the task group holds, " +
-                                                          names(group->tasks) + ", but issued " + names(tasks));
+        return fail(ACL_ERROR_RT_MODEL_UPDATE_FAILED, "an update must launch the kernels that the task group holds, " +
+                                                          names(group->tasks) + ", but launched " + names(tasks));
     }
     auto task = std::make_shared<UpdateTask>();
     task->group = group;

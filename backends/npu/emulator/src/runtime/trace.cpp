@@ -1,4 +1,4 @@
-// Records of what ran, kept as JSON objects until they are fetched.
+// The trace of executed tasks, stored as JSON objects until they are fetched.
 #include "runtime/trace.h"
 
 #include <atomic>

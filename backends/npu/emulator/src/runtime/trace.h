@@ -1,4 +1,4 @@
-// What ran, for whoever asked: see control.h.
+// The trace of executed tasks; see control.h.
 #pragma once
 
 #include "runtime/task.h"
@@ -8,9 +8,9 @@ namespace emulator {
 enum class TraceKind { kernel, copy, fill, graph, update, prefetch, host };
 
 bool tracing();
-// Launches under another heading than kernel.
+// Launches work that the trace lists under the given kind.
 int launch_as(TraceKind kind, aclrtStream stream, Launch launch);
-// A launch, or what is treated like one, that was captured or that ran.
+// Record a launch, or a task without operands, that was captured or ran.
 void trace_launch(TraceKind kind, const Launch& launch, const Stream& stream, const char* phase, double microseconds);
 void trace_event(TraceKind kind, const std::string& name, const Context& context, size_t bytes);
 

@@ -1,5 +1,5 @@
-// aclrtValueWrite and aclrtValueWait: words of device memory as semaphores. torch_npu makes its external events of
-// them.
+// aclrtValueWrite and aclrtValueWait, which use words of device memory as semaphores. torch_npu implements its external
+// events with them.
 #include <atomic>
 
 #include "runtime/memory.h"
@@ -43,7 +43,7 @@ struct WaitTask : Task {
     uint64_t value;
     uint32_t condition;
     bool ready(const Context& context) override {
-        // On memory that is gone it runs at once, and fails.
+        // On freed memory the task starts immediately, and fails in run().
         if (!objection(address, sizeof(uint64_t), context.stream.device).empty()) return true;
         uint64_t found = word(address);
         switch (condition) {
@@ -65,7 +65,7 @@ struct WaitTask : Task {
 int submit_to(aclrtStream handle, void* address, TaskPointer task) {
     if (owner(address) < 0 || reinterpret_cast<uintptr_t>(address) % sizeof(uint64_t)) {
         return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    format("%p is not the address of a 64-bit word of device memory", address));
+                    format("%p is not an aligned address of a 64-bit word in device memory", address));
     }
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);
@@ -86,7 +86,8 @@ aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream st
 
 aclError aclrtValueWait(void* address, uint64_t value, uint32_t condition, aclrtStream stream) {
     if (condition > ACL_STREAM_WAIT_VALUE_NOR) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("aclrtValueWait knows no condition %u", condition));
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("aclrtValueWait: the flag must be between 0 and %d, but is %u",
+                                                       static_cast<int>(ACL_STREAM_WAIT_VALUE_NOR), condition));
     }
     return submit_to(stream, address, std::make_shared<WaitTask>(address, value, condition));
 }

@@ -1,5 +1,5 @@
-// Reserving addresses and mapping memory to them, as torch_npu's expandable segments do. The memory of a device that is
-// mapped so lies in one file that has no name; a mapping shows a piece of it.
+// Reserves addresses and maps memory to them, for torch_npu's expandable segments. The mapped memory of a device is
+// stored in one anonymous file; a mapping is a range of it.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -25,8 +25,8 @@ struct Physical {
 };
 struct Files {                                           // guarded by the memory's lock
     std::map<int, int> descriptors;                      // by device
-    std::map<int, size_t> next;                          // by device: where its file is unused from
-    std::multimap<std::pair<int, size_t>, size_t> free;  // by device and size: offsets
+    std::map<int, size_t> next;                          // by device: the start of the unused part of its file
+    std::multimap<std::pair<int, size_t>, size_t> free;  // by device and size: offsets of freed ranges
     std::map<Physical*, std::unique_ptr<Physical>> handles;
     std::map<void*, Physical*> mapped;
 };
@@ -39,9 +39,9 @@ int descriptor(int device) {
     auto [entry, is_new] = files().descriptors.try_emplace(device, -1);
     if (is_new) {
         entry->second = memfd_create("npu", MFD_CLOEXEC);
-        OURS("the machine that emulates has no more");
+        OURS("a limit of the host machine");
         if (entry->second < 0 || ftruncate(entry->second, span))
-            throw std::runtime_error("emulated CANN: memfd_create failed");
+            throw std::runtime_error("emulated CANN: the host cannot create a file for device memory (memfd_create)");
     }
     return entry->second;
 }
@@ -73,11 +73,11 @@ aclError aclrtReserveMemAddress(void** result, size_t size, size_t, void*, uint6
     *result = reserve(current_device(), (size + granularity - 1) / granularity * granularity);
     if (*result) return ACL_SUCCESS;
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
-                format("device %d has no stretch of %zu addresses left", current_device(), size));
+                format("device %d has no contiguous range of %zu free addresses", current_device(), size));
 }
 
 aclError aclrtReleaseMemAddress(void* address) {
-    if (owner(address) < 0) return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p was not reserved", address));
+    if (owner(address) < 0) return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is not a reserved address", address));
     std::lock_guard lock(memory_mutex());
     unreserve(address);
     return ACL_SUCCESS;
@@ -87,17 +87,19 @@ aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t size, const aclrt
     int device = static_cast<int>(properties->location.id);
     if (properties->location.type != ACL_MEM_LOCATION_TYPE_DEVICE || device >= machine().options.devices) {
         OURS("not emulated");
-        return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMallocPhysical: only memory of a device is emulated");
+        return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT,
+                    "aclrtMallocPhysical: memory outside the devices (option `devices`) is not emulated");
     }
     if (!size || size % granularity) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    format("aclrtMallocPhysical: %zu bytes are no multiple of %zu", size, granularity));
+        return fail(
+            ACL_ERROR_RT_PARAM_INVALID,
+            format("aclrtMallocPhysical: the size must be a positive multiple of %zu, but is %zu", granularity, size));
     }
     bool faulty = fault_at(Fault::malloc);
     std::lock_guard lock(memory_mutex());
     if (faulty || !charge(device, size)) {
         return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
-                    format("device %d has no %zu bytes left: %zu of %zu are in use (option `memory`)", device, size,
+                    format("device %d cannot allocate %zu bytes: %zu of %zu are in use (option `memory`)", device, size,
                            accounts(device).used, accounts(device).limit));
     }
     auto physical = std::make_unique<Physical>(Physical{device, size, 0});
@@ -114,11 +116,12 @@ aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t size, const aclrt
     return ACL_SUCCESS;
 }
 
-// Mappings keep the memory until they go, too.
+// Existing mappings keep the memory until they are unmapped.
 aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
     std::lock_guard lock(memory_mutex());
     Physical* physical = find(handle);
-    if (!physical) return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no physical memory", handle));
+    if (!physical)
+        return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a live handle of physical memory", handle));
     physical->freed = true;
     drop_if_unused(physical);
     return ACL_SUCCESS;
@@ -127,16 +130,18 @@ aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
 aclError aclrtMapMem(void* address, size_t size, size_t offset, aclrtDrvMemHandle handle, uint64_t) {
     std::lock_guard lock(memory_mutex());
     Physical* physical = find(handle);
-    if (!physical) return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is no physical memory", handle));
+    if (!physical)
+        return fail(ACL_ERROR_RT_INVALID_HANDLE, format("%p is not a live handle of physical memory", handle));
     if (owner(address) != physical->device || offset + size > physical->size) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID,
-                    format("%zu bytes from %zu on of %zu on device %d cannot be mapped to %p", size, offset,
-                           physical->size, physical->device, address));
+        return fail(
+            ACL_ERROR_RT_PARAM_INVALID,
+            format("%zu bytes at offset %zu of a physical allocation of %zu bytes on device %d cannot be mapped to %p",
+                   size, offset, physical->size, physical->device, address));
     }
     void* mapped = mmap(backing(address), size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
                         descriptor(physical->device), static_cast<off_t>(physical->offset + offset));
     if (mapped == MAP_FAILED) {
-        OURS("the machine that emulates has no more");
+        OURS("a limit of the host machine");
         return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "the host cannot map more memory");
     }
     mark_live(address, size);
@@ -150,7 +155,7 @@ aclError aclrtUnmapMem(void* address) {
     size_t size = mark_dead(address);
     auto found = files().mapped.find(address);
     if (!size || found == files().mapped.end()) {
-        return fail(ACL_ERROR_RT_PARAM_INVALID, format("nothing is mapped to %p", address));
+        return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is not the start of a mapping", address));
     }
     Physical* physical = found->second;
     files().mapped.erase(found);

@@ -1,16 +1,16 @@
-#include "quantise.h"
+#include "quantize.h"
 
 namespace emulator {
 
 namespace {
 
-bool takes_int4(const Out& output, int64_t width) {
+bool is_int4(const Out& output, int64_t width) {
     return output.dtype() == at::kInt && output.dim() > 0 && output.size(-1) * 8 == width;
 }
 
 }  // namespace
 
-void store_quantised(const Out& output, const at::Tensor& values) {
+void store_quantized(const Out& output, const at::Tensor& values) {
     if (!output || values.numel() == 0) return;
     auto rounded = at::round(values.to(at::kFloat));
     switch (output.dtype()) {
@@ -21,9 +21,9 @@ void store_quantised(const Out& output, const at::Tensor& values) {
         case at::kInt:
             break;
         default:
-            throw NotEmulated(std::string("quantisation to ") + c10::toString(output.dtype()) + " is not emulated");
+            throw NotEmulated(std::string("quantization to ") + c10::toString(output.dtype()) + " is not emulated");
     }
-    if (!takes_int4(output, values.size(-1)))
+    if (!is_int4(output, values.size(-1)))
         return output.set(rounded.to(at::kDouble).clamp(-2147483648.0, 2147483647.0));
     auto nibbles = rounded.clamp(-8, 7).to(at::kInt).bitwise_and(15).unflatten(-1, {values.size(-1) / 8, 8});
     auto packed = at::zeros(output.sizes(), at::kInt);
@@ -32,17 +32,17 @@ void store_quantised(const Out& output, const at::Tensor& values) {
 }
 
 at::Tensor unpack_int4(const at::Tensor& packed) {
-    auto shifts = at::arange(28, -1, -4, at::kInt);  // left, so that the shift back right extends the sign
+    auto shifts = at::arange(28, -1, -4, at::kInt);  // shifts left, so that the right shift extends the sign
     auto nibbles = packed.unsqueeze(-1).bitwise_left_shift(shifts).bitwise_right_shift(at::full({}, 28, at::kInt));
     return nibbles.flatten(-2).to(at::kFloat);
 }
 
-double largest_quantised(const Out& output, int64_t width) { return takes_int4(output, width) ? 7 : 127; }
+double largest_quantized(const Out& output, int64_t width) { return is_int4(output, width) ? 7 : 127; }
 
-void quantise_rows(const at::Tensor& values, const Out& output, const Out& scale) {
+void quantize_rows(const at::Tensor& values, const Out& output, const Out& scale) {
     auto wide = values.to(at::kFloat);
-    auto scales = wide.abs().amax(-1, true) / largest_quantised(output, wide.size(-1));
-    store_quantised(output, at::where(scales == 0, 0, wide / scales));
+    auto scales = wide.abs().amax(-1, true) / largest_quantized(output, wide.size(-1));
+    store_quantized(output, at::where(scales == 0, 0, wide / scales));
     scale.set(scales.squeeze(-1));
 }
 

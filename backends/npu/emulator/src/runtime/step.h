@@ -1,0 +1,27 @@
+// Steps, the tasks of streams and replays that can run now.
+#pragma once
+
+#include <vector>
+
+#include "runtime/graph.h"
+
+namespace emulator {
+
+struct Step {
+    Stream* stream;
+    Replay* replay;  // null for the stream's own task
+    size_t lane;
+    TaskPointer task;
+    uint64_t order;  // for the seeded order; the same in every run of a program
+};
+
+// splitmix64
+uint64_t mix(uint64_t x);
+
+// Appends the stream's runnable steps. Requires the lock.
+void append_runnable(Stream& stream, std::vector<Step>& steps);
+
+// Runs a step, and records its completion or failure. Requires the lock, and releases it while the task runs.
+void run_step(Lock& lock, Step& step);
+
+}  // namespace emulator
