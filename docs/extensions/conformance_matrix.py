@@ -28,7 +28,7 @@ print(json.dumps(Counter(case.area for case in cases) if len(cases) > 1 else {})
 
 
 class ConformanceMatrix(SphinxDirective):
-    """A table: a row for each area, a column for each driver; a dash where the driver cannot run here."""
+    """A table: a row for each area, a column for each driver; "n/a" where the driver cannot run on this machine."""
 
     def run(self) -> list[nodes.Node]:
         """Make the cases, and count them."""
@@ -37,8 +37,8 @@ class ConformanceMatrix(SphinxDirective):
         areas = sorted({area for each in counts.values() for area in each})
         lines = [".. list-table::", "   :header-rows: 1", ""]
         rows = [["area", *counts]]
-        rows += [[area, *(str(each.get(area, 0)) if each else "-" for each in counts.values())] for area in areas]
-        rows += [["all", *(str(sum(each.values())) if each else "-" for each in counts.values())]]
+        rows += [[area, *(str(each.get(area, 0)) if each else "n/a" for each in counts.values())] for area in areas]
+        rows += [["all", *(str(sum(each.values())) if each else "n/a" for each in counts.values())]]
         for row in rows:
             lines += [f"   {'*' if column == 0 else ' '} - {cell}" for column, cell in enumerate(row)]
         return self.parse_text_to_nodes("\n".join(lines))

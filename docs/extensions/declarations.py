@@ -39,7 +39,7 @@ INDENT = "   "
 
 
 class Operations(SphinxDirective):
-    """Every declared operation by family, and which drivers have a kernel for it."""
+    """Every declared operation by family, and the drivers that have a kernel for it."""
 
     def run(self) -> list[nodes.Node]:
         """Render the catalogue."""
@@ -60,15 +60,15 @@ class Operations(SphinxDirective):
         yield from _indented(str(GoogleDocstring(docstring, self.config, what="function")).splitlines())
         yield ""
         facts = {
-            "torch.library": f"``{operation.schema}``",
+            "schema": f"``{operation.schema}``",
             "axes": _declared(operation.axes),
             "dtypes": _declared(operation.dtypes),
-            "row by row along": _code([operation.rowwise] if operation.rowwise else []),
+            "rowwise": _code([operation.rowwise] if operation.rowwise else []),
             "state": _code(operation.state),
-            "writes in place": _code(operation.mutates),
-            "reads on the host": _code(operation.host),
+            "mutates": _code(operation.mutates),
+            "host": _code(operation.host),
             "weights": _code(operation.weights),
-            "fused of": ", ".join(f":func:`{name}`" for name in _parts(operation)) if operation.fused else "",
+            "fuses": ", ".join(f":func:`{name}`" for name in _parts(operation)) if operation.fused else "",
             "tolerance": "; ".join(
                 f"{str(dtype).removeprefix('torch.')}: relative {relative:g}, absolute {absolute:g}"
                 for dtype, (relative, absolute) in operation.tolerance.items()
@@ -77,24 +77,29 @@ class Operations(SphinxDirective):
                 f"{str(dtype).removeprefix('torch.')}: {share:.0%}" for dtype, share in operation.off_by_one.items()
             ),
             "kernels": _code([name for name, kernels in coverage.items() if kernels and operation.name in kernels])
-            or "none; the reference runs",
+            or "none",
         }
         yield from _indented(_table([[key, value] for key, value in facts.items() if value], widths=(22, 78)))
         yield ""
 
 
 class ConfigKeys(SphinxDirective):
-    """The keys of an attrs class, given by its full name: type, default, meaning, environment variable."""
+    """The keys of an attrs class, given by its full name: type, default, meaning, environment variable.
+
+    ``table`` is the table that holds the keys. ``variables`` is the prefix of their environment variables, where this
+    is not ``HAL_`` and the table's name.
+    """
 
     required_arguments = 1
-    option_spec: ClassVar = {"table": directives.unchanged}
+    option_spec: ClassVar = {"table": directives.unchanged, "variables": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         """Render the class."""
         module, _, name = self.arguments[0].rpartition(".")
         cls = getattr(importlib.import_module(module), name)
         meanings, types = _attributes(cls), get_type_hints(cls)
-        path = [self.options["table"]] if "table" in self.options else []
+        path = self.options["table"].split(".") if "table" in self.options else []
+        prefix = self.options.get("variables", "HAL_" + "".join(f"{each.upper()}__" for each in path))
         lines = [".. py:currentmodule:: hal", ""]
         for field in attrs.fields(cls):
             lines += [
@@ -102,9 +107,9 @@ class ConfigKeys(SphinxDirective):
                 f"{INDENT}:type: {_kind(types[field.name])}",
                 f"{INDENT}:default: {_default(field)}",
                 "",
-                f"{INDENT}{meanings[field.name]}",
+                f"{INDENT}{_sentence(meanings[field.name])}",
                 "",
-                f"{INDENT}Variable: ``HAL_{'__'.join([*path, field.name]).upper()}``",
+                f"{INDENT}Environment variable: ``{prefix}{field.name.upper()}``",
                 "",
             ]
         return self.parse_text_to_nodes("\n".join(lines))
@@ -115,7 +120,7 @@ class DriverApi(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Render :data:`hal.drivers.driver.ADDED`."""
-        rows = [["driver API", "added, with defaults"], [f"{API_VERSION[0]}.0", "the beginning"]]
+        rows = [["driver API", "added, with defaults"], [f"{API_VERSION[0]}.0", "nothing, as the first version"]]
         rows += [[f"{major}.{minor}", _code(names)] for (major, minor), names in sorted(ADDED.items())]
         return self.parse_text_to_nodes("\n".join(_table(rows, widths=(15, 85), header=True)))
 
@@ -155,8 +160,8 @@ def _kernels_of(candidate: registry.Candidate) -> frozenset[str] | None:
 def _coverage_table(catalogue: list[Operation], coverage: dict[str, frozenset[str] | None]) -> list[str]:
     def cell(kernels: frozenset[str] | None, operation: Operation) -> str:
         if kernels is None:
-            return "unknown: not available where this page was built"
-        return "kernel" if operation.name in kernels else "reference"
+            return "unknown"
+        return "kernel" if operation.name in kernels else "composed" if operation.fused else "reference"
 
     rows = [["operation", *coverage]]
     for operation in catalogue:
@@ -196,6 +201,11 @@ def _attributes(cls: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+def _sentence(text: str) -> str:
+    """The text with a capital first letter, unless it begins with a literal or a role."""
+    return text[:1].upper() + text[1:]
+
+
 def _kind(annotation: Any) -> str:
     """A type as someone who writes JSON or TOML sees it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -204,10 +214,10 @@ def _kind(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join("null" if each is type(None) else _kind(each) for each in arguments)
     if origin is tuple:
-        return f"list of {_kind(arguments[0])}"
+        return f"list of {_kind(arguments[0])}s"
     if attrs.has(annotation) or origin is dict:
         return "table"
-    return {str: "text", int: "integer", float: "number", bool: "boolean"}[annotation]
+    return {str: "string", int: "integer", float: "number", bool: "boolean"}[annotation]
 
 
 def _default(field: attrs.Attribute[Any]) -> str:

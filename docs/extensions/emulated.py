@@ -58,7 +58,7 @@ def origin(refusal: Refusal) -> str:
 
 def _table(group: Iterator[Refusal]) -> Iterator[str]:
     yield from (".. list-table::", "   :widths: 55 45", "   :header-rows: 1", "")
-    yield from ("   * - refused", "     - because")
+    yield from ("   * - error", "     - source or reason")
     for each in dict.fromkeys(group):
         yield f"   * - {_literal(each.reason)}"
         yield f"     - {_because(each)}"

@@ -31,11 +31,11 @@ class PhaseConfig:
     """Overrides of :class:`CompilationConfig` for one phase; None (``null``) keeps its value.
 
     Attributes:
-        compiler: see :class:`CompilationConfig`.
-        splitting_ops: see :class:`CompilationConfig`.
-        passes: merged into ``CompilationConfig.passes``.
+        compiler: overrides ``compilation.compiler`` for this phase.
+        splitting_ops: overrides ``compilation.splitting_ops`` for this phase.
+        passes: merged into ``compilation.passes``; an entry here takes precedence.
         capture_sizes: batch sizes of decode steps, or token counts of prefill steps, to capture.
-        max_capture_size: see :class:`CompilationConfig`.
+        max_capture_size: the largest size to capture in this phase.
     """
 
     compiler: str | None = None
@@ -122,9 +122,9 @@ class Config:
         dtype: the dtype of weights and caches; ``auto`` means the checkpoint's.
         strict: an operation without a kernel raises instead of running its reference.
         max_prefill_tokens: the most tokens of a prefill step, which bounds its memory.
-        compilation: see :class:`CompilationConfig`.
-        cache: see :class:`CacheConfig`.
-        options: options that the driver reads.
+        compilation: how a runner executes the model; see :class:`CompilationConfig`.
+        cache: the size of the paged KV cache; see :class:`CacheConfig`.
+        options: options of the driver; the driver's page lists them.
     """
 
     backend: str = "auto"

@@ -84,3 +84,10 @@ def test_a_command_that_nobody_has() -> None:
 def test_the_modules_of_others_are_not_imported_for_hals_own_commands() -> None:
     CliRunner().invoke(main, ["backends"])
     assert "acme_commands" not in sys.modules
+
+
+def test_own_commands_have_their_names() -> None:
+    """The reference page's headings are these names; click would otherwise take a function's."""
+    own = main.commands  # type: ignore[attr-defined]
+    assert {name: each.name for name, each in own.items()} == {name: name for name in own}
+    assert {"generate", "new-driver"} <= set(own)

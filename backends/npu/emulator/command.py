@@ -26,7 +26,11 @@ class Bytes(click.ParamType[int]):
         return int(found[1]) * UNITS[found[2] or ""]
 
 
-@click.command(short_help="Run PROGRAM on the emulated CANN.", context_settings={"allow_interspersed_args": False})
+@click.command(
+    "emulate",
+    short_help="Run PROGRAM on the emulated CANN.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True, help="Number of NPUs.")
 @click.option("--memory", type=Bytes(), help="Memory of each NPU, such as 8GiB.")
 @click.option("--soc", default="Ascend910B3", show_default=True, help="SoC name that torch_npu sees.")

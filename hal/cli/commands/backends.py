@@ -8,7 +8,7 @@ from hal.cli.console import print_table
 from hal.cli.stdout import ResultCommand, echo
 
 
-@click.command(cls=ResultCommand)
+@click.command("backends", cls=ResultCommand)
 def command() -> None:
     """List the installed drivers.
 

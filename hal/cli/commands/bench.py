@@ -62,7 +62,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     return functools.reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
 
 
-@click.group()
+@click.group("bench")
 def command() -> None:
     """Measure decode steps or prefills.
 

@@ -28,7 +28,7 @@ EMULATE = "Run drivers with an emulator on an emulated device; sets their option
 SAVE = "Save the first operation out of tolerance to the new folder DIR: its arguments and both results."
 
 
-@click.command(cls=ResultCommand, short_help="Compare two backends, or the compilers of one.")
+@click.command("compare", cls=ResultCommand, short_help="Compare two backends, or the compilers of one.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backends", metavar="NAMES", help=BACKENDS)
 @click.option("--compilers", metavar="NAMES", help=COMPILERS)

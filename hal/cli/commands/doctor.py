@@ -15,7 +15,7 @@ TIMEOUT = "Seconds that the examination of each driver may take."
 TOTAL_TIMEOUT = "Seconds that the whole examination may take.  [default: 3 times --timeout]"
 
 
-@click.command(cls=ResultCommand)
+@click.command("doctor", cls=ResultCommand)
 @click.option("--backend", metavar="NAME", help="Examine only this driver; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--json", "as_document", is_flag=True, help="Print one JSON document, for bug reports.")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hal.nn import CausalLM
 
 
-@click.command(cls=ResultCommand, short_help="Show how a decode step is compiled.")
+@click.command("explain", cls=ResultCommand, short_help="Show how a decode step is compiled.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)

@@ -42,7 +42,7 @@ SAMPLING = {
 log = logging.getLogger("hal.cli")
 
 
-@click.command(cls=ResultCommand)
+@click.command("generate", cls=ResultCommand)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)

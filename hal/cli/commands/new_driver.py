@@ -31,7 +31,7 @@ TAKEN = ("torch",)
 """Names whose distribution would have the name of hal's, so that installing one would replace the other."""
 
 
-@click.command(cls=ResultCommand)
+@click.command("new-driver", cls=ResultCommand)
 @click.argument("name")
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
 def command(name: str, folder: Path | None) -> None:

@@ -22,7 +22,7 @@ composed   no kernel for the whole operation: its parts run, each with the drive
 reference  no kernel: the operation's body runs"""
 
 
-@click.command(cls=ResultCommand)
+@click.command("ops", cls=ResultCommand)
 def command() -> None:
     """Show which operations each driver has kernels for.
 

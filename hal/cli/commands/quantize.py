@@ -18,7 +18,7 @@ FORMAT = "Format of the checkpoint: compressed-tensors or modelslim. hal reads b
 CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8."
 
 
-@click.command(cls=ResultCommand)
+@click.command("quantize", cls=ResultCommand)
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--scheme", metavar="NAME", required=True, help=SCHEME)
