@@ -12,7 +12,7 @@ from itertools import groupby
 from docutils import nodes
 from hal.backends.npu.emulator.build import SOURCES
 from hal.backends.npu.emulator.catalogue import families
-from hal.backends.npu.emulator.read_refusals import ORGANISATIONS, Refusal, references, refusals
+from hal.backends.npu.emulator.read_refusals import ORGANIZATIONS, Refusal, references, refusals
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -53,7 +53,7 @@ def origin(refusal: Refusal) -> str:
     """Whom a refusal is from: ``cann``, ``torch_npu``, ``undefined`` or ``ours``."""
     if refusal.kind != "documented":
         return refusal.kind
-    return "torch_npu" if next(references(refusal.source)).repository in ORGANISATIONS else "cann"
+    return "torch_npu" if next(references(refusal.source)).repository in ORGANIZATIONS else "cann"
 
 
 def _table(group: Iterator[Refusal]) -> Iterator[str]:
