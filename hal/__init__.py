@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hal.errors import HalError
     from hal.execution.runner import Runner, StepOutput
     from hal.generation.generate import Token, generate
-    from hal.generation.sampling import SamplingParams
+    from hal.generation.sampling_params import SamplingParams
     from hal.step import Batch, State, StateMemory, StateSpec, StepShape
 
 _HOME = {
@@ -65,7 +65,7 @@ _HOME = {
     "Probe": "hal.drivers.driver",
     "PhaseConfig": "hal.config",
     "Runner": "hal.execution.runner",
-    "SamplingParams": "hal.generation.sampling",
+    "SamplingParams": "hal.generation.sampling_params",
     "State": "hal.step",
     "StateMemory": "hal.step",
     "StateSpec": "hal.step",

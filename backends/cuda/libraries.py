@@ -16,7 +16,7 @@ from hal.ops.kernels.kernel_table import Kernel
 
 from .attention import ByLength, TorchAttention
 from .choice import Chosen, Library, choose
-from .kernels import KERNELS
+from .torch_functions import KERNELS
 
 Capability = tuple[int, int]
 Which = Callable[[str], str | None]

@@ -45,7 +45,14 @@ class EmulatedRefusals(SphinxDirective):
         wanted = [each for each in refusals() if origin(each) == self.arguments[0]]
         lines = []
         for (file, title), group in groupby(wanted, key=lambda each: (each.file, each.title)):
-            lines += ["", f".. rubric:: {_literal(title)}", "", f"``{file}``", "", *_table(group)]
+            lines += [
+                "",
+                f".. rubric:: {_literal(title)}",
+                "",
+                f"``backends/npu/emulator/src/{file}``",
+                "",
+                *_table(group),
+            ]
         return self.parse_text_to_nodes("\n".join(lines))
 
 

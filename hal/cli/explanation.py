@@ -94,6 +94,8 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
     _print_stages(step.stages, after, later)
     echo()
     print_table(("rewrite", "applied", "skipped", "ms", "reasons"), _rewrites(step, on))
+    if absent := _without_kernel(on):
+        echo(f"\nnot listed, because {on.name} has no kernel for them (see `hal ops`): {', '.join(absent)}")
     if split is not None:
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
@@ -176,6 +178,16 @@ def _print_stages(
     if after is not None:
         rows.insert(len(stages), after)
     print_table(("stage", "calls", "seconds"), rows)
+
+
+def _without_kernel(on: Backend) -> list[str]:
+    """Return the fused operations that the backend has no rewrite for, because it has no kernel for them."""
+    from hal import ops
+    from hal.compile.optimize import all_passes
+    from hal.drivers.compiler_registry import pass_name
+
+    listed = set(map(pass_name, all_passes(on)))
+    return sorted(each.name for each in ops.catalogue().values() if each.fused and each.name not in listed)
 
 
 def _rewrites(step: OptimizedStep, on: Backend) -> list[tuple[str, ...]]:

@@ -14,8 +14,7 @@ class Uses:
     """Counts the calls that use a resource, as a context manager around each, so that closing can wait for them.
 
     Threading: any thread may enter or close. Once closing has begun, a new call raises ClosedError, unless it is nested
-        in
-    a call that began before.
+    in a call that began before.
 
     Args:
         what: the name of the resource, for messages.

@@ -1,4 +1,7 @@
-"""Backends: an opened driver, with its device, kernels, compilers, limits, graphs and states."""
+"""Backends: an opened driver, with its device, kernels, compilers, limits, graphs and states.
+
+:mod:`hal.drivers.backend_resources` implements what happens when a backend is closed.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from hal.drivers.backend import Backend
 from hal.drivers.backend_checks import check_opened
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, describe_exception
+from hal.ops.kernels.kernel_table import Table, withdraw
 
 REPORT = "report it to the driver's vendor"
 
@@ -92,13 +93,27 @@ def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
         raise DriverIncompatible(
             f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
         )
-    check_opened(driver.name, backend)
+    try:
+        check_opened(driver.name, backend)
+    except BaseException:
+        _withdraw(backend)
+        raise
     if backend.name != driver.name:  # configurations and variables use the driver's name, errors the backend's
         raise DriverIncompatible(
             f"opening the driver {driver.name} returned a backend with the name {backend.name!r}",
             f"{REPORT}, who must pass name={driver.name!r} to hal.Backend",
         )
     return backend
+
+
+def _withdraw(backend: Backend) -> None:
+    """Withdraw the kernel table of an incomplete backend, which exists until the next garbage collection.
+
+    A table resolves every operation that is declared later, and this backend may lack what that needs.
+    """
+    table = vars(backend).get("table")  # absent if the constructor of hal.Backend was not called
+    if isinstance(table, Table):
+        withdraw(table)
 
 
 def _probe(driver: Driver, options: Mapping[str, Any]) -> Probe:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.execution.runner import Runner
-from hal.generation.sampling import SamplingParams, choose, rows_of_nan
+from hal.generation.sampling_params import SamplingParams, choose, rows_of_nan
 from hal.step import Batch
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache

@@ -1,5 +1,8 @@
 """Comparison of results within tolerance, for single calls, whole runs and chosen tokens.
 
+This module compares. An operation declares its tolerance as ``tolerance=`` of :func:`hal.ops.op`; the default is
+``DEFAULT_TOLERANCE`` in :mod:`hal.ops.declaration.operation`.
+
 Correct implementations of a computation differ by rounding only. Every check therefore divides a distance by an
 allowance for rounding, and fails above 1. Distances are computed in float64. An allowance has one of two sources.
 

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal.errors import CheckpointError
+from hal.errors import CheckpointError, ConfigError
 from hal.nn import Linear
 from hal.quantization.int8_arithmetic import Activation
 
@@ -74,6 +74,9 @@ class Scheme(ABC):
             format: the checkpoint's format.
             rows: the number of rows of the weight.
             bias: whether the linear layer has a bias.
+
+        Raises:
+            ConfigError: the scheme does not read the format.
         """
         return {}
 
@@ -146,6 +149,14 @@ def check_symmetric(name: str, what: str, values: Tensor | None) -> None:
         raise CheckpointError(
             f"{name} has a {what} other than 0, so its weights are asymmetric", "quantize its weights symmetrically"
         )
+
+
+def unknown_format(scheme: Scheme, format: str) -> ConfigError:  # noqa: A002
+    """Return the error for a format that no branch of a scheme's method reads or writes."""
+    return ConfigError(
+        f"the quantization scheme {scheme.name} does not read or write the checkpoint format {format!r}",
+        f"use {' or '.join(sorted(scheme.spellings))}, or add the format to {type(scheme).__module__}",
+    )
 
 
 def int8_row_sums(rows: Tensor) -> Tensor:

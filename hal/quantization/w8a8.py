@@ -22,7 +22,7 @@ from hal.quantization.int8_arithmetic import (
     quantize_weight,
 )
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, int8_row_sums
+from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, int8_row_sums, unknown_format
 
 _SPELLINGS: Mapping[str, Any] = {
     COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}),
@@ -52,16 +52,18 @@ class W8A8(Scheme):
                 "input_zero_point": TensorSpec(one, INTEGERS | FLOATS, required=False),
             }
             return {**found, "bias": TensorSpec(((rows,),))} if bias else found
-        return {
-            "input_scale": TensorSpec(one),
-            "input_offset": TensorSpec(one, INTEGERS | FLOATS),
-            "deq_scale": TensorSpec(row, frozenset({"F32", "BF16", "I64"})),
-            "quant_bias": TensorSpec(row, frozenset({"I32"})),
-            # Redundant with the three above, which are more precise.
-            "weight_scale": TensorSpec(column, required=False),
-            "bias": TensorSpec(row, required=False),
-            "weight_offset": TensorSpec(column, INTEGERS | FLOATS, required=False),
-        }
+        if format == MODELSLIM:
+            return {
+                "input_scale": TensorSpec(one),
+                "input_offset": TensorSpec(one, INTEGERS | FLOATS),
+                "deq_scale": TensorSpec(row, frozenset({"F32", "BF16", "I64"})),
+                "quant_bias": TensorSpec(row, frozenset({"I32"})),
+                # Redundant with the three above, which are more precise.
+                "weight_scale": TensorSpec(column, required=False),
+                "bias": TensorSpec(row, required=False),
+                "weight_offset": TensorSpec(column, INTEGERS | FLOATS, required=False),
+            }
+        raise unknown_format(self, format)
 
     def row_statistics(self, rows: Tensor) -> Tensor:
         """Return the sums of the rows, which the input's offset is multiplied by."""
@@ -73,12 +75,14 @@ class W8A8(Scheme):
             check_symmetric(name, "weight_zero_point", tensors.get("weight_zero_point"))
             activation = input_activation(name, tensors["input_scale"], tensors.get("input_zero_point"))
             return fold(name, activation, tensors["weight_scale"].flatten(), statistics, tensors.get("bias"))
-        check_symmetric(name, "weight_offset", tensors.get("weight_offset"))
-        activation = input_activation(name, tensors["input_scale"], tensors["input_offset"])
-        deq_scale = tensors["deq_scale"].flatten()
-        if deq_scale.dtype == torch.int64:
-            deq_scale = _from_bits(name, deq_scale)
-        return StaticLayer(name, activation, deq_scale.float(), tensors["quant_bias"].flatten().long(), statistics)
+        if format == MODELSLIM:
+            check_symmetric(name, "weight_offset", tensors.get("weight_offset"))
+            activation = input_activation(name, tensors["input_scale"], tensors["input_offset"])
+            deq_scale = tensors["deq_scale"].flatten()
+            if deq_scale.dtype == torch.int64:
+                deq_scale = _from_bits(name, deq_scale)
+            return StaticLayer(name, activation, deq_scale.float(), tensors["quant_bias"].flatten().long(), statistics)
+        raise unknown_format(self, format)
 
     def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
         assert isinstance(layer, StaticQuantizedLinear)
@@ -95,7 +99,9 @@ class W8A8(Scheme):
         """Return a symmetric activation for compressed-tensors, or one with an offset for ModelSlim, as their tools."""
         if format == COMPRESSED_TENSORS:
             return activation_for(low, high, symmetric=True)
-        return activation_for(low, high, symmetric=False, dtype=dtype)
+        if format == MODELSLIM:
+            return activation_for(low, high, symmetric=False, dtype=dtype)
+        raise unknown_format(self, format)
 
     def write(
         self,
@@ -115,19 +121,21 @@ class W8A8(Scheme):
             if activation.offset:
                 found["input_zero_point"] = torch.tensor([activation.offset], dtype=torch.int8)
             return found
-        folded = fold(name, activation, scale, int8_row_sums(values), bias)
-        deq_scale = folded.deq_scale
-        if dtype == torch.float16:  # float16 kernels take the bits as int64
-            deq_scale = deq_scale.view(torch.int32).long()
-        return {
-            "weight": values,
-            "weight_scale": column,
-            "weight_offset": torch.zeros_like(column),
-            "input_scale": torch.tensor([activation.scale], dtype=dtype),
-            "input_offset": torch.tensor([activation.offset], dtype=dtype),
-            "deq_scale": deq_scale,
-            "quant_bias": folded.quant_bias.to(torch.int32),
-        }
+        if format == MODELSLIM:
+            folded = fold(name, activation, scale, int8_row_sums(values), bias)
+            deq_scale = folded.deq_scale
+            if dtype == torch.float16:  # float16 kernels take the bits as int64
+                deq_scale = deq_scale.view(torch.int32).long()
+            return {
+                "weight": values,
+                "weight_scale": column,
+                "weight_offset": torch.zeros_like(column),
+                "input_scale": torch.tensor([activation.scale], dtype=dtype),
+                "input_offset": torch.tensor([activation.offset], dtype=dtype),
+                "deq_scale": deq_scale,
+                "quant_bias": folded.quant_bias.to(torch.int32),
+            }
+        raise unknown_format(self, format)
 
 
 def _from_bits(name: str, values: Tensor) -> Tensor:

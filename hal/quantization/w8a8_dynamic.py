@@ -12,7 +12,7 @@ from hal.nn import DynamicQuantizedLinear, Linear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.int8_arithmetic import Activation, DynamicLayer, merge_dynamic, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric
+from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, unknown_format
 
 _OFFSET = {COMPRESSED_TENSORS: "weight_zero_point", MODELSLIM: "weight_offset"}
 
@@ -39,14 +39,16 @@ class W8A8Dynamic(Scheme):
         column = ((rows, 1), (rows,))
         found = {
             "weight_scale": TensorSpec(column),
-            _OFFSET[format]: TensorSpec(column, INTEGERS | FLOATS, required=False),
+            self._offset(format): TensorSpec(column, INTEGERS | FLOATS, required=False),
         }
         if bias:
-            found["bias"] = TensorSpec(((rows,),) if format == COMPRESSED_TENSORS else ((rows,), (rows, 1)))
+            shapes = {COMPRESSED_TENSORS: ((rows,),), MODELSLIM: ((rows,), (rows, 1))}
+            found["bias"] = TensorSpec(shapes[format])
         return found
 
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> DynamicLayer:  # noqa: A002
-        check_symmetric(name, _OFFSET[format], tensors.get(_OFFSET[format]))
+        offset = self._offset(format)
+        check_symmetric(name, offset, tensors.get(offset))
         bias = tensors.get("bias")
         scale = tensors["weight_scale"].flatten().float()
         return DynamicLayer(name, scale, None if bias is None else bias.flatten().float())
@@ -67,4 +69,14 @@ class W8A8Dynamic(Scheme):
         values, scale = quantize_weight(name, weight)
         column = scale.unsqueeze(-1)
         found = {"weight": values, "weight_scale": column} | ({} if bias is None else {"bias": bias})
-        return found if format == COMPRESSED_TENSORS else {**found, "weight_offset": torch.zeros_like(column)}
+        if format == COMPRESSED_TENSORS:
+            return found
+        if format == MODELSLIM:
+            return {**found, "weight_offset": torch.zeros_like(column)}
+        raise unknown_format(self, format)
+
+    def _offset(self, format: str) -> str:  # noqa: A002
+        """Return the last part of the name of the tensor that holds the zero points of the weight."""
+        if format not in _OFFSET:
+            raise unknown_format(self, format)
+        return _OFFSET[format]

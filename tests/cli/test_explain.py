@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import hal
+from hal import ops
 from hal.cli import main
 
 
@@ -33,6 +35,19 @@ class TestExplain:
         assert after.count("hal.add_rms_norm.default") == 8
         assert "state_0_key" in after
         compile(after, "dump", "exec")
+
+    def test_fused_operations_without_a_kernel(self, trained: Path, cpu: hal.Backend) -> None:
+        """They have no row in the table, in which a reader looks for them."""
+        lines = self.run(str(trained), "--backend", "cpu", "--compiler", "graph")
+        start = "not listed, because cpu has no kernel for them (see `hal ops`): "
+        (line,) = (each for each in lines if each.startswith(start))
+        absent = set(line.removeprefix(start).split(", "))
+        rows = {each.split()[0] for each in lines if each}
+        fused = {each.name for each in ops.catalogue().values() if each.fused}
+        assert absent == fused - set(cpu.kernels)
+        assert "add_rms_norm_quantize" in absent
+        assert "add_rms_norm" in rows - absent
+        assert not rows & absent
 
     def test_pieces(self, trained: Path, tmp_path: Path) -> None:
         config = json.dumps({"compiler": "piecewise", "splitting_ops": ["paged_attention"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -15,6 +16,7 @@ import torch
 import hal
 from hal.drivers.registry import load_driver
 from hal.errors import ConfigError, DriverError, DriverUnavailable, HalError, OperationError
+from hal.ops import FLOATING, Draw, Sample, op
 
 MODULE = """
 import hal
@@ -169,6 +171,30 @@ def test_a_subclass_that_spoils_what_it_was_made_with(attribute: str, opens: Ope
             setattr(self, attribute, None)
 
     refused(opens, Spoilt, f"{attribute} = None")
+
+
+def test_a_refused_backend_resolves_no_new_operation(opens: Opens) -> None:
+    """The refused backend is part of a reference cycle, so it exists until the next garbage collection."""
+
+    class Spoilt(Whole):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.kernels = None  # type: ignore[assignment]
+
+    def samples(draw: Draw) -> Iterator[Sample]:
+        yield (draw.normal(2, 4),)
+
+    gc.disable()
+    try:
+        refused(opens, Spoilt, "kernels = None")
+
+        @op(samples=samples, namespace="haltest", rowwise=None, axes={"x": "rows width", "return": "rows width"},
+            dtypes={"x": FLOATING, "return": "x"})  # fmt: skip
+        def declared_after_a_refusal(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+    finally:
+        gc.enable()
+    assert torch.equal(declared_after_a_refusal(torch.ones(2, 4)), torch.full((2, 4), 2.0))
 
 
 def test_a_subclass_whose_configuring_raises(opens: Opens) -> None:

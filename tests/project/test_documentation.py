@@ -146,6 +146,41 @@ def test_configuration_page_leads_to_every_drivers_options() -> None:
     assert set(re.findall(r"\[(\w+)\]\(\1\.md", text)) == ours
 
 
+def test_configuration_page_has_every_environment_variable() -> None:
+    text = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
+    table = text[text.index("| variable | meaning | read by |") :].partition("\n\n")[0]
+    rows = [(re.findall(r"`(\w+)`", row[1]), row[3].strip(" `")) for row in map(_cells, table.splitlines()[2:])]
+    listed = {name for names, _ in rows for name in names}
+    read = re.compile(
+        r'(?:environ(?:\.get\(|\[)|getenv\()"(\w+)"|^(?:CACHE_DIR|SWITCH|OPTIONS) = "(\w+)"', re.MULTILINE
+    )
+    sources = [
+        file for folder in ("hal", "backends") for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp")
+    ]
+    found = {one or other for file in sources for one, other in read.findall(file.read_text(encoding="utf-8"))}
+    assert {"CXX", "HAL_CACHE_DIR", "HAL_NPU_EMULATOR_OPTIONS"} <= found
+    assert found - {"HAL_BACKEND"} <= listed, "HAL_BACKEND is a key of the configuration"
+    for names, file in rows:
+        assert not names or all(name in (ROOT / file).read_text(encoding="utf-8") for name in names), file
+
+
+def test_rewrites_page_names_the_file_of_every_reason() -> None:
+    text = (DOCS / "reference" / "rewrites.md").read_text(encoding="utf-8")
+    table = text[text.index("## Why a match is skipped") :]
+    folders = ("hal/compile/rewrite", "hal/compile/fx", "hal/ops/declaration")
+    rows = [row for row in map(_cells, table.splitlines()) if len(row) == 5 and "`" in row[1]]
+    assert len(rows) > 8
+    for _, reasons, _, files, _ in rows:
+        places = [ROOT / folder / name for folder in folders for name in re.findall(r"`([\w.]+)`", files)]
+        sources = "".join(path.read_text(encoding="utf-8") for path in places if path.exists())
+        parts = [part.strip() for reason in re.findall(r"`([^`]+)`", reasons) for part in reason.split("...")]
+        assert [part for part in parts if part not in sources] == [], reasons
+
+
+def _cells(row: str) -> list[str]:
+    return row.split("|")
+
+
 def test_configuration_page_describes_every_table() -> None:
     text = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
     tables = [name for name, value in vars(config).items() if isinstance(value, type) and attrs.has(value)]

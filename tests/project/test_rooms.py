@@ -34,6 +34,16 @@ def test_what_is_named_exists(repository: Path, page: str) -> None:
     assert [path for path in named if not (repository / path).exists()] == []
 
 
+def test_areas_are_the_folders_of_tests(repository: Path) -> None:
+    text = (repository / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text[text.index("| `AREA` | tests |") :].partition("\n\n")[0]
+    listed = set(re.findall(r"`([a-z]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    tests = repository / "tests"
+    parents = (tests, tests / "backends", tests / "backends" / "npu")
+    folders = {each.name for parent in parents for each in parent.iterdir() if any(each.glob("**/test_*.py"))}
+    assert listed == folders - {"backends", "helpers"}
+
+
 def test_links_of_contributing_lead_to_files(repository: Path) -> None:
     text = (repository / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if not (repository / link).exists()] == []

@@ -50,6 +50,8 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import DynamicQuantizedLinear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
+from hal.quantization.int8_arithmetic import Activation
+from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
@@ -379,6 +381,23 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert "\nremedy: " in result.stderr
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_format_that_a_scheme_does_not_know(name: Scheme) -> None:
+    """It is not read or written as one of the formats that the scheme knows."""
+    scheme = schemes()[name]
+    weight, scale = torch.ones(2, 4), torch.ones(2, 1)
+    message = f"the quantization scheme {name} does not read or write the checkpoint format 'acme'"
+    for call in (
+        partial(scheme.tensors, "acme", 2, True),
+        partial(scheme.part, "acme", "layer", {"weight_scale": scale}, torch.ones(2)),
+        partial(scheme.write, "acme", "layer.weight", weight, None, Activation(0.5), torch.float32),
+        *([partial(scheme.activation, "acme", -1.0, 1.0, torch.float32)] if scheme.calibrated else []),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            call()
+        assert "use compressed-tensors or modelslim" in caught.value.remedy
 
 
 def test_a_bias_too_large(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hal.checkpoint.loading import Progress
     from hal.execution.runner import Runner
-    from hal.generation.sampling import SamplingParams
+    from hal.generation.sampling_params import SamplingParams
     from hal.nn import CausalLM
 
 MAX_CACHE_TOKENS = 65536

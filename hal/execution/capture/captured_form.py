@@ -1,4 +1,7 @@
-"""The base class of captured forms: buckets, padding, the capture budget, and the fallback after a failed capture."""
+"""The base class of captured forms: buckets, padding, the capture budget, and the fallback after a failed capture.
+
+:mod:`hal.step.static_batch` implements the padding of a batch; this module chooses the bucket.
+"""
 
 from __future__ import annotations
 

@@ -130,6 +130,12 @@ def declare(operation: Any) -> None:
             each._fill(operation.number)
 
 
+def withdraw(table: Table) -> None:
+    """Stop adding operations to ``table``, whose backend was refused: its resolver may raise for a new operation."""
+    with _lock:
+        _tables.discard(table)
+
+
 def replace(number: int, old: Kernel, new: Kernel) -> None:
     """Replace the kernel ``old`` of an operation with ``new`` in all tables, permanently."""
     with _lock:

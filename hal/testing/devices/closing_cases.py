@@ -17,7 +17,7 @@ from hal.drivers.backend import Backend, active_backend
 from hal.errors import ClosedError
 from hal.execution.runner import Runner
 from hal.generation.generate import generate
-from hal.generation.sampling import SamplingParams
+from hal.generation.sampling_params import SamplingParams
 from hal.step import StateSpec
 from hal.testing.case import Case, require
 from hal.testing.models.model_cases import SLOW, ModelRun

@@ -13,7 +13,7 @@ from hal.checkpoint.loading import load_model
 from hal.drivers.compiler_registry import EAGER
 from hal.execution.runner import Runner
 from hal.generation.generate import generate
-from hal.generation.sampling import SamplingParams
+from hal.generation.sampling_params import SamplingParams
 from hal.ops.rounding import check_choice, check_logits
 from hal.testing.case import Case, require
 from hal.testing.models.logit_agreement import reference_logits

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by_one
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
-from hal.backends.cuda.kernels import KERNELS, int8_product
+from hal.backends.cuda.torch_functions import KERNELS, int8_product
 from torch import Tensor
 
 from hal import ops

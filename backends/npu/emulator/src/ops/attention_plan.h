@@ -1,4 +1,5 @@
-// The validated arguments of one inference attention call: its sequences and its masks.
+// The checks of the arguments of inference attention. A plan holds what they find: the sequences and masks of a call.
+// attention_layout.h checks and reads the layouts; attention_infer.cpp computes.
 #pragma once
 
 #include "attention_infer.h"

@@ -1,4 +1,4 @@
-"""Kernels on torch's functions."""
+"""torch's functions as kernels: which function computes each operation. Triton kernels are in triton/."""
 
 from __future__ import annotations
 
