@@ -1,6 +1,7 @@
-"""Train the small checkpoint kept in this repository: a Qwen3 language model of Python's standard library.
+"""Train the small checkpoints kept in this repository: Qwen3 language models of Python's standard library.
 
     python checkpoints/train.py                          # writes checkpoints/tiny-python
+    python checkpoints/train.py --experts                # writes checkpoints/tiny-python-moe, a mixture of experts
     python checkpoints/train.py --output DIR --steps 50  # a quick trial somewhere else
 
 The text is the standard library of the interpreter that runs the script, so nothing is downloaded. A byte-level BPE
@@ -30,7 +31,15 @@ from torch.nn import functional  # isort: skip
 
 with only_imported_extensions():
     import transformers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        GenerationConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096
@@ -48,6 +57,18 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+SPARSE_SHAPE: dict[str, Any] = {
+    **SHAPE,
+    "moe_intermediate_size": 192,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+"""The mixture of experts: the first layer is dense, and the others have experts."""
+BALANCE = 0.02
+"""Factor of the loss that grows as experts get unequal shares of the tokens."""
+
 STEPS = 1500
 TOKENS_PER_STEP = 4096
 TOKENS_PER_PASS = 2048  # Small enough that one pass's activations stay in the caches.
@@ -58,7 +79,7 @@ WINDOW, LONG_WINDOW, LONG_SHARE = 256, 1024, 0.1
 MUON_RATE, ADAM_RATE = 0.02, 0.015  # Muon for the matrices inside the blocks, AdamW for the embedding and the norms.
 WARM_UP, DECAY_SHARE = 40, 0.6  # steps of warm-up; share of the steps over which the rate falls linearly to zero.
 WEIGHT_DECAY = 0.05
-THREADS = 2  # Fixed, because sums split over another number of threads round differently.
+THREADS = 2  # Sums split over another number of threads round differently, so the card names it.
 HELD_OUT_EVERY = 20
 SAMPLE_PROMPT, SAMPLE_TOKENS = "def read_file(path):\n", 80
 
@@ -148,18 +169,34 @@ class Batches:
         return rows[:, :-1], rows[:, 1:]
 
 
-def loss_of(model: Qwen3ForCausalLM, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=inputs, use_cache=False).logits
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train(model: Qwen3ForCausalLM, stream: torch.Tensor, steps: int, seed: int) -> None:
+def training_loss(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of the next tokens and, for a mixture of experts, of unequal shares."""
+    if not isinstance(model, Qwen3MoeForCausalLM):
+        return loss_of(model, inputs, targets)
+    made = model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    return functional.cross_entropy(made.logits.float().flatten(0, 1), targets.flatten()) + BALANCE * made.aux_loss
+
+
+def matrices_of(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The float32 masters of a parameter: of stacked experts, one for each."""
+    wide = parameter.detach().float().clone()
+    parts = {f"{name}.{number}": part for number, part in enumerate(wide)} if wide.ndim == 3 else {name: wide}
+    return {each: part.clone().requires_grad_() for each, part in parts.items()}
+
+
+def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int) -> None:
     """Leave the model, in bfloat16, trained.
 
     Forward and backward run in bfloat16, the fastest type here and the one the weights are kept in; the optimizers
     update float32 masters, because most updates are smaller than bfloat16 can add to a weight.
     """
-    masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
+    parts = {name: matrices_of(name, p) for name, p in model.named_parameters()}
+    masters = {name: p for each in parts.values() for name, p in each.items()}
     model.bfloat16().train()
     model.set_attn_implementation("eager")  # Faster than the fused kernel on short windows; slower on long ones.
     embedding = [p for name, p in masters.items() if "embed" in name]
@@ -188,27 +225,30 @@ def train(model: Qwen3ForCausalLM, stream: torch.Tensor, steps: int, seed: int) 
         rows = max(1, TOKENS_PER_PASS // inputs.shape[1])
         total = 0.0
         for first in range(0, len(inputs), rows):
-            loss = loss_of(model, inputs[first : first + rows], targets[first : first + rows])
+            loss = training_loss(model, inputs[first : first + rows], targets[first : first + rows])
             loss.backward()
             total += loss.item()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
-                masters[name].grad = parameter.grad.float()
+                mine, grad = list(parts[name].values()), parameter.grad.float()
+                for master, part in zip(mine, grad if grad.ndim == 3 else [grad], strict=True):
+                    master.grad = part.clone()
                 parameter.grad = None
             torch.nn.utils.clip_grad_norm_(masters.values(), CLIP * TOKENS_PER_STEP / TOKENS_PER_PASS)
             for one, scheduler in zip(optimizers, schedulers, strict=True):
                 one.step()
                 scheduler.step()
             for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
+                mine = list(parts[name].values())
+                parameter.copy_(torch.stack(mine) if parameter.ndim == 3 else mine[0])
         if step % 25 == 0 or step == steps - 1:
             mean = total * rows / len(inputs)
             log(f"step {step + 1:5d}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:6.1f} s")
 
 
 @torch.inference_mode()
-def measure(model: Qwen3ForCausalLM, stream: torch.Tensor) -> float:
+def measure(model: PreTrainedModel, stream: torch.Tensor) -> float:
     """The mean negative log-likelihood in nats of every token but the first, in windows of the longest length."""
     model.eval()
     total = 0.0
@@ -218,19 +258,38 @@ def measure(model: Qwen3ForCausalLM, stream: torch.Tensor) -> float:
     return total / (len(stream) - 1)
 
 
+@torch.inference_mode()
+def shares(model: PreTrainedModel, stream: torch.Tensor) -> list[torch.Tensor]:
+    """The share of the choices that each expert gets, for each layer with experts."""
+    counts: dict[int, torch.Tensor] = {}
+
+    def count(layer: int, chosen: torch.Tensor) -> None:
+        counts[layer] = counts.get(layer, 0) + torch.bincount(chosen.flatten(), minlength=SPARSE_SHAPE["num_experts"])
+
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, out, number=number: count(number, out[2]))
+        for number, layer in enumerate(model.model.layers)
+        if hasattr(layer.mlp, "gate")
+    ]
+    measure(model, stream)
+    for hook in hooks:
+        hook.remove()
+    return [each.double() / each.sum() for _, each in sorted(counts.items())]
+
+
 def measure_unigram(training: torch.Tensor, stream: torch.Tensor) -> float:
     """The same figure for a model that knows only how often each token occurs (add-one smoothed)."""
     counts = torch.bincount(training, minlength=VOCABULARY).double() + 1
     return -(counts / counts.sum()).log()[stream[1:]].mean().item()
 
 
-def continue_greedily(model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompt: str) -> str:
+def continue_greedily(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str) -> str:
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=SAMPLE_TOKENS)
     return tokenizer.decode(made[0].tolist())
 
 
-CARD = """# tiny-python
+CARD = """# {name}
 
 A language model of {millions:.2f} million parameters that continues Python source text. It is kept in the repository so
 that tests and the demonstration have a real checkpoint, small but trained, with nothing to download. It writes text
@@ -238,9 +297,9 @@ that looks like Python; it is far too small to write programs that do anything.
 
 | | |
 |---|---|
-| architecture | `Qwen3ForCausalLM`, bfloat16, tied embeddings |
+| architecture | `{architecture}`, bfloat16, tied embeddings |
 | layers, hidden size, MLP size | {num_hidden_layers}, {hidden_size}, {intermediate_size} |
-| query heads, key and value heads, head size | {num_attention_heads}, {num_key_value_heads}, {head_dim} |
+{experts}| query heads, key and value heads, head size | {num_attention_heads}, {num_key_value_heads}, {head_dim} |
 | vocabulary | {vocabulary} tokens, byte-level BPE |
 | positions | {max_position_embeddings} |
 | training text | {files} files of the standard library of Python {python}: {characters:.1f} MB, {tokens} tokens |
@@ -255,7 +314,7 @@ the tokenizer nor the model has seen.
 |---|---|---|
 | this model | {perplexity:.2f} | {bits:.3f} |
 | unigram model (how often each token occurs, add-one smoothed) | {unigram_perplexity:.1f} | {unigram_bits:.3f} |
-
+{balance}
 Its greedy continuation of `{prompt}` is:
 
 ```python
@@ -265,10 +324,10 @@ Its greedy continuation of `{prompt}` is:
 ## Making it again
 
 ```console
-$ python checkpoints/train.py
+$ python checkpoints/train.py{option}
 ```
 
-This takes about a quarter of an hour on two processor cores. It was made with Python {python}, torch {torch} and
+This takes about a quarter of an hour on idle processor cores. It was made with Python {python}, torch {torch} and
 transformers {transformers}. Another version of Python is another training text; another version of the libraries, or
 another processor, rounds differently.
 
@@ -276,14 +335,42 @@ The training text is the Python Software Foundation's, under the PSF licence. Te
 it were left out.
 """
 
+EXPERTS = """| layers without experts | {mlp_only_layers} |
+| experts, chosen per token, their MLP size | {num_experts}, {num_experts_per_tok}, {moe_intermediate_size} |
+"""
+
+
+def balance(found: list[torch.Tensor], tokens: int) -> str:
+    """A table of the experts' shares."""
+    rows = [
+        f"| {number} | {', '.join(f'{float(each):.3f}' for each in layer)} | {float(layer.max() / layer.mean()):.2f} |"
+        for number, layer in enumerate(found, SPARSE_SHAPE["num_hidden_layers"] - len(found))
+    ]
+    return "\n".join(
+        [
+            "",
+            f"The share of the choices that each expert gets on the {tokens} held-out tokens:",
+            "",
+            "| layer | experts | largest, relative to the mean |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
-@click.option("--output", type=click.Path(path_type=Path), default=Path(__file__).parent / "tiny-python")
+@click.option("--output", type=click.Path(path_type=Path), help="The folder to write; one beside this file by default.")
+@click.option("--experts", is_flag=True, help="Train the mixture of experts.")
 @click.option("--steps", type=click.IntRange(min=1), default=STEPS, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-def main(output: Path, steps: int, seed: int) -> None:
+@click.option("--threads", type=click.IntRange(min=1), default=THREADS, show_default=True)
+def main(output: Path | None, experts: bool, steps: int, seed: int, threads: int) -> None:
+    name = "tiny-python-moe" if experts else "tiny-python"
+    output = output or Path(__file__).parent / name
+    shape = SPARSE_SHAPE if experts else SHAPE
     started = time.perf_counter()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
 
@@ -294,8 +381,9 @@ def main(output: Path, steps: int, seed: int) -> None:
     log(f"held out: {len(held_out_texts)} files, {len(held_out)} tokens")
 
     (end,) = tokenizer.encode(END_OF_TEXT).ids
-    config = Qwen3Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=end, pad_token_id=end, **SHAPE)
-    model = Qwen3ForCausalLM(config)
+    special = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
+    kind = Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM
+    model = kind((Qwen3MoeConfig if experts else Qwen3Config)(**special, **shape))
     parameters = sum(p.numel() for p in model.parameters())
     log(f"{parameters} parameters")
     train(model, training, steps, seed)
@@ -307,14 +395,21 @@ def main(output: Path, steps: int, seed: int) -> None:
     )
 
     # What is measured is what was saved, read back from the files.
-    saved = Qwen3ForCausalLM.from_pretrained(output, dtype=torch.float32)
+    saved = kind.from_pretrained(output, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(output / "tokenizer.json"))
     if not torch.equal(encode(tokenizer, held_out_texts), held_out):
         raise RuntimeError("the saved tokenizer is not the one the model was trained with")
     nats, unigram = measure(saved, held_out), measure_unigram(training, held_out)
     nats_to_bits_per_byte = len(held_out) / sum(len(text.encode()) for text in held_out_texts) / math.log(2)
     card = CARD.format(
-        **SHAPE,
+        **shape,
+        name=name,
+        architecture=kind.__name__,
+        experts=EXPERTS.format(**shape) if experts else "",
+        balance=balance(shares(saved, held_out), len(held_out)) if experts else "",
+        option=(" --experts" if experts else "")
+        + (f" --steps {steps}" if steps != STEPS else "")
+        + (f" --threads {threads}" if threads != THREADS else ""),
         millions=parameters / 1e6,
         vocabulary=VOCABULARY,
         python=platform.python_version(),

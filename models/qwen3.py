@@ -16,6 +16,12 @@ from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, RMSNorm, Se
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
+def check_layer_types(config: Any, attribute: Any, value: tuple[LayerType, ...] | None) -> None:
+    """Validate ``layer_types``, as an attrs validator: one type per layer."""
+    if value is not None and len(value) != config.num_hidden_layers:
+        raise ValueError(f"layer_types has {len(value)} entries for {config.num_hidden_layers} layers")
+
+
 @attrs.frozen(kw_only=True)
 class Qwen3Config(DecoderConfig):
     """The decoder's keys, and those that select layers with a sliding window.
@@ -27,12 +33,7 @@ class Qwen3Config(DecoderConfig):
     use_sliding_window: bool = False
     sliding_window: int | None = attrs.field(default=4096, validator=check_window)
     max_window_layers: int = 28
-    layer_types: tuple[LayerType, ...] | None = attrs.field(default=None)
-
-    @layer_types.validator
-    def _one_type_a_layer(self, attribute: Any, value: tuple[LayerType, ...] | None) -> None:
-        if value is not None and len(value) != self.num_hidden_layers:
-            raise ValueError(f"layer_types has {len(value)} entries for {self.num_hidden_layers} layers")
+    layer_types: tuple[LayerType, ...] | None = attrs.field(default=None, validator=check_layer_types)
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer, or None."""
@@ -45,8 +46,8 @@ class Qwen3Config(DecoderConfig):
 
 
 class Qwen3Attention(SelfAttention):
-    def __init__(self, config: Qwen3Config, layer: int) -> None:
-        super().__init__(config, sliding_window=config.window(layer))
+    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+        super().__init__(config, sliding_window=sliding_window)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -57,7 +58,7 @@ class Qwen3Attention(SelfAttention):
 class Qwen3Layer(DecoderLayer):
     def __init__(self, config: Qwen3Config, layer: int) -> None:
         mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        super().__init__(config, Qwen3Attention(config, layer), mlp)
+        super().__init__(config, Qwen3Attention(config, config.window(layer)), mlp)
 
 
 class Qwen3ForCausalLM(DecoderLM):

@@ -96,6 +96,12 @@ def trained(repository: Path) -> Path:
     return repository / "checkpoints" / "tiny-python"
 
 
+@pytest.fixture(scope="session")
+def trained_experts(repository: Path) -> Path:
+    """Return the trained mixture of experts."""
+    return repository / "checkpoints" / "tiny-python-moe"
+
+
 @pytest.fixture
 def forget_operations() -> Iterator[None]:
     """Remove operations that a test declares from the catalogue, so that they do not affect other tests."""

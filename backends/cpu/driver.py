@@ -17,8 +17,9 @@ from hal.drivers.driver import Driver, Probe
 from hal.errors import DriverUnavailable
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.quantization import int8_matmul
 
-from . import kernels
+from . import grouped, kernels
 from .packing import ROWS, Packing, linear
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
+    "grouped_linear": grouped.grouped_linear,
+    "grouped_linear_int8": grouped.grouped_linear_int8,
     "linear": linear,
+    "linear_int8": kernels.linear_int8,
     "paged_attention": kernels.paged_attention,
     "rotary_embedding": kernels.rotary_embedding,
     "silu_and_mul": kernels.silu_and_mul,
@@ -35,7 +39,13 @@ KERNELS: dict[str, Kernel] = {
 INT8_KERNELS = torch_kernels.int8_projections(kernels.int8_product)
 """Kernels for machines on which torch's int8 matrix product is exact."""
 
-INDUCTOR = ("linear", "paged_attention", "quant_linear_dynamic", "quant_linear_static", "store_kv_cache")
+GROUPED = ("grouped_linear", "grouped_linear_int8", "quant_grouped_linear_dynamic", "quant_grouped_linear_static")
+"""Operations whose kernels read the number of rows of each expert: a tape records each as one call."""
+
+INDUCTOR = (
+    "expert_mlp", *GROUPED, "linear", "linear_int8", "paged_attention", "quant_linear_dynamic", "quant_linear_static",
+    "store_kv_cache",
+)  # fmt: skip
 """Operations that Inductor calls as opaque kernels; it decomposes the others."""
 
 log = logging.getLogger("hal.cpu")
@@ -59,16 +69,19 @@ class CpuBackend(Backend):
 
     def __init__(self, options: CpuOptions) -> None:
         native = _native_kernels(options.native)
-        int8 = INT8_KERNELS if kernels.multiplies_int8() else {}
-        super().__init__("cpu", HostDevice(), kernels=KERNELS | int8 | native, graphs=True, inductor=INDUCTOR)
-        self._native = frozenset(native)
+        exact = kernels.multiplies_int8()
+        int8 = INT8_KERNELS if exact else {}
+        by_expert = grouped.int8_kernels(kernels.int8_product if exact else int8_matmul)
+        table = KERNELS | by_expert | int8 | native
+        super().__init__("cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR)
+        self._whole = frozenset((*native, *GROUPED))
         self._packing = Packing() if options.pack_weights else None
 
     def graph(self) -> Graph:
         """Return a new, empty tape."""
         from .tape import Tape
 
-        return Tape(whole=self._native)
+        return Tape(whole=self._whole)
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""

@@ -14,6 +14,8 @@ from hal.errors import OperationError
 
 MASKED_QUERIES = 256
 """Maximum number of queries under one attention mask."""
+PACKED_ROWS = 32
+"""Maximum number of rows for which torch's product with an int8 weight is faster than converting the weight."""
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +147,17 @@ def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window
     at, slot = torch.arange(position, position + tokens)[:, None], torch.arange(first, end)
     mask = slot <= at if causal else torch.ones(tokens, end - first, dtype=torch.bool)
     return mask if window is None else mask & (slot > at - window)
+
+
+def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """See :func:`hal.ops.linear_int8`. In bfloat16, few rows read the int8 weight directly, and scales are rounded."""
+    rows = x.reshape(-1, weight.shape[1])
+    if x.dtype == torch.bfloat16 and 0 < rows.shape[0] <= PACKED_ROWS:
+        values = torch._weight_int8pack_mm(rows.contiguous(), weight, weight_scale.to(x.dtype))
+        values = values.view(*x.shape[:-1], -1)
+        return values if bias is None else (values + bias).to(x.dtype)
+    wide = (weight * weight_scale.unsqueeze(-1)).to(x.dtype)
+    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Tape(Graph):
     """A graph that records operations on a tape. It ignores streams; its pool is the memory of its results.
 
     Args:
-        whole: names of the operations whose kernels do not call torch. These kernels take their results as the
+        whole: names of the operations whose kernels do not call torch, or read values. They take their results as the
             argument ``out``, unless they write into their arguments.
     """
 

@@ -20,7 +20,7 @@ from hal.errors import ConfigError, HalError
 from .device import NpuDevice
 from .emulator import is_active, trace
 from .graph import NpuGraph
-from .kernels import fractal, quantized
+from .kernels import experts, fractal, quantized, quantized_experts
 from .kernels.kernels import in_fractal_nz, kernels
 from .options import NpuOptions
 from .soc import Generation
@@ -66,6 +66,12 @@ class NpuBackend(Backend):
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
+        self._weight_quant_nz = generation.weight_quant_nz
+        self._experts = quantized_experts.QuantizedExperts(
+            device.torch, fuses=options.nz_weights and generation.swiglu_quant_nz
+        )
+        if generation.experts:
+            table |= experts.kernels() | self._experts.kernels()
         limits = generation.limits(options.max_streams)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
@@ -111,13 +117,27 @@ class NpuBackend(Backend):
         """Return a weight in the format of its kernel.
 
         Weights of projections are in FRACTAL_NZ if the option ``nz_weights`` is set. Scales of static int8 projections
-        are in the format of npu_quant_matmul.
+        are in the format of npu_quant_matmul, and others in the dtypes of their kernels.
         """
         match use.operation, use.argument:
             case "linear", "weight":
                 return in_fractal_nz(weight) if self.options.nz_weights else weight
             case "quant_linear_static" | "quant_linear_dynamic", "weight":
                 return quantized.prepared_int8_weight(weight, self.options.nz_weights)
+            case "linear_int8", "weight":
+                return quantized.prepared_int8_weight(weight, self.options.nz_weights and self._weight_quant_nz)
+            case "linear_int8", "weight_scale":
+                return weight.to(use.dtype)
+            case "linear_int8", "bias":
+                return quantized.prepared_int8_bias(weight, use.dtype)
+            case "grouped_linear", "weight":
+                return experts.prepared_weight(weight, self.options.nz_weights)
+            case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "weight":
+                return quantized_experts.prepared_int8_weight(weight, self.options.nz_weights)
+            case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "deq_scale" | "weight_scale":
+                return quantized_experts.rounded_scale(weight, use.dtype)
+            case "grouped_linear_int8", "weight_scale":
+                return self._experts.prepared_int8_scale(weight, use.dtype)
             case "quant_linear_static", "deq_scale":
                 return quantized.prepared_deq_scale(weight, use.dtype)
         return weight

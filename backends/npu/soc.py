@@ -28,6 +28,9 @@ class Generation:
         atb: whether ATB's operations are available.
         graphs: whether graphs can be captured.
         nz_cache: whether a kernel that writes a cache in FRACTAL_NZ is available.
+        experts: whether the kernels for mixtures of experts are available in bfloat16.
+        swiglu_quant_nz: whether npu_grouped_matmul_swiglu_quant_v2 takes weights in FRACTAL_NZ.
+        weight_quant_nz: whether npu_weight_quant_batchmatmul takes int8 weights in FRACTAL_NZ.
     """
 
     name: str
@@ -36,6 +39,9 @@ class Generation:
     atb: bool = True
     graphs: bool = True
     nz_cache: bool = False
+    experts: bool = True
+    swiglu_quant_nz: bool = True
+    weight_quant_nz: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -49,10 +55,10 @@ class Generation:
 
 
 GENERATIONS = (
-    Generation("A2", "Ascend910B", nz_cache=True),
-    Generation("A3", "Ascend910_93", nz_cache=True),
-    Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False),
-    Generation("950", "Ascend950", atb=False),
+    Generation("A2", "Ascend910B", nz_cache=True, weight_quant_nz=True),
+    Generation("A3", "Ascend910_93", nz_cache=True, weight_quant_nz=True),
+    Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
+    Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),
 )
 
 

@@ -11,10 +11,11 @@ import attrs
 import torch
 
 from hal.bench.bench_environment import environment
-from hal.bench.contenders.hal_side import HalSide
+from hal.bench.contenders.hal_side import HalSide, routings
 from hal.bench.contenders.transformers_side import TransformersSide
 from hal.bench.contenders.workload import Contender, Inputs, Side
 from hal.bench.figures import floor, launches, peak_memory, token_agreement
+from hal.bench.figures.routing import Routing
 from hal.bench.figures.timing import Summary, interleave
 from hal.bench.plan import Plan, Setting, prepare
 
@@ -132,6 +133,7 @@ def _measure(
     if "torch._dynamo" in sys.modules:
         # Dynamo would otherwise compile the second batch size with dynamic shapes.
         torch.compiler.reset()
+    chosen = routings(sides["hal"], inputs)
     with ExitStack() as stack:
         contenders = []
         for name, side in sides.items():
@@ -139,13 +141,14 @@ def _measure(
                 say(f"batch {size}: preparing {name} {mode}")
                 contenders.append(side.contender(mode, inputs))
                 stack.callback(contenders[-1].close)
-        _compare(setting, contenders, probe, size, result, say)
+        _compare(setting, contenders, probe, chosen, size, result, say)
 
 
 def _compare(
     setting: Setting,
     contenders: Sequence[Contender],
     probe: floor.Probe,
+    chosen: Sequence[Routing],
     size: int,
     result: Result,
     say: Callable[[str], None],
@@ -165,7 +168,7 @@ def _compare(
         synchronize=setting.backend.device.synchronize,
     )
     result.floors.append(
-        Floor(size, floor.work(setting, size), probe.description, probe.amount, seconds[probe.contender.name])
+        Floor(size, floor.work(setting, size, chosen), probe.description, probe.amount, seconds[probe.contender.name])
     )
     for each in contenders:
         result.measurements.append(

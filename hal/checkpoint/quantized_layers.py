@@ -13,20 +13,20 @@ from hal.checkpoint.safetensors_files import TensorInfo
 from hal.checkpoint.weight_bindings import Binding
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ModelError
-from hal.nn import CausalLM, Linear, MergedLinear, Weight, WeightUse
+from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight, WeightUse
 from hal.quantization.description import Quantization
 from hal.quantization.scheme import Scheme, TensorSpec
 
 
-def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear]]:
+def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     """Yield the layers that a checkpoint quantizes by default: all linear ones except the output projection."""
     for path, module in model.named_modules():
-        ours = type(module) in (Linear, MergedLinear)  # A subclass computes something else, and stays.
-        if isinstance(module, Linear) and ours and path.rpartition(".")[2] != model.output_projection:
+        ours = type(module) in (Linear, MergedLinear, GroupedLinear)  # A subclass computes something else, and stays.
+        if isinstance(module, Linear | GroupedLinear) and ours and path.rpartition(".")[2] != model.output_projection:
             yield path, module
 
 
-def named_parts(path: str, layer: Linear) -> list[tuple[str, int]]:
+def named_parts(path: str, layer: Linear | GroupedLinear) -> list[tuple[str, int]]:
     """Return the names and rows of the checkpoint's layers that make up ``layer``, at ``path`` in the model."""
     pieces = Binding(path, layer, "weight", layer.weights["weight"], layer.weight).pieces()
     return [(piece.source.rpartition(".")[0], piece.source_shape[0]) for piece in pieces]
@@ -89,7 +89,7 @@ class QuantizedLayers:
         for path, linear in layers:
             self._replace(model, path, linear, quantization)
 
-    def _replace(self, model: nn.Module, path: str, linear: Linear, quantization: Quantization) -> None:
+    def _replace(self, model: nn.Module, path: str, linear: Linear | GroupedLinear, quantization: Quantization) -> None:
         names = named_parts(path, linear)
         schemes = {name: quantization.scheme(name) for name, _ in names}
         if len({each and each.name for each in schemes.values()}) > 1:
@@ -102,9 +102,11 @@ class QuantizedLayers:
         if scheme is None:
             return
         with torch.device("meta"):
-            module = scheme.layer(linear)
+            if isinstance(linear, GroupedLinear):
+                module, bias = scheme.grouped_layer(linear), False
+            else:
+                module, bias = scheme.layer(linear), linear.bias is not None
         model.set_submodule(path, module)
-        bias = linear.bias is not None
         parts = tuple(_Part(name, scheme, scheme.tensors(self._format, rows, bias)) for name, rows in names)
         self._layers.append(_Layer(module, scheme, parts))
         self._parts |= {part.name: part for part in parts}

@@ -7,10 +7,17 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 from hal.nn.attention import Attention
 from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
 from hal.nn.embedding import Embedding
+from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
-from hal.nn.quantized_linear import DynamicQuantizedLinear, QuantizedLinear, StaticQuantizedLinear
+from hal.nn.quantized_experts import (
+    DynamicQuantizedGroupedLinear,
+    Int8GroupedLinear,
+    QuantizedGroupedLinear,
+    StaticQuantizedGroupedLinear,
+)
+from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
 from hal.nn.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.nn.weight_assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
@@ -28,18 +35,27 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "DecoderLayer",
+    "DynamicQuantizedGroupedLinear",
     "DynamicQuantizedLinear",
     "Embedding",
+    "Experts",
+    "Gate",
     "GatedMLP",
+    "GroupedLinear",
+    "Int8GroupedLinear",
+    "Int8Linear",
     "Linear",
     "MergedLinear",
+    "QuantizedGroupedLinear",
     "QuantizedLinear",
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
     "SelfAttention",
     "Slice",
+    "SparseMLP",
     "Stacked",
+    "StaticQuantizedGroupedLinear",
     "StaticQuantizedLinear",
     "TiedUse",
     "Transposed",

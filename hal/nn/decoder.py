@@ -92,19 +92,24 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions and its projections.
 
     Args:
-        config: the sizes, and whether the projections have biases.
+        config: the sizes.
         sliding_window: the number of tokens that a query attends to, including its own; None for all.
+        bias: whether the projections of query, key and value have biases, and whether that of the output has one; None
+            for ``config.attention_bias``.
     """
 
-    def __init__(self, config: DecoderConfig, *, sliding_window: int | None = None) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, sliding_window: int | None = None, bias: tuple[bool, bool] | None = None
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        qkv_bias, output_bias = bias or (config.attention_bias, config.attention_bias)
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
         self.attention = Attention(self.kv_heads, self.head_dim, sliding_window=sliding_window)
-        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias, shard="in_features")
+        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=output_bias, shard="in_features")
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query and key, ``[tokens, heads, head_dim]``. A family overrides it to transform the heads before."""
@@ -140,19 +145,30 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """``hidden + attention(norm(hidden))``, then ``hidden + mlp(norm(hidden))``."""
+    """``hidden + attention(norm(hidden))``, then ``hidden + mlp(norm(hidden))``.
 
-    def __init__(self, config: DecoderConfig, attention: SelfAttention, mlp: nn.Module) -> None:
+    Args:
+        config: the sizes.
+        attention: the attention.
+        mlp: maps ``[tokens, hidden_size]`` to the same shape.
+        mlp_name: the name of the MLP in the checkpoint.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, attention: SelfAttention, mlp: nn.Module, *, mlp_name: str = "mlp"
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
+        self.add_module(mlp_name, mlp)
+        self._mlp_name = mlp_name
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, state)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        mlp = getattr(self, self._mlp_name)
+        output: Tensor = hidden + mlp(self.post_attention_layernorm(hidden))
         return output
 
     if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn.linear import Linear, projection_weight
+from hal.nn.linear import OUT, Linear, projection_weight
 from hal.nn.weight import Consumer, Weight
 
 
@@ -116,6 +116,40 @@ class DynamicQuantizedLinear(QuantizedLinear):
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized, scale = ops.dynamic_quantize(x)
         return ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
+class Int8Linear(QuantizedLinear):
+    """A projection with an int8 weight, and floating-point activations.
+
+    Attributes:
+        weight_scale: ``[out_features]``, float32, or as the driver prepared it.
+        bias: ``[out_features]``, float32, or as the driver prepared it; or None.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        self.weight_scale: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0]))
+        self.register_buffer("bias", None)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declarations of its tensors. The quantization scheme fills all but the weight."""
+        operation = "linear_int8"
+        cut = self.shard if self.shard == OUT else None
+        return {
+            "weight": projection_weight(self.parts, self.shard, Consumer(operation, "weight")),
+            "weight_scale": Weight((), OUT, cut, consumer=Consumer(operation, "weight_scale")),
+            "bias": Weight((), OUT, cut, consumer=Consumer(operation, "bias")),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
+        return ops.linear_int8(x, self.weight, self.weight_scale, self.bias)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -9,24 +9,34 @@ from hal.ops.cache import store_kv_cache
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
 from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.experts import expert_mlp, expert_permute, expert_unpermute, grouped_linear, topk_route
 from hal.ops.fused_quantization import (
     add_rms_norm_dynamic_quantize,
     add_rms_norm_quantize,
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
+from hal.ops.int8_experts import grouped_linear_int8
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.norm import add_rms_norm, rms_norm
 from hal.ops.projection import embedding, linear
-from hal.ops.quantization import dynamic_quantize, quant_linear_dynamic, quant_linear_static, quantize
+from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
+from hal.ops.quantized_experts import (
+    quant_expert_mlp_dynamic,
+    quant_expert_mlp_static,
+    quant_grouped_linear_dynamic,
+    quant_grouped_linear_static,
+)
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
 
 __all__ = [
     "FLOATING", "Draw", "Operation", "Sample", "activate", "add_rms_norm", "add_rms_norm_dynamic_quantize",
-    "add_rms_norm_quantize", "catalogue", "dynamic_quantize", "embedding", "fused_op", "greedy_sample",
-    "intercepted", "linear", "op", "operation", "operation_of_node", "paged_attention", "quant_linear_dynamic",
-    "quant_linear_static", "quantize", "rms_norm", "rotary_embedding", "sample", "silu_and_mul",
-    "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize", "split_qkv_rmsnorm_rope",
-    "split_qkv_rmsnorm_rope_cache", "store_kv_cache",
+    "add_rms_norm_quantize", "catalogue", "dynamic_quantize", "embedding", "expert_mlp", "expert_permute",
+    "expert_unpermute", "fused_op", "greedy_sample", "grouped_linear", "grouped_linear_int8", "intercepted",
+    "linear", "linear_int8", "op", "operation", "operation_of_node", "paged_attention", "quant_expert_mlp_dynamic",
+    "quant_expert_mlp_static", "quant_grouped_linear_dynamic", "quant_grouped_linear_static",
+    "quant_linear_dynamic", "quant_linear_static", "quantize", "rms_norm", "rotary_embedding", "sample",
+    "silu_and_mul", "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize", "split_qkv_rmsnorm_rope",
+    "split_qkv_rmsnorm_rope_cache", "store_kv_cache", "topk_route",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""W8A8: quantization of activations to int8, and int8 projections."""
+"""Quantization of activations to int8, and projections with int8 weights: W8A8, and weights only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
@@ -199,6 +200,49 @@ def quant_linear_dynamic(
     if bias is not None:
         values = values + bias
     return values.to(dtype)
+
+
+def _weight_only_samples(draw: Draw) -> Iterator[Sample]:
+    for x, weight, scale in _projections(draw):
+        values, scale, bias = draw.normal(*x.shape), scale * 1e2 * x.shape[1] ** -0.5, draw.normal(weight.shape[0])
+        yield values, weight, scale, None
+        yield values, weight, scale, bias
+        yield values, weight, scale, bias.float()
+    yield values.view(1, *values.shape), weight, scale, None
+
+
+@op(
+    samples=_weight_only_samples,
+    axes={
+        "x": "... in_features", "weight": "out_features in_features", "weight_scale": "out_features",
+        "bias": "out_features", "return": "... out_features",
+    },
+    dtypes={
+        "x": FLOATING, "weight": torch.int8, "weight_scale": (torch.float32, "x"), "bias": (torch.float32, "x"),
+        "return": "x",
+    },
+    rowwise="...",
+    weights=("weight", "weight_scale", "bias"),
+)  # fmt: skip
+def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Project with an int8 weight and floating activations: ``x @ (weight * weight_scale).T + bias``.
+
+    Accumulated in float32 and rounded to x's dtype. A kernel may round the scales or the scaled weights to x's dtype,
+    too.
+
+    Args:
+        x: ``[..., in_features]``, floating.
+        weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
+        weight_scale: ``[out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` returned it for x's dtype.
+        bias: ``[out_features]``, float32 or of x's dtype, or None.
+
+    Returns:
+        ``[..., out_features]``, of x's dtype.
+    """
+    values = functional.linear(x.float(), weight.float() * weight_scale.float().unsqueeze(-1))
+    if bias is not None:
+        values = values + bias
+    return values.to(x.dtype)
 
 
 def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:

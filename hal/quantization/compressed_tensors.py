@@ -41,6 +41,10 @@ class Group:
     input_activations: Mapping[str, Any] | None
     format: str = "int-quantized"
 
+    def has_parts_of(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the checkpoint's group quantizes activations as this one does, in whichever way."""
+        return (group.get("input_activations") is None) == (self.input_activations is None)
+
     def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:  # noqa: A002
         """Yield the differences of the checkpoint's group ``name`` from this one."""
         if format != self.format:
@@ -169,7 +173,11 @@ def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:  # noqa
         scheme.name: list(scheme.spellings[COMPRESSED_TENSORS].problems(group, name, group.get("format") or format))
         for scheme in spelled
     }
-    nearest = min(spelled, key=lambda scheme: len(problems[scheme.name]))
+
+    def distance(scheme: Scheme) -> tuple[bool, int]:
+        return not scheme.spellings[COMPRESSED_TENSORS].has_parts_of(group), len(problems[scheme.name])
+
+    nearest = min(spelled, key=distance)
     if problems[nearest.name]:
         raise ConfigError(problems[nearest.name][0], supported())
     return nearest

@@ -1,4 +1,4 @@
-"""The arithmetic of W8A8: quantization of weights, scales of activations, and merging of layers."""
+"""The arithmetic of int8 layers: quantization of weights, scales of activations, and merging of layers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class StaticLayer:
 
 
 @attrs.frozen(eq=False)
-class DynamicLayer:
-    """A projection, or a part of a merged one, whose activations have a scale per token.
+class ScaledLayer:
+    """A projection, or a part of a merged one, whose activations have no scale in the checkpoint.
 
     Attributes:
         name: the layer's name in the checkpoint.
@@ -135,7 +135,7 @@ def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
     return StaticLayer(parts[0].name, Activation(scale, offset), torch.cat(scales), torch.cat(biases), sums)
 
 
-def merge_dynamic(parts: Sequence[DynamicLayer]) -> DynamicLayer:
+def merge_scaled(parts: Sequence[ScaledLayer]) -> ScaledLayer:
     """Merge layers with the same input by concatenating their rows.
 
     Raises:
@@ -146,7 +146,7 @@ def merge_dynamic(parts: Sequence[DynamicLayer]) -> DynamicLayer:
             raise CheckpointError(f"the scales of {part.name} are not all finite and positive", AGAIN)
     biases = [part.bias for part in parts if part.bias is not None]
     bias = torch.cat(biases) if biases else None  # the loader has checked that all parts have a bias or none has
-    return DynamicLayer(parts[0].name, torch.cat([part.weight_scale for part in parts]), bias)
+    return ScaledLayer(parts[0].name, torch.cat([part.weight_scale for part in parts]), bias)
 
 
 def input_activation(name: str, scale: Tensor, offset: Tensor | None) -> Activation:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Linear
+from hal.nn import GroupedLinear, Linear
 from hal.quantization.int8_arithmetic import Activation
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -66,6 +66,17 @@ class Scheme(ABC):
     @abstractmethod
     def layer(self, linear: Linear) -> nn.Module:
         """Return the layer that replaces a linear layer. Both are on the meta device."""
+
+    def grouped_layer(self, linear: GroupedLinear) -> nn.Module:
+        """Return the layer that replaces the projections of experts. Both are on the meta device.
+
+        Raises:
+            ConfigError: the scheme does not support experts, which is the default.
+        """
+        raise ConfigError(
+            f"the scheme {self.name} does not quantize the projections of experts",
+            "exclude them in the checkpoint's quantization config, or implement Scheme.grouped_layer",
+        )
 
     def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
         """Return the tensors beside a weight that no ``weights`` declare, by the last part of their name.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.errors import CheckpointError
-from hal.nn import Linear, StaticQuantizedLinear
+from hal.nn import GroupedLinear, Linear, StaticQuantizedGroupedLinear, StaticQuantizedLinear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.int8_arithmetic import (
     AGAIN,
@@ -34,13 +34,16 @@ class W8A8(Scheme):
     """Static W8A8."""
 
     name = "w8a8"
-    summary = "int8 weights with a scale for each output channel, and int8 activations, static per tensor"
+    summary = "the same weights, and int8 activations, static per tensor"
     spellings = _SPELLINGS
     writes = frozenset(_SPELLINGS)
     calibrated = True
 
     def layer(self, linear: Linear) -> StaticQuantizedLinear:
         return StaticQuantizedLinear(linear)
+
+    def grouped_layer(self, linear: GroupedLinear) -> StaticQuantizedGroupedLinear:
+        return StaticQuantizedGroupedLinear(linear)
 
     def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
         one, column, row = ((1,), ()), ((rows, 1), (rows,)), ((rows,), (rows, 1))
@@ -85,14 +88,14 @@ class W8A8(Scheme):
         raise unknown_format(self, format)
 
     def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
-        assert isinstance(layer, StaticQuantizedLinear)
-        merged, width = merge_static(parts), layer.weight.shape[1]
+        assert isinstance(layer, StaticQuantizedLinear | StaticQuantizedGroupedLinear)
+        merged, (*rows, width) = merge_static(parts), layer.weight.shape
         scale, offset = merged.activation.scale, merged.activation.offset
         return {
             "input_scale": torch.full((width,), scale, dtype=torch.float32),
             "input_offset": torch.full((width,), offset, dtype=torch.int32) if offset else None,
-            "quant_bias": merged.quant_bias.to(torch.int32) if bool(merged.quant_bias.any()) else None,
-            "deq_scale": merged.deq_scale,
+            "quant_bias": merged.quant_bias.to(torch.int32).view(rows) if bool(merged.quant_bias.any()) else None,
+            "deq_scale": merged.deq_scale.view(rows),
         }
 
     def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from hal.nn import DynamicQuantizedLinear, Linear
+from hal.nn import DynamicQuantizedGroupedLinear, DynamicQuantizedLinear, GroupedLinear, Linear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
-from hal.quantization.int8_arithmetic import Activation, DynamicLayer, merge_dynamic, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, unknown_format
-
-_OFFSET = {COMPRESSED_TENSORS: "weight_zero_point", MODELSLIM: "weight_offset"}
+from hal.quantization.scaled_rows import ScaledRows
 
 _SPELLINGS: Mapping[str, Any] = {
     COMPRESSED_TENSORS: Group(
@@ -24,59 +18,15 @@ _SPELLINGS: Mapping[str, Any] = {
 }
 
 
-class W8A8Dynamic(Scheme):
+class W8A8Dynamic(ScaledRows):
     """Dynamic W8A8."""
 
     name = "w8a8_dynamic"
     summary = "the same weights, and int8 activations, dynamic per token"
     spellings = _SPELLINGS
-    writes = frozenset(_SPELLINGS)
 
     def layer(self, linear: Linear) -> DynamicQuantizedLinear:
         return DynamicQuantizedLinear(linear)
 
-    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
-        column = ((rows, 1), (rows,))
-        found = {
-            "weight_scale": TensorSpec(column),
-            self._offset(format): TensorSpec(column, INTEGERS | FLOATS, required=False),
-        }
-        if bias:
-            shapes = {COMPRESSED_TENSORS: ((rows,),), MODELSLIM: ((rows,), (rows, 1))}
-            found["bias"] = TensorSpec(shapes[format])
-        return found
-
-    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> DynamicLayer:  # noqa: A002
-        offset = self._offset(format)
-        check_symmetric(name, offset, tensors.get(offset))
-        bias = tensors.get("bias")
-        scale = tensors["weight_scale"].flatten().float()
-        return DynamicLayer(name, scale, None if bias is None else bias.flatten().float())
-
-    def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
-        merged = merge_dynamic(parts)
-        return {"weight_scale": merged.weight_scale, "bias": merged.bias}
-
-    def write(
-        self,
-        format: str,  # noqa: A002
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None,
-        dtype: torch.dtype,
-    ) -> dict[str, Tensor]:
-        values, scale = quantize_weight(name, weight)
-        column = scale.unsqueeze(-1)
-        found = {"weight": values, "weight_scale": column} | ({} if bias is None else {"bias": bias})
-        if format == COMPRESSED_TENSORS:
-            return found
-        if format == MODELSLIM:
-            return {**found, "weight_offset": torch.zeros_like(column)}
-        raise unknown_format(self, format)
-
-    def _offset(self, format: str) -> str:  # noqa: A002
-        """Return the last part of the name of the tensor that holds the zero points of the weight."""
-        if format not in _OFFSET:
-            raise unknown_format(self, format)
-        return _OFFSET[format]
+    def grouped_layer(self, linear: GroupedLinear) -> DynamicQuantizedGroupedLinear:
+        return DynamicQuantizedGroupedLinear(linear)

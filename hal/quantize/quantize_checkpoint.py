@@ -24,7 +24,7 @@ from hal.checkpoint.validate import check_tied
 from hal.drivers.backend import active_backend
 from hal.drivers.registry import open_backend
 from hal.errors import CheckpointError, ConfigError, nearest
-from hal.nn import CausalLM
+from hal.nn import CausalLM, Gate
 from hal.quantization.compressed_tensors import CompressedTensorsWriter
 from hal.quantization.description import Writer
 from hal.quantization.int8_arithmetic import Activation
@@ -76,12 +76,13 @@ def quantize_checkpoint(
 
     In hal's own schemes, weights have one scale per output channel, ``max|row| / 127``. ``w8a8`` runs the model on a
     calibration text, on the CPU and in the model's dtype; each layer's smallest and largest input set the scale of its
-    activations. ``w8a8_dynamic`` computes that scale per token at run time. Weights are read and written file by file.
+    activations. ``w8a8_dynamic`` computes that scale per token at run time, and ``w8a16`` quantizes only the weights.
+    Weights are read and written file by file.
 
     Args:
         source: a floating-point checkpoint.
         target: a folder that does not exist or is empty. It is created only once everything is written.
-        scheme: ``w8a8``, ``w8a8_dynamic``, or another package's registered scheme that can be written.
+        scheme: ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or another package's registered scheme that can be written.
         format: ``compressed-tensors`` or ``modelslim``.
         calibration: text that is representative of the model's use; required by ``w8a8``.
         calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.
@@ -244,7 +245,8 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
     config = dict(job.checkpoint.config)
-    for name, value in WRITERS[job.format].describe(config, job.scheme, [model.output_projection], tensors).items():
+    kept = [model.output_projection, *(path for path, layer in model.named_modules() if isinstance(layer, Gate))]
+    for name, value in WRITERS[job.format].describe(config, job.scheme, kept, tensors).items():
         _write_json(folder / name, value)
     for pattern in COPIED:
         for file in sorted(job.checkpoint.path.glob(pattern)):

@@ -35,12 +35,16 @@ from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.hal_side import HalSide
 from hal.bench.contenders.shapes import SHAPES
 from hal.bench.contenders.workload import Contender, Inputs
-from hal.bench.figures import floor, launches, peak_memory, timing, token_agreement
+from hal.bench.figures import floor, launches, peak_memory, routing, timing, token_agreement
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import CausalLM
 
 TINY = SHAPES["tiny"]
+SPARSE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -289,6 +293,43 @@ class TestFloor:
             "output projection": 2 * (96 * 32) * 3,
             "attention": 2 * 4 * (4 * 16) * (20 * 21 // 2) * 3,
         }
+
+    def test_only_the_chosen_experts_count(self) -> None:
+        """Two sparse layers, of 6 experts with 3 matrices of 32 x 12, and a router each. Their MLPs are not dense."""
+        model = self.model(**SPARSE)
+        chosen = [routing.Routing(2, 6), routing.Routing(5, 6)]
+        dense = 2 * (self.LAYER - 3 * 32 * 48 + 32 * 6) + self.NORMS + 96 * 32
+        found = floor.decode_bytes(model, torch.bfloat16, 3, 20, chosen)
+        assert found.parts == {
+            "weights": 2 * dense, "experts": 2 * (2 + 5) * 3 * 32 * 12, "cache": 2 * (3 * 20 * 2 * 2 * 2 * 16),
+        }  # fmt: skip
+        prefill = floor.prefill_operations(model, 4, 3, 20, chosen)
+        assert prefill.parts["experts"] == 2 * (6 + 6) * 3 * 32 * 12
+        assert prefill.parts["projections"] == 2 * (dense - self.NORMS - 96 * 32) * 20 * 3
+        with pytest.raises(BenchmarkError, match="4 weights with the axis num_experts, but a step chose experts 3"):
+            floor.decode_bytes(model, torch.bfloat16, 3, 20, [*chosen, chosen[0]])
+        with pytest.raises(BenchmarkError, match="chose experts 0 times"):
+            floor.decode_bytes(model, torch.bfloat16, 3, 20)
+
+    @pytest.mark.parametrize("workload", ["decode", "prefill"])
+    def test_a_run_counts_the_experts_that_its_batch_chooses(
+        self, workload: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One sequence chooses 2 of 6 experts in each layer; 40, all of them."""
+        monkeypatch.setattr(plan, "SHAPES", {"tiny": {**TINY, **SPARSE}})
+        result = measurement.run(tiny(workload=workload, batch_sizes=(1, 40), compilers=("eager",)))
+        one, many = (each.work.parts["experts"] for each in result.floors)
+        expert = 3 * 32 * 12
+        expected = (2 * 2, 2 * 6) if workload == "decode" else (2 * 2 * 2 * 20, 2 * 2 * 2 * 20 * 40)
+        size = 4 if workload == "decode" else 1
+        assert (one, many) == (expected[0] * expert * size, expected[1] * expert * size)
+
+    def test_choices_are_recorded_in_order(self, cpu: hal.Backend) -> None:
+        alike, apart = torch.zeros(4, 6), 9.0 * torch.eye(6)[:4]
+        with routing.recorded() as found:
+            for logits in (alike, apart):
+                hal.ops.topk_route(logits, None, 1, False, True, 1.0, 1, 1, 1)
+        assert found == [routing.Routing(1, 4), routing.Routing(4, 4)]
 
     def test_seconds(self) -> None:
         each = measurement.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])

@@ -57,6 +57,18 @@ def test_peak_memory(dtype: str, form: str, large: Path) -> None:
     assert peak < 1.2 * weights + copy
 
 
+def test_peak_memory_of_experts(tmp_path: Path) -> None:
+    """A checkpoint has the tensors of each expert apart; a model stacks them."""
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_hidden_layers": 3}
+    large_checkpoint.write(tmp_path, torch.bfloat16, architectures=["Qwen3MoeForCausalLM"], **experts)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "bfloat16", "plain"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights, copy = map(int, result.stdout.split())
+    assert weights > 600e6
+    assert copy == 0
+    assert peak < 1.15 * weights
+
+
 @pytest.mark.parametrize("view", [Tensor.detach, lambda weight: weight.view_as(weight), lambda weight: weight])
 def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: hal.Backend, tmp_path: Path) -> None:
     """As it is or as a view, although the loader reuses the memory in which it was assembled."""

@@ -13,6 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
+"""Overrides for a Qwen3-MoE."""
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -82,9 +87,15 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{prefix}.self_attn.{part}.bias", (rows,)
         yield f"{prefix}.self_attn.q_norm.weight", (head,)
         yield f"{prefix}.self_attn.k_norm.weight", (head,)
-        yield f"{prefix}.mlp.gate_proj.weight", (inner, width)
-        yield f"{prefix}.mlp.up_proj.weight", (inner, width)
-        yield f"{prefix}.mlp.down_proj.weight", (width, inner)
+        experts, size = [f"{prefix}.mlp"], inner
+        if "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
+            yield f"{prefix}.mlp.gate.weight", (config["num_experts"], width)
+            experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
+            size = config["moe_intermediate_size"]
+        for each in experts:
+            yield f"{each}.gate_proj.weight", (size, width)
+            yield f"{each}.up_proj.weight", (size, width)
+            yield f"{each}.down_proj.weight", (width, size)
     yield "model.norm.weight", (width,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], width)

@@ -108,7 +108,7 @@ def build(
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomize(model, seed)
     sharded = draw.random() < 0.5
-    model.save_pretrained(path, max_shard_size="40KB" if sharded else "1GB")
+    model.save_pretrained(path, max_shard_size="20KB" if sharded else "1GB")
     assert (path / "model.safetensors.index.json").exists() == sharded
     if older is not None and draw.random() < 0.5:
         keys = json.loads((path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Writes a random Qwen3 checkpoint of any size for benchmarks. The values are meaningless."""
+"""Writes a random Qwen3 or Qwen3-MoE checkpoint of any size for benchmarks. The values are meaningless."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -
         "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
         "rope_theta": 1000000.0,
     } | overrides  # fmt: skip
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, head = config["hidden_size"], config["head_dim"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
@@ -31,10 +32,17 @@ def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -
             f"{prefix}.self_attn.o_proj.weight": (hidden, config["num_attention_heads"] * head),
             f"{prefix}.self_attn.q_norm.weight": (head,),
             f"{prefix}.self_attn.k_norm.weight": (head,),
-            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
         }
+        experts = [f"{prefix}.mlp"]
+        if "num_experts" in config:
+            shapes[f"{prefix}.mlp.gate.weight"] = (config["num_experts"], hidden)
+            experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
+        for each in experts:
+            shapes |= {
+                f"{each}.gate_proj.weight": (inner, hidden),
+                f"{each}.up_proj.weight": (inner, hidden),
+                f"{each}.down_proj.weight": (hidden, inner),
+            }
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape, dtype=dtype)

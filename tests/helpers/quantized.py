@@ -19,9 +19,9 @@ from hal.nn import Linear, QuantizedLinear
 from helpers.checkpoints import random_checkpoint, write_json
 
 Format = Literal["compressed-tensors", "modelslim"]
-Scheme = Literal["w8a8", "w8a8_dynamic"]
+Scheme = Literal["w8a16", "w8a8", "w8a8_dynamic"]
 FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")
-SCHEMES: tuple[Scheme, ...] = ("w8a8", "w8a8_dynamic")
+SCHEMES: tuple[Scheme, ...] = ("w8a16", "w8a8", "w8a8_dynamic")
 DESCRIPTION = "quant_model_description.json"
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -32,6 +32,7 @@ TEXT = "the cat sat on the mat and the rat sat on the hat, é 日本 🙂\n" * 8
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
 DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+ACTIVATIONS: dict[Scheme, dict[str, Any] | None] = {"w8a16": None, "w8a8": STATIC, "w8a8_dynamic": DYNAMIC}
 
 
 @attrs.frozen
@@ -88,7 +89,7 @@ def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool)
 
 def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
     """Return a quantization_config."""
-    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": STATIC if scheme == "w8a8" else DYNAMIC}
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS[scheme]}
     return {
         "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **changes,
@@ -99,7 +100,7 @@ def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, b
     if format == "compressed-tensors":
         change_json(folder / "config.json", lambda config: config.update(quantization_config=section(scheme)))
         return
-    kind = {"w8a8": "W8A8", "w8a8_dynamic": "W8A8_DYNAMIC"}[scheme]
+    kind = scheme.upper()
     types = {name: kind if quantized else "FLOAT" for name, quantized in names.items()}
     write_json(folder / DESCRIPTION, {"model_quant_type": kind, "version": "1.0.0", "group_size": 0, **types})
 
@@ -175,7 +176,9 @@ def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:
 
 
 def fake_quantize(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    """Quantize to int8 and dequantize, in float64."""
+    """Quantize to int8 and dequantize, in float64, as far as the scheme quantizes activations."""
+    if scheme == "w8a16":
+        return arguments
     x = arguments[0].double()
     if scheme == "w8a8":
         numbers = (x / layer.input_scale + layer.offset).round().clamp(-128, 127)

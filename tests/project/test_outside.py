@@ -172,16 +172,19 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def int8_weights(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a Qwen3 with int8 linear layers (a compressed-tensors group without activations) and a dequantized one."""
+    """Return a Qwen3 whose linear layers have asymmetric int8 weights, and a dequantized one."""
     folder = random_checkpoint(tmp_path / "plain", attention_bias=True)
-    quantized = quantize_checkpoint(folder, tmp_path / "int8", "w8a8_dynamic").path
+    quantized = quantize_checkpoint(folder, tmp_path / "int8", "w8a16").path
     config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     write_json(quantized / "config.json", config)
     plain, int8 = (load_file(each / "model.safetensors") for each in (folder, quantized))
     for name in plain:
         if int8[name].dtype == torch.int8:
-            plain[name] = int8[name].float() * int8[name.replace(".weight", ".weight_scale")]
+            scale = int8[f"{name}_scale"]
+            zero = int8[f"{name}_zero_point"] = torch.arange(len(scale), dtype=torch.int8).unsqueeze(-1) % 7
+            plain[name] = (int8[name].float() - zero.float()) * scale
+    save_file(int8, quantized / "model.safetensors")
     save_file(plain, folder / "model.safetensors")
     return quantized, folder
 

@@ -29,7 +29,7 @@ log = logging.getLogger("hal.cpu")
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library of kernels. If it is not cached, compile it, which takes about 3 seconds.
+    """Load the library of kernels. If it is not cached, compile it, which takes about 10 seconds.
 
     Raises:
         DriverUnavailable: there is no C++ compiler, it failed, or the cache cannot be written.

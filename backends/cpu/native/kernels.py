@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from hal.errors import OperationError
 from hal.ops.kernels.kernel_table import Kernel
 
 from .. import kernels as by_torch
+from .arguments import DTYPES, bound, empty, integers, packed, require, rows
 from .build import load
+from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_WINDOW = 1 << 62  # tokens; longer than any sequence
-NATIVE = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
+BASIC = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
+NATIVE = (*BASIC, *EXPERT_KERNELS)
 
 
 def native_kernels() -> dict[str, Kernel]:
@@ -31,17 +32,14 @@ def native_kernels() -> dict[str, Kernel]:
     Raises:
         DriverUnavailable: the library cannot be compiled.
     """
-    library = _Library(load())
-    return {name: getattr(library, name) for name in NATIVE}
+    library = load()
+    both = ((_Library(library), BASIC), (ExpertKernels(library), EXPERT_KERNELS))
+    return {name: getattr(bindings, name) for bindings, names in both for name in names}
 
 
 class _Library:
     def __init__(self, library: ctypes.CDLL) -> None:
-        def function(name: str, result: Any, *arguments: Any) -> Any:
-            found = getattr(library, name)
-            found.argtypes, found.restype = arguments, result
-            return found
-
+        function = partial(bound, library)
         pointers = [c_void_p] * 7
         self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, *[c_int64] * 5, c_float)
         self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, *[c_int64] * 2, c_float)
@@ -55,10 +53,10 @@ class _Library:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.rms_norm`. It reads strided rows of x in place, such as heads in a merged projection."""
         width = x.shape[-1]
-        _require(weight.shape == (width,) and weight.dtype is x.dtype, "rms_norm", x, weight)
-        x, (heads, outer, inner) = _rows(x)
+        require(weight.shape == (width,) and weight.dtype is x.dtype, "rms_norm", x, weight)
+        x, (heads, outer, inner) = rows(x)
         weight = weight.contiguous()
-        y = _empty(x.shape, x) if out is None else out
+        y = empty(x.shape, x) if out is None else out
         self._rms_norm(
             x.data_ptr(), weight.data_ptr(), y.data_ptr(), DTYPES[x.dtype],
             x.numel() // width, heads, width, outer, inner, eps,
@@ -71,9 +69,9 @@ class _Library:
         """See :func:`hal.ops.add_rms_norm`. It computes the sum and its norm in one pass."""
         width = x.shape[-1]
         alike = x.shape == residual.shape and x.dtype is residual.dtype is weight.dtype
-        _require(alike and weight.shape == (width,), "add_rms_norm", x, residual, weight)
+        require(alike and weight.shape == (width,), "add_rms_norm", x, residual, weight)
         x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-        y, hidden = (_empty(x.shape, x), _empty(x.shape, x)) if out is None else out
+        y, hidden = (empty(x.shape, x), empty(x.shape, x)) if out is None else out
         self._add_rms_norm(
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), hidden.data_ptr(), DTYPES[x.dtype],
             x.numel() // width, width, eps,
@@ -86,11 +84,11 @@ class _Library:
         """See :func:`hal.ops.rotary_embedding`. It rotates query and key in one call."""
         tokens, heads, head_dim = query.shape
         fits = key.shape[0] == tokens and key.shape[2] == head_dim and cos.shape == sin.shape == (tokens, head_dim)
-        _require(fits and query.dtype is key.dtype is cos.dtype is sin.dtype, "rotary_embedding", query, key, cos, sin)
-        query, (_, *query_strides) = _rows(query)
-        key, (kv_heads, *key_strides) = _rows(key)
+        require(fits and query.dtype is key.dtype is cos.dtype is sin.dtype, "rotary_embedding", query, key, cos, sin)
+        query, (_, *query_strides) = rows(query)
+        key, (kv_heads, *key_strides) = rows(key)
         cos, sin = cos.contiguous(), sin.contiguous()
-        new = (_empty(query.shape, query), _empty(key.shape, key)) if out is None else out
+        new = (empty(query.shape, query), empty(key.shape, key)) if out is None else out
         self._rotary(
             query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(), new[0].data_ptr(), new[1].data_ptr(),
             DTYPES[query.dtype], tokens, heads, kv_heads, head_dim, *query_strides, *key_strides,
@@ -99,10 +97,10 @@ class _Library:
 
     def silu_and_mul(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.silu_and_mul`. It computes in float32 and rounds once."""
-        _require(x.shape[-1] % 2 == 0, "silu_and_mul", x)
+        require(x.shape[-1] % 2 == 0, "silu_and_mul", x)
         x = x.contiguous()
         width = x.shape[-1] // 2
-        y = _empty((*x.shape[:-1], width), x) if out is None else out
+        y = empty((*x.shape[:-1], width), x) if out is None else out
         self._silu(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], y.numel() // max(width, 1), width)
         return y
 
@@ -118,10 +116,10 @@ class _Library:
         alike = key.shape == value.shape and key.dtype is value.dtype is key_cache.dtype is value_cache.dtype
         canonical = key_cache.shape[2:] == key.shape[1:] and key_cache.is_contiguous() and value_cache.is_contiguous()
         canonical = canonical and value_cache.shape == key_cache.shape
-        slots = _integers(slot_mapping, "slot_mapping")
-        _require(alike and canonical, "store_kv_cache", key, value, key_cache, value_cache)
-        _require(slots.shape == key.shape[:1], "store_kv_cache", key, indices=(slots,))
-        key, value, size = _packed(key), _packed(value), key.element_size()
+        slots = integers(slot_mapping, "slot_mapping")
+        require(alike and canonical, "store_kv_cache", key, value, key_cache, value_cache)
+        require(slots.shape == key.shape[:1], "store_kv_cache", key, indices=(slots,))
+        key, value, size = packed(key), packed(value), key.element_size()
         wrong = self._store(
             key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
             key.shape[0], key_cache.shape[0] * key_cache.shape[1],
@@ -166,13 +164,13 @@ class _Library:
         num_blocks, block_size, kv_heads, _ = key_cache.shape
         canonical = key_cache.is_contiguous() and value_cache.is_contiguous() and key_cache.shape == value_cache.shape
         alike = key_cache.shape[3] == head_dim and query.dtype is key_cache.dtype is value_cache.dtype
-        _require(canonical and alike and heads % kv_heads == 0, "paged_attention", query, key_cache, value_cache)
-        table, starts = _integers(block_table, "block_table"), _integers(query_start_loc_host, "query_start_loc_host")
-        lens = _integers(kv_lens_host, "kv_lens_host")
+        require(canonical and alike and heads % kv_heads == 0, "paged_attention", query, key_cache, value_cache)
+        table, starts = integers(block_table, "block_table"), integers(query_start_loc_host, "query_start_loc_host")
+        lens = integers(kv_lens_host, "kv_lens_host")
         fits = starts.shape == (sequences + 1,) and lens.shape == (sequences,)
-        _require(fits, "paged_attention", query, indices=(table, starts, lens))
-        query, (_, outer, inner) = _rows(query)
-        y = _empty(query.shape, query) if out is None else out
+        require(fits, "paged_attention", query, indices=(table, starts, lens))
+        query, (_, outer, inner) = rows(query)
+        y = empty(query.shape, query) if out is None else out
         wrong = self._attention(
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), table.data_ptr(), starts.data_ptr(),
             lens.data_ptr(), y.data_ptr(), DTYPES[query.dtype], sequences, tokens, heads, kv_heads, head_dim,
@@ -186,43 +184,3 @@ class _Library:
                 "check the batch's block_table and lengths",
             )
         return y
-
-
-def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Return x with unit stride in its last dimension, and ``(rows per group, group stride, row stride)``."""
-    if x.stride(-1) != 1 or x.dim() not in (2, 3):
-        x = x.contiguous()
-    if x.dim() == 3:
-        return x, (x.shape[1], x.stride(0), x.stride(1))
-    return x, (1, x.stride(0) if x.dim() == 2 else x.shape[-1], 0)
-
-
-def _packed(x: Tensor) -> Tensor:
-    """Return x ``[tokens, heads, head_dim]`` with each token's heads contiguous."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _integers(x: Tensor, name: str) -> Tensor:
-    if x.dtype is torch.int32:
-        return x.contiguous()
-    narrow = x.to(torch.int32)
-    if not torch.equal(narrow.to(x.dtype), x):
-        raise OperationError(f"{name} is {x.dtype} with values out of the range of int32", f"check the batch's {name}")
-    return narrow.contiguous()
-
-
-def _empty(shape: Any, like: Tensor) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype)
-
-
-def _require(fits: bool, operation: str, *tensors: Tensor, indices: tuple[Tensor, ...] = ()) -> None:
-    if fits and tensors[0].dtype in DTYPES and all(tensor.is_cpu for tensor in (*tensors, *indices)):
-        return
-    found = ", ".join(
-        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + ("" if tensor.is_cpu else " not on the CPU")
-        for tensor in (*tensors, *indices)
-    )
-    raise OperationError(
-        f"{operation} was given {found}",
-        "give tensors on the CPU, float32, bfloat16 or float16, of the shapes in the operation's documentation",
-    )

@@ -12,9 +12,20 @@ from hal.ops.kernels.kernel_table import Kernel
 from .activation import silu_and_mul, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
 from .attention import paged_attention
 from .cache import store_kv_cache
+from .experts import expert_mlp
+from .grouped import grouped_linear
 from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
+from .permutation import expert_permute, expert_unpermute
 from .quantization import dynamic_quantize, quantize
+from .quantized_experts import (
+    grouped_linear_int8,
+    quant_expert_mlp_dynamic,
+    quant_expert_mlp_static,
+    quant_grouped_linear_dynamic,
+    quant_grouped_linear_static,
+)
 from .rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
+from .routing import topk_route
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
@@ -22,7 +33,16 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
         "dynamic_quantize": dynamic_quantize,
+        "expert_mlp": expert_mlp,
+        "expert_permute": expert_permute,
+        "expert_unpermute": expert_unpermute,
+        "grouped_linear": grouped_linear,
+        "grouped_linear_int8": grouped_linear_int8,
         "paged_attention": paged_attention,
+        "quant_expert_mlp_dynamic": quant_expert_mlp_dynamic,
+        "quant_expert_mlp_static": quant_expert_mlp_static,
+        "quant_grouped_linear_dynamic": quant_grouped_linear_dynamic,
+        "quant_grouped_linear_static": quant_grouped_linear_static,
         "quantize": quantize,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
@@ -32,6 +52,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "split_qkv_rmsnorm_rope": split_qkv_rmsnorm_rope,
         "split_qkv_rmsnorm_rope_cache": split_qkv_rmsnorm_rope_cache,
         "store_kv_cache": store_kv_cache,
+        "topk_route": topk_route,
     }
 )
 """Triton kernels by operation."""

@@ -1,8 +1,9 @@
-"""Kernels of the int8 operations (W8A8).
+"""Kernels of the int8 operations: W8A8, and weights only.
 
 Sources: the documentation of torch_npu and of CANN's ops-nn, and the sources of ops-nn where these disagree.
 npu_add_rms_norm_quant supports float32 scales and int32 offsets with bfloat16 too; npu_dequant_swiglu_quant does not
-support groups.
+support groups. Weights of npu_weight_quant_batchmatmul are best transposed without FRACTAL_NZ, and plain with it. Its
+offset is optional.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
         "dynamic_quantize": dynamic_quantize,
+        "linear_int8": linear_int8,
         "quant_linear_dynamic": quant_linear_dynamic,
         "quant_linear_static": quant_linear_static,
         "quantize": quantize,
@@ -67,6 +69,18 @@ def quant_linear_dynamic(
         return x.new_empty(0, weight.shape[0], dtype=dtype)
     return torch_npu.npu_quant_matmul(  # type: ignore[no-any-return]
         x, weight.t(), weight_scale, pertoken_scale=x_scale, bias=bias, output_dtype=dtype
+    )
+
+
+def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """See :func:`hal.ops.linear_int8`. Prepared scales and biases have the kernel's dtypes; others cost launches."""
+    if x.dim() != 2:
+        return linear_int8(x.flatten(0, -2), weight, weight_scale, bias).view(*x.shape[:-1], -1)
+    if not x.shape[0]:
+        return x.new_empty(0, weight.shape[0])
+    added = None if bias is None else prepared_int8_bias(bias, x.dtype)
+    return torch_npu.npu_weight_quant_batchmatmul(  # type: ignore[no-any-return]
+        x, weight.t(), weight_scale.to(x.dtype), bias=added
     )
 
 
@@ -133,6 +147,11 @@ def prepared_int8_weight(weight: Tensor, nz: bool) -> Tensor:
     if not nz or min(weight.shape) == 1:
         return weight
     return in_fractal_nz(weight.t().contiguous()).t()
+
+
+def prepared_int8_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias in the dtype that npu_weight_quant_batchmatmul takes for x of ``dtype``."""
+    return bias.to(torch.float32 if dtype == torch.bfloat16 else dtype)
 
 
 def prepared_deq_scale(deq_scale: Tensor, dtype: torch.dtype) -> Tensor:

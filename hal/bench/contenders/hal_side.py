@@ -10,7 +10,8 @@ import torch
 
 import hal
 from hal import ops
-from hal.bench.contenders.workload import Contender, Inputs
+from hal.bench.contenders.workload import Contender, Inputs, Side
+from hal.bench.figures.routing import Routing, expert_weights, recorded
 from hal.bench.plan import Setting
 from hal.config import read
 from hal.drivers.compiler_registry import EAGER
@@ -76,3 +77,16 @@ def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]]) -> None:
         for layer, state in enumerate(runner.states.layers):
             keys, values = inputs.cached(layer)
             ops.store_kv_cache(keys.flatten(0, 1), values.flatten(0, 1), state["key"], state["value"], slots)
+
+
+def routings(hal_side: Side, inputs: Inputs) -> list[Routing]:
+    """Return the experts that the inputs choose in each sparse layer, from an eager step; empty for a dense model."""
+    if not expert_weights(inputs.setting.meta):
+        return []
+    contender = hal_side.contender(EAGER, inputs)
+    try:
+        with recorded() as found:
+            contender.step()
+    finally:
+        contender.close()
+    return found

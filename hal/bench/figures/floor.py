@@ -1,14 +1,15 @@
 """The floor: the duration of a step if the hardware did only the unavoidable work.
 
-A decode step reads every weight and every cached key and value once, at the memory read bandwidth. A prefill
-multiplies, at the rate of a large matmul. Both rates are measured in the same rounds as the contenders.
+A decode step reads every weight and every cached key and value once, at the memory read bandwidth; of a mixture of
+experts, only the weights of the experts that the batch chooses. A prefill multiplies, at the rate of a large matmul.
+Both rates are measured in the same rounds as the contenders.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.bench.contenders.workload import Contender
+from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights
 from hal.bench.plan import Setting
 from hal.device.device import Device
 from hal.nn import Attention, CausalLM, Embedding, Linear
@@ -64,20 +66,34 @@ class Work:
         return sum(self.parts.values())
 
 
-def work(setting: Setting, batch_size: int) -> Work:
-    """Return the unavoidable work of the plan's step at a batch size."""
+def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = ()) -> Work:
+    """Return the unavoidable work of the plan's step at a batch size.
+
+    Args:
+        setting: the plan and its model.
+        batch_size: number of sequences.
+        routings: the choice of experts in each sparse layer.
+    """
     model, length = setting.meta, setting.plan.length
     if setting.plan.workload == "decode":
-        return decode_bytes(model, setting.dtype, batch_size, length)
-    return prefill_operations(model, int(setting.checkpoint.config["num_attention_heads"]), batch_size, length)
+        return decode_bytes(model, setting.dtype, batch_size, length, routings)
+    heads = int(setting.checkpoint.config["num_attention_heads"])
+    return prefill_operations(model, heads, batch_size, length, routings)
 
 
-def decode_bytes(model: CausalLM, dtype: torch.dtype, batch_size: int, context: int) -> Work:
+def decode_bytes(
+    model: CausalLM, dtype: torch.dtype, batch_size: int, context: int, routings: Sequence[Routing] = ()
+) -> Work:
     """Return the bytes that a decode step reads: all weights, and keys and values of ``context`` tokens per sequence.
 
-    Embedding lookups are omitted. A table that is also the output projection counts once.
+    Embedding lookups are omitted. A table that is also the output projection counts once. Of the experts' weights,
+    those of the chosen experts count.
+
+    Raises:
+        BenchmarkError: the sparse layers do not correspond to the routings.
     """
-    weights = sum(each.numel() for each in model.parameters())
+    experts = expert_weights(model)
+    weights = sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in experts)
     if not model.tied:
         weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
     cache = 0
@@ -87,23 +103,35 @@ def decode_bytes(model: CausalLM, dtype: torch.dtype, batch_size: int, context: 
                 1 if state.per is SEQUENCE else context if state.window is None else min(context, state.window - 1)
             )
             cache += entries * batch_size * math.prod(state.shape) * (state.dtype or dtype).itemsize
-    return Work({"weights": weights * dtype.itemsize, "cache": cache}, "bytes")
+    active = active_elements(model, routings) * dtype.itemsize
+    chosen = {"experts": active} if experts else {}
+    return Work({"weights": weights * dtype.itemsize, **chosen, "cache": cache}, "bytes")
 
 
-def prefill_operations(model: CausalLM, num_heads: int, batch_size: int, tokens: int) -> Work:
+def prefill_operations(
+    model: CausalLM, num_heads: int, batch_size: int, tokens: int, routings: Sequence[Routing] = ()
+) -> Work:
     """Return the operations of a prefill: two per projection weight and token, and those of attention.
+
+    A token multiplies with the weights of its own experts only.
 
     The output projection runs for the last token of each sequence only. Causal attention of token ``i`` multiplies with
     ``i + 1`` keys, in two matmuls.
+
+    Raises:
+        BenchmarkError: the sparse layers do not correspond to the routings.
     """
     table = sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
     projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
     inner = projections if model.tied else projections - table  # the output projection has the table's size
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     pairs = sum(_causal_pairs(tokens, each.sliding_window) * each.head_dim for each in attentions)
+    assigned = assigned_elements(model, routings)
+    chosen = {"experts": 2 * assigned} if expert_weights(model) else {}
     return Work(
         {
             "projections": 2 * inner * tokens * batch_size,
+            **chosen,
             "output projection": 2 * table * batch_size,
             "attention": 4 * pairs * num_heads * batch_size,
         },

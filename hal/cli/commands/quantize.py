@@ -13,7 +13,10 @@ from hal.errors import ConfigError
 if TYPE_CHECKING:
     from hal.quantize.quantize_checkpoint import Format
 
-SCHEME = "w8a8: activation scales from a calibration text; w8a8_dynamic: activation scales per token at run time."
+SCHEME = (
+    "w8a8: activation scales from a calibration text; w8a8_dynamic: activation scales per token at run time; "
+    "w8a16: weights only."
+)
 FORMAT = "Format of the checkpoint: compressed-tensors or modelslim. hal reads both."
 CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8."
 
@@ -28,7 +31,7 @@ CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8.
 def command(
     source: Path, target: Path, scheme: str, format_: str, calibration: Path | None, calibration_tokens: int | None
 ) -> None:
-    """Quantize the checkpoint in the folder IN to int8, weights and activations, into the new folder OUT.
+    """Quantize the checkpoint in the folder IN to int8 into the new folder OUT.
 
     All linear layers except the output projection are quantized. `hal generate OUT` runs the result.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -29,8 +31,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False,
         "attention_bias": True, "mlp_bias": False,
     },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": True,
+        "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": True, "mlp_only_layers": [0],
+    },
 }  # fmt: skip
 """Family name, as in case names, to the keys of config.json in addition to :data:`COMMON`."""
+
+DISTANCE = 0.1
+"""Difference of the experts of a layer from each other, relative to their weights."""
+_EXPERT = re.compile(r"\.experts\.\d+")
 
 _folders: list[TemporaryDirectory[str]] = []
 
@@ -54,6 +65,11 @@ def checkpoint(family: str, head_dim: int = HEAD_DIM) -> Path:
 
 def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=generator)
+    if ".experts." in name:
+        # Rounding may change the choice between two experts of nearly equal scores. Similar experts keep the effect on
+        # the logits near that of rounding.
+        same = torch.Generator().manual_seed(zlib.crc32(_EXPERT.sub("", name).encode()))
+        noise = torch.randn(shape, generator=same) + DISTANCE * noise
     if name.endswith("bias"):
         values = noise * 0.5
     elif len(shape) == 1:  # norm weights are near 1; query norms are near 2, so that attention is not uniform
@@ -77,15 +93,20 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}.self_attn.{part}.weight", (rows, columns)
             if config["attention_bias"]:
                 yield f"{prefix}.self_attn.{part}.bias", (rows,)
-        if config["model_type"] == "qwen3":
+        if config["model_type"].startswith("qwen3"):
             for norm in ("q_norm", "k_norm"):
                 yield f"{prefix}.self_attn.{norm}.weight", (head,)
-        for part, rows, columns in (
-            ("gate_proj", inner, width),
-            ("up_proj", inner, width),
-            ("down_proj", width, inner),
-        ):
-            yield f"{prefix}.mlp.{part}.weight", (rows, columns)
+        if "num_experts" not in config or layer in config["mlp_only_layers"]:
+            yield from _mlp(f"{prefix}.mlp", width, inner)
+            continue
+        yield f"{prefix}.mlp.gate.weight", (config["num_experts"], width)
+        for expert in range(config["num_experts"]):
+            yield from _mlp(f"{prefix}.mlp.experts.{expert}", width, config["moe_intermediate_size"])
     yield "model.norm.weight", (width,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], width)
+
+
+def _mlp(prefix: str, width: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part, rows, columns in (("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)):
+        yield f"{prefix}.{part}.weight", (rows, columns)

@@ -19,8 +19,11 @@ from helpers import TESTS
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-def passes(file: str, *, interpret: bool) -> None:
-    """Run a file's tests in a subprocess; check that they pass."""
+FILES = ("triton_rows.py", "triton_attention.py", "triton_experts.py")
+
+
+def passes(file: str, *, interpret: bool, marked: str = "") -> None:
+    """Run a file's tests in a subprocess; check that they pass. ``marked`` selects among them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     # numpy, which the interpreter uses, warns about every infinity.
@@ -35,6 +38,8 @@ def passes(file: str, *, interpret: bool) -> None:
         "no:xdist",
         "-W",
         "ignore::RuntimeWarning",
+        "-m",
+        marked,
         file,
     ]
     ran = subprocess.run(
@@ -45,13 +50,18 @@ def passes(file: str, *, interpret: bool) -> None:
     assert "skipped" not in ran.stdout
 
 
-@pytest.mark.parametrize("file", ["triton_rows.py", "triton_attention.py"])
+@pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file: str) -> None:
-    passes(file, interpret=True)
+    passes(file, interpret=True, marked="not thorough")
 
 
-def test_compiled_for_gpus() -> None:
-    passes("triton_compiled.py", interpret=False)
+def test_further_cases_in_the_interpreter() -> None:
+    passes("triton_experts.py", interpret=True, marked="thorough")
+
+
+@pytest.mark.parametrize("file", ["triton_compiled.py", "triton_compiled_experts.py"])
+def test_compiled_for_gpus(file: str) -> None:
+    passes(file, interpret=False)
 
 
 def test_fences_hold() -> None:
@@ -71,7 +81,7 @@ def test_fences_hold() -> None:
         assert ran.stdout.split() in ([], ["inside"])
 
 
-@pytest.mark.parametrize("file", ["triton_rows.py", "triton_attention.py"])
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU, or torch is not built for CUDA")
 def test_on_the_gpu(file: str) -> None:
     passes(file, interpret=False)

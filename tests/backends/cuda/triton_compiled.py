@@ -1,115 +1,22 @@
-"""Tests that compile the Triton kernels for GPUs that are not present. Run by test_triton_kernels.py in a subprocess.
+"""Tests that compile all Triton kernels except those of experts for GPUs that are not present.
 
-The interpreter accepts programs that the compiler rejects, and does not model registers. So a Triton driver here
-reports a GPU, lets Triton and ptxas compile for it, including shared memory, and launches nothing.
+Run by test_triton_kernels.py in a subprocess.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
-import triton
 from hal.backends.cuda.triton import KERNELS
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+from helpers.triton_checking import EXPERTS
+from helpers.triton_compiling import Compiling, empty
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED = {80: 166912, 86: 101376, 90: 232448}
-"""Shared memory of a program in bytes, by compute capability: CUDA C++ Programming Guide, technical specifications."""
+pytest_plugins = ("helpers.triton_compiling",)
+
 TOKENS, SEQUENCES = 48, 3
-
-
-@attrs.frozen
-class Compiled:
-    """A compiled kernel: registers per thread, and bytes spilled to memory."""
-
-    name: str
-    registers: int
-    spilled: int
-    ptx: str
-
-
-class Launcher:
-    """A launcher that does nothing."""
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        self.metadata = metadata
-
-    def __call__(self, *args: Any) -> None:
-        pass
-
-
-class Compiling(DriverBase):  # type: ignore[misc]
-    """A driver for a GPU of a compute capability, as far as compilation needs one."""
-
-    launcher_cls = Launcher
-
-    def __init__(self) -> None:
-        self.capability = 90
-        self.utils = self
-        self.compiled: list[Compiled] = []
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing runs here")
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability  # Triton caches compiled kernels by device.
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED[device]}
-
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Path, None, int, int, int]:
-        """Query resource usage instead of loading."""
-        cubin = self.folder / f"{len(self.compiled)}.cubin"
-        cubin.write_bytes(kernel)
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-        registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
-        (ptx,) = (path for path in self.cache.glob("*/*.ptx") if path.with_suffix(".cubin").read_bytes() == kernel)
-        self.compiled.append(Compiled(name, registers, stack, ptx.read_text()))
-        return cubin, None, registers, stack, 1024
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiling]:
-    driver = Compiling()
-    driver.folder, driver.cache = tmp_path_factory.mktemp("cubin"), tmp_path_factory.mktemp("cache")
-    triton.knobs.cache.dir = str(driver.cache)
-    triton.runtime.driver.set_active(driver)
-    return driver
-
-
-@pytest.fixture(params=[80, 90], ids="sm_{}".format)
-def compiling(request: pytest.FixtureRequest, driver: Compiling) -> Compiling:
-    driver.capability = request.param
-    return driver
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def attend(tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, window: int | None = None) -> None:
@@ -121,7 +28,7 @@ def attend(tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, windo
 
 
 def rows() -> dict[str, tuple[Any, ...]]:
-    """Return arguments of every kernel but attention, with the sizes of Qwen3-8B."""
+    """Arguments of the size that Qwen3-8B has, of every kernel but attention and experts'."""
     heads, kv_heads, head_dim, hidden, inner = 32, 8, 128, 4096, 12288
     x, weight, merged = empty(TOKENS, hidden), empty(hidden), empty(TOKENS, 2 * inner)
     scale, offset = torch.ones(1), torch.ones(1, dtype=torch.int32)
@@ -148,7 +55,7 @@ def rows() -> dict[str, tuple[Any, ...]]:
 
 def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
     arguments = rows()
-    assert arguments.keys() | {"paged_attention"} == KERNELS.keys()
+    assert arguments.keys() | EXPERTS | {"paged_attention"} == KERNELS.keys()
     for name, sample in arguments.items():
         before = len(compiling.compiled)
         KERNELS[name](*sample)

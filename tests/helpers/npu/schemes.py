@@ -3,6 +3,7 @@
     python tests/helpers/npu/schemes.py
     python tests/helpers/npu/schemes.py --sequences 8 --window 256
     python tests/helpers/npu/schemes.py --launches
+    python tests/helpers/npu/schemes.py --experts
 
 Prints the held-out perplexity by decoding and by prefill, and the number of greedy tokens that equal the CPU's after
 the same text. With --launches, prints the table of docs/reference/npu-launches.md instead: the launches of a decode
@@ -31,7 +32,10 @@ import hal  # noqa: E402
 from helpers import held_out  # noqa: E402
 
 TRAINED = TESTS.parent / "checkpoints" / "tiny-python"
-SCHEMES = ("float16", "bfloat16", "w8a8", "w8a8_dynamic")
+EXPERTS = TESTS.parent / "checkpoints" / "tiny-python-moe"
+EXPERT_KERNELS = ("Moe", "GroupedMatmul", "SwiGlu", "DequantSwigluQuant")
+"""Prefixes of the launches from the routing to the weighted sum."""
+SCHEMES = ("float16", "bfloat16", "w8a16", "w8a8", "w8a8_dynamic")
 PREFILLS = (16, 64, 256)
 
 
@@ -53,25 +57,25 @@ class Found:
 
 
 @contextmanager
-def checkpoints() -> Iterator[dict[str, tuple[Path, str]]]:
-    """Return each scheme's checkpoint and the dtype in which it computes."""
+def checkpoints(source: Path = TRAINED) -> Iterator[dict[str, tuple[Path, str]]]:
+    """Return the checkpoint of each scheme, made from ``source``, and the dtype in which it computes."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "calibration.txt"
         text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
-        made: dict[str, tuple[Path, str]] = {each: (TRAINED, each) for each in ("float16", "bfloat16")}
-        for scheme in ("w8a8", "w8a8_dynamic"):
-            make(scheme, Path(folder) / scheme, text)
+        made: dict[str, tuple[Path, str]] = {each: (source, each) for each in ("float16", "bfloat16")}
+        for scheme in ("w8a16", "w8a8", "w8a8_dynamic"):
+            make(source, scheme, Path(folder) / scheme, text)
             made[scheme] = (Path(folder) / scheme, "bfloat16")
         yield made
 
 
-def make(scheme: str, to: Path, calibration: Path) -> None:
-    """Quantize the trained checkpoint."""
+def make(source: Path, scheme: str, to: Path, calibration: Path) -> None:
+    """Quantize a checkpoint."""
     from click.testing import CliRunner
 
     from hal.cli import main
 
-    arguments = ["quantize", str(TRAINED), str(to), "--scheme", scheme]
+    arguments = ["quantize", str(source), str(to), "--scheme", scheme]
     if scheme == "w8a8":
         arguments += ["--calibration", str(calibration), "--calibration-tokens", "4096"]
     result = CliRunner().invoke(main, arguments)
@@ -110,11 +114,34 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
     return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])
 
 
-def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
-    """Return rows in Markdown: weights, cache, batch, mode, launches per layer, and launches outside the layers."""
+def expert_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+    """Return rows in Markdown: weights, layout of weights, launches of a sparse layer, and those of its experts."""
+    rows = []
+    for scheme, nz in (("bfloat16", False), ("w8a8_dynamic", False), ("w8a8_dynamic", True), ("w8a8", False)):
+        path, dtype = made[scheme]
+        options = {"nz_cache": True, "nz_weights": nz}
+        (found,) = count_launches(path, dtype, options, (8,), ("graph",))
+        experts = sum(count for name, count in found.layer.items() if name.startswith(EXPERT_KERNELS))
+        rows.append(f"| {scheme} | {'fractal_nz' if nz else 'nd'} | {found.per_layer} | {experts} |")
+    return rows
+
+
+def count_launches(
+    path: Path, dtype: str, options: dict[str, Any], sizes: tuple[int, ...], modes: tuple[str, ...]
+) -> list[Any]:
+    """Return the launches of a decode step on the emulated NPU, for each batch size and mode."""
     from hal.bench import plan
     from hal.bench.figures import launches
 
+    setting = plan.prepare(plan.Plan(
+        workload="decode", checkpoint=str(path), backend="npu", dtype=dtype, batch_sizes=sizes, compilers=modes,
+        options=options,
+    ))  # fmt: skip
+    return launches.count(setting, lambda text: None)
+
+
+def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+    """Return rows in Markdown: weights, cache, batch, mode, launches per layer, and launches outside the layers."""
     rows = []
     for scheme, cache, sizes, modes in (
         ("bfloat16", "canonical", (1, 8), ("eager", "graph")),
@@ -123,11 +150,7 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
         *(("w8a8_dynamic", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
     ):
         path, dtype = made[scheme]
-        setting = plan.prepare(plan.Plan(
-            workload="decode", checkpoint=str(path), backend="npu", dtype=dtype, batch_sizes=sizes, compilers=modes,
-            options={"nz_cache": cache == "fractal_nz"},
-        ))  # fmt: skip
-        for each in launches.count(setting, lambda text: None):
+        for each in count_launches(path, dtype, {"nz_cache": cache == "fractal_nz"}, sizes, modes):
             mode = each.contender.removeprefix("hal ")
             outside = each.outside.total()
             rows.append(f"| {scheme} | {cache} | {each.batch_size} | {mode} | {each.per_layer} | {outside} |")
@@ -137,18 +160,20 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
 @click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
 @click.option("--sequences", default=4, show_default=True)
 @click.option("--window", default=64, show_default=True)
+@click.option("--experts", is_flag=True, help="measure the mixture of experts")
 @click.option("--launches", is_flag=True)
-def main(sequences: int, window: int, launches: bool) -> None:
+def main(sequences: int, window: int, experts: bool, launches: bool) -> None:
     from hal.backends.npu import emulator
 
     emulator.activate()
     torch.set_num_threads(1)
+    source = EXPERTS if experts else TRAINED
     if launches:
-        with checkpoints() as made:
-            click.echo("\n".join(launch_table(made)))
+        with checkpoints(source) as made:
+            click.echo("\n".join(expert_table(made) if experts else launch_table(made)))
         return
-    stream = held_out.tokens(hal.Checkpoint.open(TRAINED), sequences * window + 1)
-    with checkpoints() as made:
+    stream = held_out.tokens(hal.Checkpoint.open(source), sequences * window + 1)
+    with checkpoints(source) as made:
         for scheme, (path, dtype) in made.items():
             cpu = measure(runner(path, dtype, "cpu", "eager", sequences, window), stream, sequences, window)
             click.echo(f"{scheme:14s} cpu eager        decode {cpu.decoded:.4f}  prefill {cpu.prefilled:.4f}")

@@ -88,12 +88,17 @@ def quantized_nothing(draw: Draw) -> dict[str, list[Sample]]:
         "add_rms_norm_dynamic_quantize": [(wide, wide, draw.normal(64), 1e-6)],
         "add_rms_norm_quantize": [(wide, wide, draw.normal(64), 1e-6, scales, None)],
         "dynamic_quantize": [(wide,)],
+        "linear_int8": [(wide, weight, scales[:8], None)],
         "quant_linear_dynamic": [(empty, none, weight, scales[:8], None, torch.float16)],
         "quant_linear_static": [(empty, weight, scales[:8], None, torch.float16)],
         "quantize": [(wide, scales, None), (wide, scales[:1], None)],
         "silu_and_mul_dynamic_quantize": [(wide,)],
         "silu_and_mul_quantize": [(wide, scales[:32], None)],
     }
+
+
+OF_EXPERTS = ("topk_route", "expert_", "grouped_", "quant_expert", "quant_grouped")
+EXPERT_OPERATIONS = [name for name in ops.catalogue() if name.startswith(OF_EXPERTS)]
 
 
 def test_of_no_tokens(npu: Opened) -> None:
@@ -120,6 +125,10 @@ def test_of_no_tokens(npu: Opened) -> None:
         "store_kv_cache": [(draw.normal(0, 2, 64), draw.normal(0, 2, 64), *caches, none)],
         **quantized_nothing(draw),
     }  # fmt: skip
+    for name in EXPERT_OPERATIONS:
+        every = ops.operation(name).samples(draw)
+        of_nothing[name] = [each for each in every if not next(x for x in each if isinstance(x, Tensor)).shape[0]]
+        assert of_nothing[name], name
     assert set(of_nothing) == set(ops.catalogue())
     for name, samples in of_nothing.items():
         for sample in samples:

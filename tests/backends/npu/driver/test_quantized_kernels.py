@@ -48,13 +48,16 @@ def arguments(backend: hal.Backend, name: str, draw: Draw, tokens: int, *, shift
     width, out, dtype = 192, 96, draw.dtype
     hidden = draw.normal(tokens, width), draw.normal(tokens, width), draw.normal(width), EPS
     x, weight, scale = projection(draw, tokens, width, out)
+    integers = weight
     weight = backend.prepare_weight(weight, WeightUse("quant_linear_dynamic", "weight", dtype))
     deq_scale = backend.prepare_weight(scale, WeightUse("quant_linear_static", "deq_scale", dtype))
     bias = draw.integers(-(2**16), 2**16, out, dtype=torch.int32) if shifted else None
     x_scale = draw.integers(50, 200, tokens).float() * 1e-2
+    weights_only = weight_only(backend, draw, integers, scale * 8, draw.normal(out) if shifted else None)
     samples: dict[str, Sample] = {
         "quantize": (hidden[0], *quantizer(draw, width, shifted=shifted)),
         "dynamic_quantize": (hidden[0],),
+        "linear_int8": (hidden[0], *weights_only),
         "quant_linear_static": (x, weight, deq_scale, bias, dtype),
         "quant_linear_dynamic": (x, x_scale, weight, scale, draw.normal(out) if shifted else None, dtype),
         "add_rms_norm_quantize": (*hidden, *quantizer(draw, width, shifted=shifted)),
@@ -65,9 +68,21 @@ def arguments(backend: hal.Backend, name: str, draw: Draw, tokens: int, *, shift
     return samples[name]
 
 
+def weight_only(
+    backend: hal.Backend, draw: Draw, weight: Tensor, scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the weight, scales and bias of linear_int8 as the backend prepares them."""
+    named = {"weight": weight, "weight_scale": scale, "bias": None if bias is None else bias.float()}
+    return tuple(
+        None if value is None else backend.prepare_weight(value, WeightUse("linear_int8", name, draw.dtype))
+        for name, value in named.items()
+    )
+
+
 LAUNCHES = {
     "quantize": "Quantize",
     "dynamic_quantize": "DynamicQuantV2",
+    "linear_int8": "WeightQuantBatchMatmulV2",
     "quant_linear_static": "QuantMatmulV5",
     "quant_linear_dynamic": "QuantMatmulV5",
     "add_rms_norm_quantize": "AddRmsNormQuantV2",
@@ -165,6 +180,30 @@ def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype) -> None:
             found = backend.ops.quant_linear_dynamic(x, x_scale, prepared, scale, added, dtype)
             right = ops.operation("quant_linear_dynamic").reference(*on_cpu((x, x_scale, weight, scale, added, dtype)))
             assert_agree(ops.operation("quant_linear_dynamic"), dtype, found, right, what)
+
+
+@each_dtype()
+@pytest.mark.parametrize("nz", [False, True], ids=["nd", "nz"])
+def test_weights_only_at_random(npu: Opened, nz: bool, dtype: torch.dtype) -> None:
+    """Scales and biases as prepared at load, and as they are, which costs launches that convert them."""
+    import torch_npu
+
+    backend, draw = npu(options={"nz_weights": nz}), Draw(dtype, "npu", int(nz))
+    operation = ops.operation("linear_int8")
+    for _ in range(6):
+        tokens, width, out = (int(draw.integers(1, most, 1)[0]) for most in (40, 300, 200))
+        _, weight, scale = projection(draw, tokens, width, out)
+        x, scale, bias = draw.normal(tokens, width), scale * 8, draw.normal(out).float()
+        right = operation.reference(*on_cpu((x, weight, scale, bias)))
+        prepared = weight_only(backend, draw, weight, scale, bias)
+        assert isinstance(prepared[0], Tensor)
+        assert (torch_npu.get_npu_format(prepared[0]) == FRACTAL_NZ) == (nz and min(width, out) > 1)
+        found, launches = counted(lambda x=x, given=prepared: backend.ops.linear_int8(x, *given))
+        assert launches == {"WeightQuantBatchMatmulV2": 1}
+        assert_agree(operation, dtype, found, right, f"{tokens}x{width}x{out}")
+        assert_agree(operation, dtype, backend.ops.linear_int8(x, weight, scale, bias), right, "unprepared")
+        folded = backend.ops.linear_int8(x.view(1, *x.shape), *prepared)
+        assert torch.equal(folded.cpu(), found.cpu().unsqueeze(0))
 
 
 @each_dtype()

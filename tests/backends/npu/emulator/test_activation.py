@@ -517,15 +517,15 @@ def test_every_function_that_torch_npu_links_has_a_stub(stubs: dict[str, str]) -
 
 
 def test_what_is_not_emulated_fails_by_name() -> None:
-    scores = torch.ones(4, 8, dtype=torch.float16, device="npu")
+    x, weight = torch.ones(4, 8, dtype=torch.float16, device="npu"), torch.ones(8, dtype=torch.float16, device="npu")
 
     def call() -> None:
-        torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=2)
+        torch_npu.npu_group_norm_swish(x, 2, weight, weight)
         torch.npu.synchronize()
 
-    with pytest.raises(RuntimeError, match="the emulated CANN has no aclnnMoeGatingTopKSoftmax"):
+    with pytest.raises(RuntimeError, match="the emulated CANN has no aclnnGroupNormSwish"):
         call()
-    assert scores.sum().item() == 32, "the next call works"
+    assert x.sum().item() == 32, "the next call works"
 
 
 def test_every_library_that_torch_npu_loads_is_there() -> None:

@@ -1,4 +1,4 @@
-"""A quantization scheme: int8 weights with a scale per row, and floating-point activations."""
+"""A quantization scheme: int8 weights with a scale and a zero point per row, and floating-point activations."""
 
 from __future__ import annotations
 
@@ -17,24 +17,33 @@ from hal.quantization.scheme import Scheme
 def _samples(draw: Draw) -> Iterator[Sample]:
     for rows, width, out in ((1, 16, 24), (5, 24, 16), (9, 32, 8)):
         weight = draw.integers(-127, 128, out, width, dtype=torch.int8)
-        yield draw.normal(rows, width), weight, draw.integers(1, 9, out, 1, dtype=torch.int64).float() * 1e-3, None
-    yield draw.normal(2, 3, 32), weight, draw.integers(1, 9, out, 1, dtype=torch.int64).float() * 1e-3, draw.normal(out)
+        scale, zero = _factors(draw, out)
+        yield draw.normal(rows, width), weight, scale, zero, None
+    yield draw.normal(2, 3, 32), weight, scale, zero, draw.normal(out)
+
+
+def _factors(draw: Draw, out: int) -> tuple[Tensor, Tensor]:
+    scale = draw.integers(1, 9, out, 1, dtype=torch.int64).float() * 1e-3
+    return scale, draw.integers(-9, 10, out, 1, dtype=torch.int8)
 
 
 @ops.op(
     samples=_samples,
     axes={
         "x": "... in_features", "weight": "out_features in_features", "weight_scale": "out_features 1",
-        "bias": "out_features", "return": "... out_features",
+        "zero_point": "out_features 1", "bias": "out_features", "return": "... out_features",
     },
-    dtypes={"x": FLOATING, "weight": torch.int8, "weight_scale": torch.float32, "bias": "x", "return": "x"},
+    dtypes={
+        "x": FLOATING, "weight": torch.int8, "weight_scale": torch.float32, "zero_point": torch.int8, "bias": "x",
+        "return": "x",
+    },
     rowwise="...",
     weights=("weight",),
     namespace="hal_toys",
 )  # fmt: skip
-def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ (weight * weight_scale).T + bias`` in float32, rounded once."""
-    result = x.float() @ (weight.float() * weight_scale).t()
+def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, zero_point: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x @ ((weight - zero_point) * weight_scale).T + bias`` in float32, rounded once."""
+    result = x.float() @ ((weight.float() - zero_point.float()) * weight_scale).t()
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
 
@@ -44,8 +53,10 @@ class Int8Linear(QuantizedLinear):
     def __init__(self, linear: Linear) -> None:
         super().__init__(linear)
         self.weight_scale: Tensor
+        self.weight_zero_point: Tensor
         self.bias: Tensor | None
         self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0], 1))
+        self.register_buffer("weight_zero_point", torch.empty(linear.weight.shape[0], 1, dtype=torch.int8))
         self.register_buffer("bias", None if linear.bias is None else torch.empty(linear.bias.shape))
 
     @property
@@ -54,11 +65,12 @@ class Int8Linear(QuantizedLinear):
         return {
             "weight": Weight.merged(self.parts, "weight", "out_features in_features", consumer=consumer),
             "weight_scale": Weight.merged(self.parts, "weight_scale", "out_features one", dtype=torch.float32),
+            "weight_zero_point": Weight.merged(self.parts, "weight_zero_point", "out_features one"),
             "bias": Weight.merged(self.parts, "bias", "out_features"),
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = int8_linear(x, self.weight, self.weight_scale, self.bias)
+        result: Tensor = int8_linear(x, self.weight, self.weight_scale, self.weight_zero_point, self.bias)
         return result
 
 
@@ -66,8 +78,8 @@ class Int8Weights(Scheme):
     """A scheme whose layer binds all tensors that it reads."""
 
     name = "int8_weights"
-    summary = "int8 weights with a scale for each output channel, and floating activations"
-    spellings = {COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, None)}  # noqa: RUF012 - a constant
+    summary = "int8 weights with a scale and a zero point for each output channel, and floating activations"
+    spellings = {COMPRESSED_TENSORS: Group({**CHANNEL_WEIGHTS, "symmetric": False}, None)}  # noqa: RUF012 - a constant
 
     def layer(self, linear: Linear) -> Int8Linear:
         return Int8Linear(linear)

@@ -12,21 +12,6 @@ bool given(const In& tensor) {
     return tensor && tensor.sizes() != at::IntArrayRef{0};
 }  // a tensor of shape [0] means none
 
-bool is_packed_scale(const In& scale) { return scale.dtype() == at::kLong || scale.dtype() == at::kUInt64; }
-
-// TransQuantParam packs a float32 scale into the low 32 bits and a 9-bit offset at bit 37.
-at::Tensor scale_of(const In& scale) {
-    if (!is_packed_scale(scale)) return scale.tensor().to(at::kFloat);
-    return scale.tensor().contiguous().view(at::kLong).to(at::kInt).view(at::kFloat);
-}
-
-at::Tensor offset_of(const In& scale) {
-    auto bits = scale.tensor().contiguous().view(at::kLong);
-    return bits.bitwise_left_shift(at::full({}, 18, at::kLong))
-        .bitwise_right_shift(at::full({}, 55, at::kLong))
-        .to(at::kFloat);
-}
-
 bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
 
 // int4 is packed into int32 along the contiguous dimension.
@@ -34,13 +19,6 @@ at::Tensor wide_matrix(const In& matrix) {
     auto values = matrix.tensor();
     if (values.scalar_type() != at::kInt) return values;
     return is_transposed(matrix) ? unpack_int4(values.transpose(-1, -2)).transpose(-1, -2) : unpack_int4(values);
-}
-
-// Returns the exact matrix product of integers.
-at::Tensor integer_product(const at::Tensor& x1, const at::Tensor& x2) {
-    auto dtype = x1.size(-1) <= 1024 ? at::kFloat
-                                     : at::kDouble;  // 1024 * 128 * 128 fits into the 24 bits of float32's significand
-    return at::matmul(x1.to(dtype), x2.to(dtype));
 }
 
 int64_t inner(const In& x1) { return x1.size(-1) * (x1.dtype() == at::kInt ? 8 : 1); }

@@ -37,6 +37,34 @@ at::Tensor unpack_int4(const at::Tensor& packed) {
     return nibbles.flatten(-2).to(at::kFloat);
 }
 
+bool is_packed_scale(const In& scale) { return scale.dtype() == at::kLong || scale.dtype() == at::kUInt64; }
+
+at::Tensor scale_of(const at::Tensor& scale) {
+    bool packed = scale.scalar_type() == at::kLong || scale.scalar_type() == at::kUInt64;
+    if (!packed) return scale.to(at::kFloat);
+    return scale.contiguous().view(at::kLong).to(at::kInt).view(at::kFloat);
+}
+
+at::Tensor offset_of(const at::Tensor& scale) {
+    auto bits = scale.contiguous().view(at::kLong);
+    return bits.bitwise_left_shift(at::full({}, 18, at::kLong))
+        .bitwise_right_shift(at::full({}, 55, at::kLong))
+        .to(at::kFloat);
+}
+
+at::Tensor integer_product(const at::Tensor& x1, const at::Tensor& x2) {
+    constexpr int64_t kExact = 1024;  // 1024 * 128 * 128 fits into the 24 bits of float32's significand
+    auto part = [&](int64_t begin, int64_t count) {
+        return at::matmul(x1.narrow(-1, begin, count).to(at::kFloat), x2.narrow(-2, begin, count).to(at::kFloat));
+    };
+    int64_t inner = x1.size(-1);
+    if (inner <= kExact) return part(0, inner);
+    auto sums = part(0, kExact).to(at::kDouble);
+    for (int64_t begin = kExact; begin < inner; begin += kExact)
+        sums.add_(part(begin, std::min(kExact, inner - begin)));
+    return sums;
+}
+
 double largest_quantized(const Out& output, int64_t width) { return is_int4(output, width) ? 7 : 127; }
 
 void quantize_rows(const at::Tensor& values, const Out& output, const Out& scale) {

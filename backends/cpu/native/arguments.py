@@ -1,0 +1,68 @@
+"""Declarations of C++ functions, and checks and conversions of their arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.errors import OperationError
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Codes of the dtypes in C++."""
+
+
+def bound(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of the library with its types declared, so that ctypes checks and converts the arguments."""
+    found = getattr(library, name)
+    found.argtypes, found.restype = arguments, result
+    return found
+
+
+def rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return x with unit stride in its last dimension, and ``(rows per group, group stride, row stride)``."""
+    if x.stride(-1) != 1 or x.dim() not in (2, 3):
+        x = x.contiguous()
+    if x.dim() == 3:
+        return x, (x.shape[1], x.stride(0), x.stride(1))
+    return x, (1, x.stride(0) if x.dim() == 2 else x.shape[-1], 0)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return x ``[tokens, heads, head_dim]`` with each token's heads contiguous."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def integers(x: Tensor, name: str) -> Tensor:
+    """Return x contiguous and in int32.
+
+    Raises:
+        OperationError: a value is out of the range of int32.
+    """
+    if x.dtype is torch.int32:
+        return x.contiguous()
+    narrow = x.to(torch.int32)
+    if not torch.equal(narrow.to(x.dtype), x):
+        raise OperationError(f"{name} is {x.dtype} with values out of the range of int32", f"check the batch's {name}")
+    return narrow.contiguous()
+
+
+def empty(shape: Any, like: Tensor) -> Tensor:
+    """Return a new, contiguous tensor of a dtype."""
+    return torch.empty(shape, dtype=like.dtype)
+
+
+def require(fits: bool, operation: str, *tensors: Tensor, indices: tuple[Tensor, ...] = ()) -> None:
+    """Raise OperationError unless ``fits``, the first tensor's dtype is supported, and all are on the CPU."""
+    if fits and tensors[0].dtype in DTYPES and all(tensor.is_cpu for tensor in (*tensors, *indices)):
+        return
+    found = ", ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + ("" if tensor.is_cpu else " not on the CPU")
+        for tensor in (*tensors, *indices)
+    )
+    raise OperationError(
+        f"{operation} was given {found}",
+        "give tensors on the CPU, float32, bfloat16 or float16, of the shapes in the operation's documentation",
+    )

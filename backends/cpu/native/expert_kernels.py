@@ -1,0 +1,161 @@
+"""Python bindings of the C++ kernels of mixtures of experts."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hal.errors import OperationError
+
+from ..grouped import wrong_counts
+from .arguments import DTYPES, bound, empty, integers, require
+
+EXPERT_KERNELS = ("expert_mlp", "expert_permute", "expert_unpermute", "grouped_linear", "topk_route")
+
+
+class ExpertKernels:
+    """The bindings, as :mod:`.kernels` describes them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        function = partial(bound, library)
+        pointers = [c_void_p] * 6
+        self._route = function("topk_route", None, *pointers[:4], c_int, *[c_int64] * 3, c_int, c_float, *[c_int64] * 3)
+        self._permute = function("expert_permute", c_int64, *pointers[:5], *[c_int64] * 4)
+        self._unpermute = function("expert_unpermute", c_int64, *pointers[:4], c_int, *[c_int64] * 3)
+        self._grouped = function("grouped_linear", c_int64, *pointers[:4], c_int, *[c_int64] * 4)
+        self._mlp = function("expert_mlp", c_int64, *pointers, c_int, *[c_int64] * 5)
+
+    def topk_route(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        sigmoid: bool,
+        renormalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
+        group_best: int,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`hal.ops.topk_route`. torch computes the scores, so that their ties are the reference's."""
+        tokens, num_experts = logits.shape
+        fits = num_groups >= 1 and num_experts % num_groups == 0 and 1 <= top_groups <= num_groups
+        fits = fits and 1 <= group_best <= num_experts // num_groups
+        require(fits and 1 <= top_k <= num_experts // num_groups * top_groups, "topk_route", logits)
+        if bias is not None:
+            require(bias.shape == (num_experts,) and bias.dtype is torch.float32, "topk_route", logits, bias)
+            bias = bias.contiguous()
+        wide = logits.float()
+        scores = (wide.sigmoid() if sigmoid else wide.softmax(-1)).contiguous()
+        new = torch.empty(tokens, top_k, dtype=logits.dtype), torch.empty(tokens, top_k, dtype=torch.int32)
+        weights, experts = new if out is None else out
+        self._route(
+            scores.data_ptr(), None if bias is None else bias.data_ptr(), weights.data_ptr(), experts.data_ptr(),
+            DTYPES[logits.dtype], tokens, num_experts, top_k, renormalize, scale, num_groups, top_groups, group_best,
+        )  # fmt: skip
+        return weights, experts
+
+    def expert_permute(
+        self, x: Tensor, experts: Tensor, num_experts: int, *, out: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :func:`hal.ops.expert_permute`. It sorts by counting.
+
+        Raises:
+            OperationError: an expert does not exist, or shapes or dtypes differ.
+        """
+        (tokens, width), experts = x.shape, integers(experts, "experts")
+        require(experts.dim() == 2 and experts.shape[0] == tokens, "expert_permute", x, indices=(experts,))
+        x, rows = x.contiguous(), experts.numel()
+        new = (
+            empty((rows, width), x), torch.empty(num_experts, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
+        )  # fmt: skip
+        y, counts, positions = new if out is None else out
+        wrong = self._permute(
+            x.data_ptr(), experts.data_ptr(), y.data_ptr(), counts.data_ptr(), positions.data_ptr(), tokens,
+            experts.shape[1], num_experts, width * x.element_size(),
+        )  # fmt: skip
+        _refuse(wrong, "expert_permute", experts, num_experts)
+        return y, counts, positions
+
+    def expert_unpermute(
+        self, rows: Tensor, positions: Tensor, weights: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`hal.ops.expert_unpermute`. It widens no copy of the rows.
+
+        Raises:
+            OperationError: a position is outside the rows, or shapes or dtypes differ.
+        """
+        (tokens, top_k), width, positions = weights.shape, rows.shape[1], integers(positions, "positions")
+        fits = rows.shape[0] == tokens * top_k == positions.numel() and weights.dtype is rows.dtype
+        require(fits, "expert_unpermute", rows, weights, indices=(positions,))
+        rows, weights = rows.contiguous(), weights.contiguous()
+        y = empty((tokens, width), rows) if out is None else out
+        wrong = self._unpermute(
+            rows.data_ptr(), positions.data_ptr(), weights.data_ptr(), y.data_ptr(), DTYPES[rows.dtype], tokens, top_k,
+            width,
+        )  # fmt: skip
+        if wrong:
+            raise OperationError(
+                f"expert_unpermute: position {int(positions[wrong - 1])} is outside {rows.shape[0]} rows",
+                "give the positions that expert_permute returned",
+            )
+        return y
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, counts: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.grouped_linear`. It reads only the weights of experts with rows.
+
+        Raises:
+            OperationError: the counts do not add up to the rows, or shapes or dtypes differ.
+        """
+        num_experts, out_features, width = weight.shape
+        fits = x.shape[1:] == (width,) and weight.dtype is x.dtype
+        fits = fits and counts.shape == (num_experts,) and counts.dtype is torch.int64
+        require(fits, "grouped_linear", x, weight, indices=(counts,))
+        x, weight, counts = x.contiguous(), weight.contiguous(), counts.contiguous()
+        y = empty((x.shape[0], out_features), x) if out is None else out
+        wrong = self._grouped(
+            x.data_ptr(), weight.data_ptr(), counts.data_ptr(), y.data_ptr(), DTYPES[x.dtype], x.shape[0], num_experts,
+            out_features, width,
+        )  # fmt: skip
+        if wrong:
+            raise wrong_counts("grouped_linear", counts, x.shape[0])
+        return y
+
+    def expert_mlp(
+        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`hal.ops.expert_mlp`. It reads only the chosen experts' weights, each once.
+
+        Raises:
+            OperationError: an expert does not exist, or shapes or dtypes differ.
+        """
+        (tokens, hidden), (num_experts, _, width), experts = x.shape, down.shape, integers(experts, "experts")
+        fits = gate_up.shape == (num_experts, 2 * width, hidden) and down.shape == (num_experts, hidden, width)
+        fits = fits and weights.shape == experts.shape and experts.dim() == 2 and experts.shape[0] == tokens
+        fits = fits and x.dtype is gate_up.dtype is down.dtype is weights.dtype
+        require(fits, "expert_mlp", x, gate_up, down, weights, indices=(experts,))
+        x, weights = x.contiguous(), weights.contiguous()
+        gate_up, down = gate_up.contiguous(), down.contiguous()
+        y = empty(x.shape, x) if out is None else out
+        wrong = self._mlp(
+            x.data_ptr(), gate_up.data_ptr(), down.data_ptr(), weights.data_ptr(), experts.data_ptr(), y.data_ptr(),
+            DTYPES[x.dtype], tokens, hidden, width, num_experts, experts.shape[1],
+        )  # fmt: skip
+        _refuse(wrong, "expert_mlp", experts, num_experts)
+        return y
+
+
+def _refuse(wrong: int, operation: str, experts: Tensor, num_experts: int) -> None:
+    """Raise OperationError if ``wrong`` is not 0, but 1 + the index of an assignment."""
+    if wrong:
+        raise OperationError(
+            f"{operation}: token {(wrong - 1) // experts.shape[1]} has expert {int(experts.flatten()[wrong - 1])}, but "
+            f"there are {num_experts} experts",
+            "give experts as topk_route returns them",
+        )

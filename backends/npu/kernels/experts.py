@@ -1,0 +1,129 @@
+"""Kernels for mixtures of experts, on the generations A2, A3 and 950.
+
+Sources: the documentation of torch_npu (npu_moe_* and npu_grouped_matmul*), and of CANN's ops-transformer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from hal.ops.kernels.kernel_table import Kernel
+
+from .kernels import in_fractal_nz, silu_and_mul
+
+MAX_EXPERTS = 2048
+"""The most experts that npu_moe_gating_top_k supports."""
+COUNTS = 1
+"""``expert_tokens_num_type`` and ``group_list_type``: the number of rows of each expert."""
+ALL = -1
+"""``active_num``: all rows."""
+PLAIN, STATIC, DYNAMIC = -1, 0, 1
+"""``quant_mode`` of npu_moe_init_routing_v2."""
+BY_TOKEN = 2
+"""``drop_pad_mode`` of npu_moe_finalize_routing: no dropped rows, and positions by token."""
+
+
+def kernels() -> dict[str, Kernel]:
+    """Return the floating-point kernels, by operation."""
+    return {
+        "expert_mlp": expert_mlp,
+        "expert_permute": expert_permute,
+        "expert_unpermute": expert_unpermute,
+        "grouped_linear": grouped_linear,
+        "topk_route": topk_route,
+    }
+
+
+def topk_route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    group_best: int,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.topk_route`.
+
+    One launch without a bias; with one, logits are computed in float32, the bias's dtype. npu_moe_gating_top_k divides
+    sigmoid scores always, so that their sum is multiplied back if they are not renormalized.
+    """
+    if not logits.shape[0]:
+        return logits.new_empty(0, top_k), logits.new_empty(0, top_k, dtype=torch.int32)
+    given = logits if bias is None else logits.float()
+    weights, experts, scores = torch_npu.npu_moe_gating_top_k(
+        given, top_k, bias=bias, k_group=top_groups, group_count=num_groups, group_select_mode=group_best - 1,
+        renorm=int(renormalize and not sigmoid), norm_type=int(sigmoid), out_flag=sigmoid and not renormalize,
+        routed_scaling_factor=scale,
+    )  # fmt: skip
+    if sigmoid and not renormalize:
+        weights = scores.gather(-1, experts.long()) * scale
+    return weights.to(logits.dtype), experts
+
+
+def permuted(x: Tensor, experts: Tensor, num_experts: int, quant_mode: int = PLAIN) -> tuple[Tensor, ...]:
+    """Return the rows sorted by expert, their counts and positions, and, quantized dynamically, their scales.
+
+    The range of experts is given although it holds all: without it, torch_npu 2.13 keeps the number of experts of the
+    first call.
+    """
+    rows, positions, counts, scale = torch_npu.npu_moe_init_routing_v2(
+        x, experts, active_num=ALL, expert_num=num_experts, expert_tokens_num_type=COUNTS,
+        expert_tokens_num_flag=True, quant_mode=quant_mode, active_expert_range=[0, num_experts], row_idx_type=0,
+    )  # fmt: skip
+    return rows, counts, positions, scale
+
+
+def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`hal.ops.expert_permute`."""
+    if not x.shape[0]:
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
+        return x.new_empty(0, x.shape[1]), counts, experts.new_empty(0)
+    rows, counts, positions, _ = permuted(x, experts, num_experts)
+    return rows, counts, positions
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """See :func:`hal.ops.grouped_linear`."""
+    return grouped_matmul(x, weight, counts) if x.shape[0] else x.new_empty(0, weight.shape[1])
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, **options: Any) -> Tensor:
+    """Call npu_grouped_matmul for weights ``[num_experts, out_features, in_features]``."""
+    (output,) = torch_npu.npu_grouped_matmul(
+        [x.contiguous()], [weight.transpose(1, 2)], group_list=counts, split_item=3, group_type=0,
+        group_list_type=COUNTS, **options,
+    )  # fmt: skip
+    return output  # type: ignore[no-any-return]
+
+
+def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    """See :func:`hal.ops.expert_unpermute`."""
+    if not weights.shape[0]:
+        return rows.new_empty(0, rows.shape[1])
+    return torch_npu.npu_moe_finalize_routing(  # type: ignore[no-any-return]
+        rows, None, None, None, weights, positions, None, drop_pad_mode=BY_TOKEN
+    )
+
+
+def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """See :func:`hal.ops.expert_mlp`. Five launches."""
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
+    activated = silu_and_mul(grouped_linear(rows, gate_up, counts))
+    return expert_unpermute(grouped_linear(activated, down, counts), positions, weights)
+
+
+def prepared_weight(weight: Tensor, nz: bool) -> Tensor:
+    """Return the weights of experts, ``[num_experts, out_features, in_features]``, in the kernels' format.
+
+    npu_grouped_matmul supports FRACTAL_NZ for two or more experts.
+    """
+    return in_fractal_nz(weight) if nz and weight.shape[0] > 1 else weight

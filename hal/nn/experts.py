@@ -1,0 +1,168 @@
+"""Mixtures of experts: the projections of all experts as one layer, and the MLP that routes tokens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+from hal.errors import ConfigError
+from hal.nn.linear import IN, OUT, Linear
+from hal.nn.weight import Consumer, Weight
+from hal.nn.weight_assembly import Concatenated, Stacked
+
+EXPERTS = "num_experts"
+MAX_EXPERTS = 1 << 16
+"""Each expert's tensors have names, which a damaged config must not multiply without limit."""
+
+
+class GroupedLinear(nn.Module):
+    """:func:`hal.ops.grouped_linear`: one projection per expert, without bias.
+
+    In the checkpoint, an expert is a module beside this layer, which has a number and the parts:
+    ``3.gate_proj.weight``.
+
+    Args:
+        num_experts: the number of experts.
+        in_features: features of the input.
+        parts: the out_features of each part of an expert, in order, by its name in the checkpoint.
+        shard: the axis along which ranks may split the weight: ``num_experts``, ``out_features``, ``in_features`` or
+            None.
+
+    Attributes:
+        weight: ``[num_experts, out_features, in_features]``.
+    """
+
+    def __init__(
+        self, num_experts: int, in_features: int, parts: Mapping[str, int], *, shard: str | None = EXPERTS
+    ) -> None:
+        super().__init__()
+        self.parts, self.shard = dict(parts), shard
+        weight = torch.empty(num_experts, sum(parts.values()), in_features)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declarations of its tensors."""
+        consumer = Consumer("grouped_linear", "weight")
+        return {"weight": grouped_weight(self.weight.shape[0], self.parts, self.shard, consumer)}
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
+
+        Args:
+            x: the rows.
+            counts: the number of rows of each expert, int64 ``[num_experts]``.
+        """
+        return ops.grouped_linear(x, self.weight, counts)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
+def grouped_weight(num_experts: int, parts: Mapping[str, int], shard: str | None, consumer: Consumer) -> Weight:
+    """Return the declaration of a grouped projection's weight ``[num_experts, out_features, in_features]``."""
+    sources = tuple(f".{expert}.{part}.weight" for expert in range(num_experts) for part in parts)
+    merged = Concatenated(OUT, tuple(parts.values()))
+    return Weight(sources, f"{EXPERTS} {OUT} {IN}", shard, Stacked(merged), consumer)
+
+
+class Gate(Linear):
+    """A small projection whose result routes or scales others, such as the scores of experts.
+
+    It stays unquantized.
+    """
+
+
+class Experts(nn.Module):
+    """The gated MLPs of several experts: ``down(silu(gate(x)) * up(x))`` for each token's experts.
+
+    Args:
+        num_experts: the number of experts.
+        hidden_size: features of the input and of the output.
+        width: features between the projections, for each expert.
+        names: the checkpoint's names of the gate, up and down projections of an expert.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        *,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        super().__init__()
+        gate, up, down = names
+        self.num_experts = num_experts
+        self.gate_up_proj = GroupedLinear(num_experts, hidden_size, {gate: width, up: width})
+        self.down_proj = GroupedLinear(num_experts, width, {down: hidden_size})
+
+    def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape.
+
+        Args:
+            hidden: the tokens.
+            weights: ``[tokens, top_k]``: the weight of each of a token's experts.
+            experts: ``[tokens, top_k]``, int32.
+        """
+        rows, counts, positions = ops.expert_permute(hidden, experts, self.num_experts)
+        activated = ops.silu_and_mul(self.gate_up_proj(rows, counts))
+        return ops.expert_unpermute(self.down_proj(activated, counts), positions, weights)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
+class SparseMLP(nn.Module):
+    """A softmax router and its experts, each token's results weighted by its scores.
+
+    Args:
+        hidden_size: features of the input and of the output.
+        width: features between an expert's projections.
+        num_experts: the number of experts.
+        top_k: the number of experts per token.
+        renormalize: whether the weights of a token add up to 1.
+        names: see :class:`Experts`.
+
+    Raises:
+        ConfigError: the numbers of experts are out of range.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalize: bool,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError(
+                f"config.json chooses {top_k} experts per token of {num_experts}",
+                f"correct num_experts_per_tok: it is from 1 to the number of experts, {num_experts}",
+            )
+        if num_experts > MAX_EXPERTS:
+            raise ConfigError(
+                f"config.json has {num_experts} experts, more than {MAX_EXPERTS}", "correct the number of experts"
+            )
+        self.top_k, self.renormalize = top_k, renormalize
+        self.gate = Gate(hidden_size, num_experts)
+        self.experts = Experts(num_experts, hidden_size, width, names=names)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape."""
+        weights, experts = ops.topk_route(
+            self.gate(hidden), None, self.top_k, sigmoid=False, renormalize=self.renormalize, scale=1.0, num_groups=1,
+            top_groups=1, group_best=1,
+        )  # fmt: skip
+        return self.experts(hidden, weights, experts)
+
+    if TYPE_CHECKING:
+        __call__ = forward

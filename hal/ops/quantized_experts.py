@@ -1,0 +1,273 @@
+"""Mixtures of experts in W8A8, static and dynamic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.experts import (
+    GROUPED,
+    ROUTINGS,
+    expert_permute,
+    expert_unpermute,
+    routing,
+    row_experts,
+    split_rows,
+)
+from hal.ops.fused_quantization import ROUNDED_BEFORE, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
+from hal.ops.quantization import dynamic_quantize, int8_matmul, quantize
+
+SCALES = (torch.float32, torch.bfloat16)
+"""Dtypes of weights' scales: float32, or bfloat16 where a driver prepared them so."""
+
+
+def quantized_projections(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield x, the weights, a scale per output, and the rows of each expert."""
+    for rows, experts, width, out in GROUPED:
+        x = draw.integers(-128, 128, rows, width, dtype=torch.int8)
+        weight = draw.integers(-127, 128, experts, out, width, dtype=torch.int8)
+        scale = draw.integers(50, 200, experts, out, dtype=torch.int64).float() * 1e-6
+        yield x, weight, scale, split_rows(draw, rows, experts)
+    yield x, weight, scale, draw.tensor([0, 40, 0, 0], torch.int64)
+
+
+def _static_samples(draw: Draw) -> Iterator[Sample]:
+    for x, weight, scale, counts in quantized_projections(draw):
+        bias = draw.integers(-(2**20), 2**20, *scale.shape, dtype=torch.int32)
+        yield x, weight, scale, None, counts, draw.dtype
+        yield x, weight, scale, bias, counts, draw.dtype
+
+
+@op(
+    samples=_static_samples,
+    axes={
+        "x": "assignments in_features", "weight": "num_experts out_features in_features",
+        "deq_scale": "num_experts out_features", "quant_bias": "num_experts out_features", "counts": "num_experts",
+        "return": "assignments out_features",
+    },
+    dtypes={
+        "x": torch.int8, "weight": torch.int8, "deq_scale": SCALES, "quant_bias": torch.int32,
+        "counts": torch.int64, "return": "dtype",
+    },
+    rowwise=None,
+    weights=("weight", "deq_scale"),
+)  # fmt: skip
+def quant_grouped_linear_static(
+    x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, counts: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Project consecutive rows as :func:`quant_linear_static` does, with one weight per expert.
+
+    Args:
+        x: ``[assignments, in_features]``, int8, sorted by expert.
+        weight: ``[num_experts, out_features, in_features]``, int8, in the layout that the driver prepared.
+        deq_scale: ``[num_experts, out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` returned it.
+        quant_bias: ``[num_experts, out_features]``, int32, or None.
+        counts: as in :func:`grouped_linear`.
+        dtype: the dtype of the result, floating.
+
+    Returns:
+        ``[assignments, out_features]``, of dtype.
+    """
+    owner = row_experts(x, counts)
+    sums = _grouped_product(x, weight, owner)
+    known = owner.squeeze(-1).clamp(max=weight.shape[0] - 1)
+    if quant_bias is not None:
+        sums = sums + quant_bias[known]
+    return (sums.float() * deq_scale[known]).to(dtype)
+
+
+def _dynamic_samples(draw: Draw) -> Iterator[Sample]:
+    for x, weight, scale, counts in quantized_projections(draw):
+        x_scale = draw.integers(50, 200, x.shape[0], dtype=torch.int64).float() * 1e-2
+        yield x, x_scale, weight, scale, counts, draw.dtype
+
+
+@op(
+    samples=_dynamic_samples,
+    axes={
+        "x": "assignments in_features", "x_scale": "assignments",
+        "weight": "num_experts out_features in_features", "weight_scale": "num_experts out_features",
+        "counts": "num_experts", "return": "assignments out_features",
+    },
+    dtypes={
+        "x": torch.int8, "x_scale": torch.float32, "weight": torch.int8, "weight_scale": SCALES,
+        "counts": torch.int64, "return": "dtype",
+    },
+    rowwise=None,
+    weights=("weight", "weight_scale"),
+)  # fmt: skip
+def quant_grouped_linear_dynamic(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Project consecutive rows as :func:`quant_linear_dynamic` does, with one weight per expert.
+
+    Args:
+        x: ``[assignments, in_features]``, int8, sorted by expert.
+        x_scale: ``[assignments]``, float32.
+        weight: ``[num_experts, out_features, in_features]``, int8, in the layout that the driver prepared.
+        weight_scale: ``[num_experts, out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` returned it.
+        counts: as in :func:`grouped_linear`.
+        dtype: the dtype of the result, floating.
+
+    Returns:
+        ``[assignments, out_features]``, of dtype.
+    """
+    owner = row_experts(x, counts)
+    known = owner.squeeze(-1).clamp(max=weight.shape[0] - 1)
+    values = _grouped_product(x, weight, owner).float() * weight_scale[known] * x_scale.unsqueeze(-1)
+    return values.to(dtype)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, owner: Tensor) -> Tensor:
+    """Return the product of each row with its expert's weight, int32."""
+    output = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.int32, device=x.device)
+    for expert in range(weight.shape[0]):
+        output = torch.where(owner == expert, int8_matmul(x, weight[expert]), output)
+    return output
+
+
+def _routed(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield x, both weights and their scales, and the routing."""
+    for (tokens, num_experts, top_k), (hidden, width) in zip(
+        ROUTINGS, ((64, 48), (32, 96), (48, 16), (16, 24), (80, 32)), strict=True
+    ):
+        sizes = (2 * width, hidden), (hidden, width)
+        weights = [draw.integers(-127, 128, num_experts, *size, dtype=torch.int8) for size in sizes]
+        scales = [
+            draw.integers(50, 200, num_experts, out, dtype=torch.int64).float() * 1e-2 / 127 * width**-0.5
+            for out, width in sizes
+        ]
+        yield (
+            draw.normal(tokens, hidden), weights[0], scales[0], weights[1], scales[1],
+            draw.normal(tokens, top_k).abs(), routing(draw, tokens, num_experts, top_k),
+        )  # fmt: skip
+
+
+QUANT_MLP = {torch.float32: (1e-2, 3e-2), torch.bfloat16: (3e-2, 8e-2), torch.float16: (1.2e-2, 4e-2)}
+"""Tolerance of an MLP whose activations between the products may be off by one."""
+
+
+def _mlp_dynamic_samples(draw: Draw) -> Iterator[Sample]:
+    yield from _routed(draw)
+
+
+@fused_op(
+    samples=_mlp_dynamic_samples,
+    axes={
+        "x": "tokens hidden", "gate_up": "num_experts merged hidden", "gate_up_scale": "num_experts merged",
+        "down": "num_experts hidden merged//2", "down_scale": "num_experts hidden", "weights": "tokens top_k",
+        "experts": "tokens top_k", "return": "tokens hidden",
+    },
+    dtypes={
+        "x": FLOATING, "gate_up": torch.int8, "gate_up_scale": SCALES, "down": torch.int8,
+        "down_scale": SCALES, "weights": "x", "experts": torch.int32, "return": "x",
+    },
+    rowwise="tokens",
+    tolerance=QUANT_MLP,
+    off_by_one=ROUNDED_BEFORE,
+)  # fmt: skip
+def quant_expert_mlp_dynamic(
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+    experts: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the weighted sum of the gated MLPs of each token's experts, in W8A8 with scales per token.
+
+    Args:
+        x: ``[tokens, hidden]``, floating.
+        gate_up: ``[num_experts, 2 * width, hidden]``, int8, in the layout that the driver prepared.
+        gate_up_scale: ``[num_experts, 2 * width]``, float32, or as the driver prepared it.
+        down: ``[num_experts, hidden, width]``, int8, in the layout that the driver prepared.
+        down_scale: ``[num_experts, hidden]``, float32, or as the driver prepared it.
+        weights: ``[tokens, top_k]``, of x's dtype.
+        experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
+
+    Returns:
+        ``[tokens, hidden]``, of x's dtype.
+    """
+    rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
+    quantized, scale = dynamic_quantize(rows)
+    merged = quant_grouped_linear_dynamic(quantized, scale, gate_up, gate_up_scale, counts, x.dtype)
+    quantized, scale = silu_and_mul_dynamic_quantize(merged)
+    output = quant_grouped_linear_dynamic(quantized, scale, down, down_scale, counts, x.dtype)
+    return expert_unpermute(output, positions, weights)
+
+
+def _mlp_static_samples(draw: Draw) -> Iterator[Sample]:
+    for x, gate_up, gate_up_scale, down, down_scale, weights, experts in _routed(draw):
+        inputs = [
+            (
+                draw.tensor([step], torch.float32).expand(size).contiguous(),
+                draw.tensor([-7], torch.int32).expand(size).contiguous(),
+            )
+            for step, size in ((0.03125, gate_up.shape[2]), (0.0625, down.shape[2]))
+        ]  # fmt: skip
+        for bias in (False, True):
+            (scale, offset), (down_input, down_offset) = inputs
+            if not bias:  # the other form of a scale
+                scale, down_input = scale[:1].clone(), down_input[:1].clone()
+            biases = [
+                draw.integers(-500, 500, *each.shape, dtype=torch.int32) if bias else None
+                for each in (gate_up_scale, down_scale)
+            ]
+            yield (
+                x, scale, offset if bias else None, gate_up, gate_up_scale * 0.03125, biases[0], down_input,
+                down_offset if bias else None, down, down_scale * 0.0625, biases[1], weights, experts,
+            )  # fmt: skip
+
+
+@fused_op(
+    samples=_mlp_static_samples,
+    axes={
+        "x": "tokens hidden", "scale": "channels=1|hidden", "offset": "channels",
+        "gate_up": "num_experts merged hidden", "gate_up_scale": "num_experts merged",
+        "gate_up_bias": "num_experts merged", "down_input_scale": "down_channels=1|merged//2",
+        "down_input_offset": "down_channels", "down": "num_experts hidden merged//2",
+        "down_scale": "num_experts hidden", "down_bias": "num_experts hidden", "weights": "tokens top_k",
+        "experts": "tokens top_k", "return": "tokens hidden",
+    },
+    dtypes={
+        "x": FLOATING, "scale": torch.float32, "offset": torch.int32, "gate_up": torch.int8,
+        "gate_up_scale": SCALES, "gate_up_bias": torch.int32, "down_input_scale": torch.float32,
+        "down_input_offset": torch.int32, "down": torch.int8, "down_scale": SCALES,
+        "down_bias": torch.int32, "weights": "x", "experts": torch.int32, "return": "x",
+    },
+    rowwise="tokens",
+    tolerance=QUANT_MLP,
+    off_by_one=ROUNDED_BEFORE,
+)  # fmt: skip
+def quant_expert_mlp_static(
+    x: Tensor, scale: Tensor, offset: Tensor | None, gate_up: Tensor, gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None, down_input_scale: Tensor, down_input_offset: Tensor | None, down: Tensor,
+    down_scale: Tensor, down_bias: Tensor | None, weights: Tensor, experts: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the weighted sum of the gated MLPs of each token's experts, in W8A8 with fixed activation scales.
+
+    Args:
+        x: ``[tokens, hidden]``, floating.
+        scale: as in :func:`quantize`, for x.
+        offset: as in :func:`quantize`, for x.
+        gate_up: ``[num_experts, 2 * width, hidden]``, int8, in the layout that the driver prepared.
+        gate_up_scale: ``deq_scale`` of :func:`quant_grouped_linear_static`, ``[num_experts, 2 * width]``.
+        gate_up_bias: ``[num_experts, 2 * width]``, int32, or None.
+        down_input_scale: as in :func:`quantize`, for the activations.
+        down_input_offset: as in :func:`quantize`, for the activations.
+        down: ``[num_experts, hidden, width]``, int8, in the layout that the driver prepared.
+        down_scale: ``deq_scale`` of :func:`quant_grouped_linear_static`, ``[num_experts, hidden]``.
+        down_bias: ``[num_experts, hidden]``, int32, or None.
+        weights: ``[tokens, top_k]``, of x's dtype.
+        experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
+
+    Returns:
+        ``[tokens, hidden]``, of x's dtype.
+    """
+    rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
+    quantized = quantize(rows, scale, offset)
+    merged = quant_grouped_linear_static(quantized, gate_up, gate_up_scale, gate_up_bias, counts, x.dtype)
+    activated = silu_and_mul_quantize(merged, down_input_scale, down_input_offset)
+    output = quant_grouped_linear_static(activated, down, down_scale, down_bias, counts, x.dtype)
+    return expert_unpermute(output, positions, weights)

@@ -1,0 +1,27 @@
+"""``w8a16``: int8 weights with a scale per row, and floating-point activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hal.nn import GroupedLinear, Int8GroupedLinear, Int8Linear, Linear
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.modelslim import MODELSLIM
+from hal.quantization.scaled_rows import ScaledRows
+
+_SPELLINGS: Mapping[str, Any] = {COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, None), MODELSLIM: "W8A16"}
+
+
+class W8A16(ScaledRows):
+    """Int8 weights only."""
+
+    name = "w8a16"
+    summary = "int8 weights with a scale for each output channel, and floating-point activations"
+    spellings = _SPELLINGS
+
+    def layer(self, linear: Linear) -> Int8Linear:
+        return Int8Linear(linear)
+
+    def grouped_layer(self, linear: GroupedLinear) -> Int8GroupedLinear:
+        return Int8GroupedLinear(linear)

@@ -1,0 +1,43 @@
+"""Mixtral: Mistral with a mixture of experts in each layer.
+
+Source: Jiang et al., *Mixtral of Experts*, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs.validators import ge
+
+from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, SelfAttention, SparseMLP, check_window
+
+
+@attrs.frozen(kw_only=True)
+class MixtralConfig(DecoderConfig):
+    """The decoder's keys, those of the experts, and the sliding window of all layers."""
+
+    num_local_experts: int = attrs.field(default=8, validator=ge(1))
+    num_experts_per_tok: int = 2
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = attrs.field(default=None, validator=check_window)
+
+
+class MixtralLayer(DecoderLayer):
+    def __init__(self, config: MixtralConfig) -> None:
+        experts = SparseMLP(
+            config.hidden_size, config.intermediate_size, config.num_local_experts, config.num_experts_per_tok,
+            renormalize=True, names=("w1", "w3", "w2"),
+        )  # fmt: skip
+        attention = SelfAttention(config, sliding_window=config.sliding_window)
+        super().__init__(config, attention, experts, mlp_name="block_sparse_moe")
+
+
+class MixtralForCausalLM(DecoderLM):
+    def __init__(self, config: MixtralConfig) -> None:
+        super().__init__(config, [MixtralLayer(config) for _ in range(config.num_hidden_layers)])
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MixtralForCausalLM:
+        return cls(MixtralConfig.from_config(config))

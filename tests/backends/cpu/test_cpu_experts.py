@@ -1,0 +1,209 @@
+"""The CPU's kernels of mixtures of experts: any routing, what they read and refuse, and that a tape sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cpu.driver import GROUPED
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.errors import OperationError
+from hal.ops import Draw
+from hal.ops.tolerance import assert_agree
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(hidden, width) for hidden in (16, 33, 64, 130) for width in (1, 24, 40)]
+"""Sizes around the vectors and tiles of the kernel."""
+MLP, ROUTE = ops.operation("expert_mlp"), ops.operation("topk_route")
+
+
+def open_cpu(native: bool) -> hal.Backend:
+    return hal.open({"backend": "cpu", "options": {"native": native}})
+
+
+@pytest.fixture(scope="module")
+def native() -> hal.Backend:
+    return open_cpu(native=True)
+
+
+@pytest.fixture(params=[1, 2], ids="threads={}".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def routed(draw: Draw, experts: Tensor, num_experts: int, hidden: int, width: int) -> list[Tensor]:
+    """Return the arguments of expert_mlp."""
+    return [
+        draw.normal(experts.shape[0], hidden),
+        draw.normal(num_experts, 2 * width, hidden, scale=hidden**-0.5),
+        draw.normal(num_experts, hidden, width, scale=width**-0.5),
+        draw.normal(*experts.shape).abs(),
+        experts.int(),
+    ]
+
+
+def chosen(draw: Draw, tokens: int, num_experts: int, top_k: int) -> Tensor:
+    return torch.stack([draw.permutation(num_experts)[:top_k] for _ in range(tokens)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+def test_any_shape(hidden: int, width: int, dtype: torch.dtype, threads: int, native: hal.Backend) -> None:
+    draw = Draw(dtype, seed=hidden * width)
+    for tokens, num_experts, top_k in ((1, 4, 1), (1, 8, 8), (2, 3, 2), (5, 16, 3), (19, 2, 2), (70, 3, 1)):
+        arguments = routed(draw, chosen(draw, tokens, num_experts, top_k), num_experts, hidden, width)
+        assert_agree(MLP, dtype, native.kernels["expert_mlp"](*arguments), MLP.reference(*arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_tokens_to_one_expert(dtype: torch.dtype, threads: int, native: hal.Backend) -> None:
+    """The others have no tokens. 150 rows are more than the kernel multiplies at a time."""
+    draw = Draw(dtype)
+    for tokens in (1, 7, 150):
+        arguments = routed(draw, torch.full((tokens, 1), 3), 5, 72, 36)
+        assert_agree(MLP, dtype, native.kernels["expert_mlp"](*arguments), MLP.reference(*arguments))
+
+
+def test_an_expert_twice_for_a_token(native: hal.Backend) -> None:
+    arguments = routed(Draw(), torch.tensor([[2, 2, 0], [1, 1, 1]]), 3, 32, 16)
+    assert_agree(MLP, torch.float32, native.kernels["expert_mlp"](*arguments), MLP.reference(*arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_does_not_depend_on_its_batch(dtype: torch.dtype, native: hal.Backend) -> None:
+    draw = Draw(dtype)
+    x, gate_up, down, weights, experts = routed(draw, chosen(draw, 90, 4, 2), 4, 130, 40)
+    kernel = native.kernels["expert_mlp"]
+    together = kernel(x, gate_up, down, weights, experts)
+    for rows in (slice(3, 4), slice(10, 13), slice(20, 61)):
+        assert torch.equal(kernel(x[rows], gate_up, down, weights[rows], experts[rows]), together[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_only_the_chosen_experts_are_read(dtype: torch.dtype, native: hal.Backend) -> None:
+    """The weights of the others are NaN, as are a token's neighbours."""
+    draw = Draw(dtype)
+    x, gate_up, down, weights, experts = routed(draw, torch.tensor([[1, 4], [4, 5], [4, 1]]), 7, 48, 20)
+    expected = MLP.reference(x, gate_up, down, weights, experts)
+    for each in (gate_up, down):
+        each[[0, 2, 3, 6]] = float("nan")
+    assert_agree(MLP, dtype, native.kernels["expert_mlp"](x, gate_up, down, weights, experts), expected)
+    x[1] = float("nan")
+    found = native.kernels["expert_mlp"](x, gate_up, down, weights, experts)
+    assert found[1].isnan().all()
+    assert_agree(MLP, dtype, found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("groups", [(1, 1, 1), (4, 2, 1), (4, 2, 2)], ids="groups={}".format)
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_ties_go_to_the_lower_expert(sigmoid: bool, groups: tuple[int, int, int], native: hal.Backend) -> None:
+    """Few distinct logits, so that most scores are equal, within a group and between groups."""
+    draw = Draw(seed=5)
+    logits = torch.cat((draw.integers(0, 3, 200, 16).float(), torch.zeros(1, 16)))
+    for bias in (None, draw.integers(0, 2, 16).float()):
+        arguments = logits, bias, 5, sigmoid, True, 1.5, *groups
+        weights, experts = native.kernels["topk_route"](*arguments)
+        expected_weights, expected = ROUTE.reference(*arguments)
+        assert torch.equal(experts, expected)
+        torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("groups", [(1, 1, 1), (4, 2, 2)], ids="groups={}".format)
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_nan_logits_choose_valid_experts(sigmoid: bool, groups: tuple[int, int, int], native: hal.Backend) -> None:
+    logits = Draw().normal(5, 16)
+    logits[1] = float("nan")
+    logits[2, 9] = float("nan")
+    logits[3] = float("inf")
+    logits[4, 3] = float("-inf")
+    arguments = logits, None, 4, sigmoid, True, 1.0, *groups
+    weights, experts = native.kernels["topk_route"](*arguments)
+    expected_weights, expected = ROUTE.reference(*arguments)
+    assert torch.equal(experts, expected)
+    torch.testing.assert_close(weights, expected_weights, equal_nan=True)
+    assert weights[1:3].isnan().all()
+    assert weights[[0, 4]].isfinite().all()
+    assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 16 for row in experts.tolist())
+
+
+@pytest.mark.parametrize("expert", [-1, 4, 2**31 - 1])
+def test_a_missing_expert_is_refused(expert: int, native: hal.Backend) -> None:
+    arguments = routed(Draw(), torch.tensor([[0, 1], [3, expert]]), 4, 32, 16)
+    with pytest.raises(OperationError, match=f"token 1 has expert {expert}, but there are 4 experts"):
+        native.kernels["expert_mlp"](*arguments)
+    with pytest.raises(OperationError, match=f"token 1 has expert {expert}, but there are 4 experts"):
+        native.kernels["expert_permute"](arguments[0], arguments[4], 4)
+    with pytest.raises(OperationError, match="position 6 is outside 4 rows"):
+        native.kernels["expert_unpermute"](torch.ones(4, 8), torch.tensor([0, 6, 1, 2]).int(), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [6, 0], [6, -1], [2**62, 2**62]])
+@pytest.mark.parametrize("by_torch", [False, True], ids=["C++", "torch"])
+def test_counts_that_do_not_add_up_are_refused(by_torch: bool, counts: list[int]) -> None:
+    x, weight, given = torch.ones(5, 8), torch.ones(2, 4, 8), torch.tensor(counts)
+    kernels = open_cpu(native=not by_torch).kernels
+    quantized = x.to(torch.int8), weight.to(torch.int8), torch.ones(2, 4)
+    calls: dict[str, tuple[Any, ...]] = {
+        "grouped_linear": (x, weight, given),
+        "grouped_linear_int8": (x, *quantized[1:], given),
+        "quant_grouped_linear_dynamic": (quantized[0], torch.ones(5), *quantized[1:], given, torch.float32),
+        "quant_grouped_linear_static": (*quantized, None, given, torch.float32),
+    }
+    assert set(calls) == set(GROUPED)
+    for name, arguments in calls.items():
+        with pytest.raises(OperationError, match=f"{name}: the experts have .* rows, but x has 5"):
+            kernels[name](*arguments)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
+def test_a_tape_replays_other_routings(native: bool, threads: int) -> None:
+    """The number of rows of each expert changes between replays: all to one, none to some."""
+    backend, draw = open_cpu(native), Draw()
+    logits, (x, gate_up, down, *_) = draw.normal(6, 8), routed(draw, chosen(draw, 6, 8, 2), 8, 48, 20)
+
+    def block(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = ops.topk_route(logits, None, 2, False, True, 1.0, 1, 1, 1)
+        rows, counts, positions = ops.expert_permute(x, experts, 8)
+        parts = ops.silu_and_mul(ops.grouped_linear(rows, gate_up, counts))
+        unfused = ops.expert_unpermute(ops.grouped_linear(parts, down, counts), positions, weights)
+        return ops.expert_mlp(x, gate_up, down, weights, experts), unfused
+
+    def expected() -> Tensor:
+        weights, experts = ROUTE.reference(logits, None, 2, False, True, 1.0, 1, 1, 1)
+        result: Tensor = MLP.reference(x, gate_up, down, weights, experts)
+        return result
+
+    graph = backend.graph()
+    outputs = graph.capture(lambda: block(x, logits))
+    addresses = [each.data_ptr() for each in outputs]
+    favoured = torch.zeros(8)
+    favoured[[2, 5]] = 50.0
+    for new in (logits.clone(), draw.normal(6, 8), favoured.expand(6, 8), -favoured.expand(6, 8)):
+        logits.copy_(new)
+        x.copy_(draw.normal(6, 48))
+        graph.replay()
+        for output in outputs:
+            torch.testing.assert_close(output, expected(), rtol=1e-4, atol=1e-5)
+    assert addresses == [each.data_ptr() for each in outputs]
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
+def test_a_tape_replays_int8_experts(native: bool) -> None:
+    backend = open_cpu(native)
+    for name in GROUPED:
+        operation = ops.operation(name)
+        arguments = list(list(operation.samples(Draw()))[1])
+        graph = backend.graph()
+        output = graph.capture(lambda run=operation.function, given=tuple(arguments): run(*given))
+        counts = next(each for each in arguments if isinstance(each, Tensor) and each.dtype is torch.int64)
+        counts.copy_(counts.flip(0))
+        graph.replay()
+        assert_agree(operation, torch.float32, output, operation.reference(*arguments))

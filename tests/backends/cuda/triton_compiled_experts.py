@@ -1,0 +1,155 @@
+"""Triton's kernels of mixtures of experts compiled for GPUs that are not there. Run by test_triton_kernels.py, in a
+process of its own. Sizes are those of Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cuda.triton import KERNELS
+from helpers.triton_compiling import Compiled, Compiling, Launcher, empty
+from torch import Tensor
+
+pytest_plugins = ("helpers.triton_compiling",)
+
+HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
+TOKENS = (8, 512, 4096)
+"""A decode, and prefills of few tokens and of many."""
+
+
+def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (
+        empty(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype),
+        empty(NUM_EXPERTS, HIDDEN, WIDTH, dtype=dtype),
+    )
+
+
+def routed(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return empty(tokens, TOP_K, dtype=dtype), torch.zeros(tokens, TOP_K, dtype=torch.int32)
+
+
+def scales() -> tuple[Tensor, Tensor]:
+    return torch.ones(NUM_EXPERTS, 2 * WIDTH), torch.ones(NUM_EXPERTS, HIDDEN)
+
+
+def compiled(driver: Compiling, name: str, *arguments: Any) -> list[Compiled]:
+    before = len(driver.compiled)
+    KERNELS[name](*arguments)
+    return driver.compiled[before:]
+
+
+def float_mlp(tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return empty(tokens, HIDDEN, dtype=dtype), *weights(dtype), *routed(tokens, dtype)
+
+
+def check_products(kernels: list[Compiled], spilled: int) -> None:
+    products = [kernel for kernel in kernels if kernel.name == "_project"]
+    assert products
+    for kernel in products:
+        assert kernel.spilled <= spilled, f"spills {kernel.spilled} bytes of {kernel.registers} registers"
+        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "it moves less than 16 bytes at once"
+        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_fit(dtype: torch.dtype, compiling: Compiling) -> None:
+    kernels = [kernel for tokens in TOKENS for kernel in compiled(compiling, "expert_mlp", *float_mlp(tokens, dtype))]
+    check_products(kernels, 16 if compiling.capability == 80 else 0)
+    for kernel in kernels:
+        # Sums stay in the tensor cores' accumulators: at most 32 additions are those of the activation.
+        assert len(re.findall(r"add(?:\.rn)?\.f32", kernel.ptx)) <= 32, kernel.name
+
+
+def test_int8_products_fit(compiling: Compiling) -> None:
+    (gate_up_scale, down_scale), (gate_up, down), one = scales(), weights(torch.int8), torch.ones(1)
+    counts, kernels = torch.zeros(NUM_EXPERTS, dtype=torch.int64), []
+    for tokens in TOKENS:
+        x, route = empty(tokens, HIDDEN), routed(tokens, torch.bfloat16)
+        both = gate_up, gate_up_scale, down, down_scale
+        kernels += compiled(compiling, "quant_expert_mlp_dynamic", x, *both, *route)
+        kernels += compiled(
+            compiling, "quant_expert_mlp_static",
+            x, one, None, *both[:2], None, one, None, *both[2:], None, *route,
+        )  # fmt: skip
+        kernels += compiled(compiling, "grouped_linear_int8", empty(tokens * TOP_K, HIDDEN), *both[:2], counts)
+    check_products(kernels, 16)
+
+
+def test_float32_fits(compiling: Compiling) -> None:
+    """Without tensor cores, whose float32 is shorter."""
+    for tokens in TOKENS:
+        for kernel in compiled(compiling, "expert_mlp", *float_mlp(tokens, torch.float32)):
+            assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+            assert not re.search(r"tf32", kernel.ptx)
+
+
+def test_routing_and_copies_fit(compiling: Compiling) -> None:
+    logits, bias = empty(48, 256), torch.ones(256)
+    for arguments in (
+        (logits[:, :128].contiguous(), None, 8, False, True, 1.0, 1, 1, 1),  # Qwen3-30B-A3B
+        (logits, bias, 8, True, True, 2.5, 8, 4, 2),  # DeepSeek-V3
+    ):
+        (kernel,) = compiled(compiling, "topk_route", *arguments)
+        assert kernel.spilled == 0
+    # Six experts per token: other tests compile for eight, and Triton keeps what it compiled.
+    kernels = []
+    for tokens in (4, 480):
+        experts = torch.zeros(tokens, 6, dtype=torch.int32)
+        kernels += compiled(compiling, "expert_permute", empty(tokens, HIDDEN), experts, 130)
+        rows, weights = empty(tokens * 6, HIDDEN), empty(tokens, 6)
+        kernels += compiled(compiling, "expert_unpermute", rows, experts.flatten(), weights)
+    assert [kernel.name for kernel in kernels] == ["_rank", "_spread", "_gather", "_histogram", "_rank"]
+    assert all(kernel.spilled == 0 for kernel in kernels)
+    for kernel in kernels[1:3]:
+        assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.ptx), f"{kernel.name} reads less than 16 bytes at once"
+        assert re.search(r"st\.global[.\w:]*\.v[24]\.b32", kernel.ptx), kernel.name
+
+
+def test_consumer_gpus_have_the_shared_memory(driver: Compiling) -> None:
+    """Of which they have least; Triton refuses what does not fit."""
+    driver.capability = 86
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in TOKENS:
+            assert compiled(driver, "expert_mlp", *float_mlp(tokens, dtype)) or dtype is torch.float32
+    (gate_up_scale, down_scale), (gate_up, down) = scales(), weights(torch.int8)
+    for tokens in TOKENS:
+        arguments = gate_up, gate_up_scale, down, down_scale, *routed(tokens, torch.bfloat16)
+        assert compiled(driver, "quant_expert_mlp_dynamic", empty(tokens, HIDDEN), *arguments)
+
+
+def test_one_compilation_serves_all_decodes(driver: Compiling) -> None:
+    """Divisible by 16 or not; 1 too. A step must not wait for a compiler because its batch is new."""
+    driver.capability, before = 90, len(driver.compiled)
+    for tokens in (1, 2, 7, 8):
+        compiled(driver, "topk_route", empty(tokens, 64), None, 4, False, True, 1.0, 1, 1, 1)
+        x, gate_up, down = empty(tokens, 512), empty(64, 256, 512), empty(64, 512, 128)
+        route = empty(tokens, 4), torch.zeros(tokens, 4, dtype=torch.int32)
+        compiled(driver, "expert_mlp", x, gate_up, down, *route)
+    names = sorted(kernel.name for kernel in driver.compiled[before:])
+    assert names == ["_gather", "_project", "_project", "_rank", "_route"]
+
+
+def test_the_launches_of_an_mlp(driver: Compiling) -> None:
+    """As the reference page says."""
+    driver.capability = 90
+    (gate_up_scale, down_scale), (gate_up, down), one = scales(), weights(torch.int8), torch.ones(1)
+    route, x = routed(8, torch.bfloat16), empty(8, HIDDEN)
+    rest = ["_project", "_project", "_gather"]
+    for name, arguments, expected in (
+        ("expert_mlp", float_mlp(64, torch.bfloat16), ["_rank", *rest]),
+        ("expert_mlp", float_mlp(65, torch.bfloat16), ["_histogram", "_rank", *rest]),
+        (
+            "quant_expert_mlp_dynamic", (x, gate_up, gate_up_scale, down, down_scale, *route),
+            ["_quantize", "_rank", "_project", "_quantize", *rest[1:]],
+        ),
+        (
+            "quant_expert_mlp_static",
+            (x, one, None, gate_up, gate_up_scale, None, one, None, down, down_scale, None, *route),
+            ["_rank", "_quantize", *rest],
+        ),
+    ):  # fmt: skip
+        Launcher.launched.clear()
+        KERNELS[name](*arguments)
+        assert Launcher.launched == expected, name
