@@ -190,6 +190,13 @@ class TestPrefill:
         (found,) = result.agreements[1]
         assert found.difference < 1e-4
 
+    def test_experts_against_transformers(self) -> None:
+        """transformers stacks the experts of a layer, the checkpoint does not; all contenders have the same weights."""
+        pytest.importorskip("transformers", reason="transformers is the other contender")
+        chosen = tiny(workload="prefill", shapes="tiny-experts", length=40, against=("transformers",))
+        (found,) = measurement.run(chosen).agreements[1]
+        assert found.difference < 1e-4
+
     def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
         """The default sizes, up to 1,024 tokens, would run a longer prompt eagerly under another name."""
         measurement.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))

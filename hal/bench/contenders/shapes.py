@@ -30,7 +30,20 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         },
     },
-    # No existing model: small, for trying the command.
+    # Qwen3-30B-A3B has 48 such layers, which need 57 GiB.
+    "qwen3-30b-a3b-4-layers": _QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    # No existing models: small, for trying the command.
+    "tiny-experts": _QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float32", "vocab_size": 96,
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "tie_word_embeddings": True,
+    },
     "tiny": _QWEN3 | {
         "dtype": "float32", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,

@@ -17,6 +17,7 @@ from hal.bench.bench_errors import BenchmarkError, need
 from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.plan import Setting
+from hal.checkpoint.weight_bindings import bindings_of
 
 
 class TransformersSide:
@@ -35,14 +36,25 @@ class TransformersSide:
             with torch.device(self._device.torch), need("transformers.initialization", "--against").no_init_weights():
                 self._model = model_of(self._library, setting.checkpoint.config, setting.dtype).eval()
         self._model.tie_weights()  # no_init_weights() skips it
+        self._fill_parameters(setting)
+
+    def _fill_parameters(self, setting: Setting) -> None:
+        """Copy the checkpoint's weights. transformers stacks experts under the path of hal's layer."""
         parameters = dict(self._model.named_parameters())
-        if absent := sorted(set(parameters) - set(setting.checkpoint.tensors)):
+        stacked = {each.path: each.pieces() for each in bindings_of(setting.meta)}
+        absent = sorted(set(parameters) - set(setting.checkpoint.tensors))
+        if unknown := [name for name in absent if name not in stacked]:
             raise BenchmarkError(
-                f"transformers' model has parameters that are not in the checkpoint: {', '.join(absent[:3])}",
+                f"transformers' model has parameters that are not in the checkpoint: {', '.join(unknown[:3])}",
                 "omit --against, or check that config.json matches the weights",
             )
-        for name, values in setting.checkpoint.read(parameters):
+        for name, values in setting.checkpoint.read(set(parameters) - set(absent)):
             parameters[name].data.copy_(values)
+        for name in absent:
+            for piece, (_, values) in zip(
+                stacked[name], setting.checkpoint.read([each.source for each in stacked[name]]), strict=True
+            ):
+                piece.put(parameters[name].data, 0, values)
 
     def contender(self, mode: str, inputs: Inputs) -> Contender:
         """Create a contender with its cache."""
