@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from hal import ops
 from hal.errors import OperationError
+from hal.ops.kernels import torch_kernels
 
 MASKED_QUERIES = 256
 """Maximum number of queries under one attention mask."""
@@ -156,8 +157,7 @@ def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
         values = torch._weight_int8pack_mm(rows.contiguous(), weight, weight_scale.to(x.dtype))
         values = values.view(*x.shape[:-1], -1)
         return values if bias is None else (values + bias).to(x.dtype)
-    wide = (weight * weight_scale.unsqueeze(-1)).to(x.dtype)
-    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
+    return torch_kernels.linear_int8(x, weight, weight_scale, bias)
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:

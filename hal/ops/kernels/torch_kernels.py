@@ -31,6 +31,12 @@ def greedy_sample(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Convert the weight to x's dtype, and multiply in it."""
+    wide = (weight * weight_scale.unsqueeze(-1)).to(x.dtype)
+    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
+
+
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write whole rows with ``index_copy_``, where ``index_put_`` would write elements."""
     slots = slot_mapping.long()
@@ -43,6 +49,7 @@ KERNELS: dict[str, Kernel] = {
     "embedding": functional.embedding,
     "greedy_sample": greedy_sample,
     "linear": functional.linear,
+    "linear_int8": linear_int8,
     "rms_norm": rms_norm,
     "store_kv_cache": store_kv_cache,
 }
