@@ -6,10 +6,10 @@ Source: Jiang et al., *Mixtral of Experts*, 2024.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, le
 
 from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, SelfAttention, SparseMLP, check_window
 
@@ -20,8 +20,13 @@ class MixtralConfig(DecoderConfig):
 
     num_local_experts: int = attrs.field(default=8, validator=ge(1))
     num_experts_per_tok: int = 2
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = attrs.field(default=1e-5, validator=[ge(0.0), le(1.0)])
     sliding_window: int | None = attrs.field(default=None, validator=check_window)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read a checkpoint's config.json. Without ``rope_theta``, it is 1,000,000."""
+        return super().from_config({**config, "rope_theta": config.get("rope_theta") or 1e6})
 
 
 class MixtralLayer(DecoderLayer):

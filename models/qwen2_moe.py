@@ -32,6 +32,7 @@ class QwenMoeConfig(DecoderConfig):
     decoder_sparse_step: int = attrs.field(default=1, validator=ge(1))
     use_sliding_window: bool = False
     sliding_window: int | None = attrs.field(default=4096, validator=check_window)
+    max_window_layers: int = 28
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -62,7 +63,6 @@ class Qwen2MoeConfig(QwenMoeConfig):
     moe_intermediate_size: int = attrs.field(default=1408, validator=ge(1))
     shared_expert_intermediate_size: int = attrs.field(default=5632, validator=ge(1))
     qkv_bias: bool = True
-    max_window_layers: int = 28
     layer_types: tuple[LayerType, ...] | None = attrs.field(default=None, validator=check_layer_types)
 
     def window(self, layer: int) -> int | None:

@@ -19,7 +19,7 @@ from .qwen3 import Qwen3Attention
 
 @attrs.frozen(kw_only=True)
 class Qwen3MoeConfig(QwenMoeConfig):
-    """All layers have the same sliding window, or none."""
+    """All layers have the same sliding window, or none, whatever ``max_window_layers`` is."""
 
     num_experts: int = attrs.field(default=128, validator=ge(1))
     num_experts_per_tok: int = 8

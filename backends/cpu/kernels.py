@@ -153,7 +153,8 @@ def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window
 def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """See :func:`hal.ops.linear_int8`. In bfloat16, few rows read the int8 weight directly, and scales are rounded."""
     rows = x.reshape(-1, weight.shape[1])
-    if x.dtype == torch.bfloat16 and 0 < rows.shape[0] <= PACKED_ROWS:
+    # torch's kernel reads 16 columns at a time, past the end of others.
+    if x.dtype == torch.bfloat16 and 0 < rows.shape[0] <= PACKED_ROWS and weight.shape[1] % 16 == 0:
         values = torch._weight_int8pack_mm(rows.contiguous(), weight, weight_scale.to(x.dtype))
         values = values.view(*x.shape[:-1], -1)
         return values if bias is None else (values + bias).to(x.dtype)

@@ -67,9 +67,9 @@ class NpuBackend(Backend):
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
         self._weight_quant_nz = generation.weight_quant_nz
-        self._experts = quantized_experts.QuantizedExperts(
-            device.torch, fuses=options.nz_weights and generation.swiglu_quant_nz
-        )
+        self._nz_experts = options.nz_weights and generation.experts
+        fuses = self._nz_experts and generation.swiglu_quant_nz
+        self._experts = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
         if generation.experts:
             table |= experts.kernels() | self._experts.kernels()
         limits = generation.limits(options.max_streams)
@@ -121,7 +121,7 @@ class NpuBackend(Backend):
         """
         match use.operation, use.argument:
             case "linear", "weight":
-                return in_fractal_nz(weight) if self.options.nz_weights else weight
+                return in_fractal_nz(weight) if self.options.nz_weights and min(weight.shape) > 1 else weight
             case "quant_linear_static" | "quant_linear_dynamic", "weight":
                 return quantized.prepared_int8_weight(weight, self.options.nz_weights)
             case "linear_int8", "weight":
@@ -131,9 +131,9 @@ class NpuBackend(Backend):
             case "linear_int8", "bias":
                 return quantized.prepared_int8_bias(weight, use.dtype)
             case "grouped_linear", "weight":
-                return experts.prepared_weight(weight, self.options.nz_weights)
+                return experts.prepared_weight(weight, self._nz_experts)
             case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "weight":
-                return quantized_experts.prepared_int8_weight(weight, self.options.nz_weights)
+                return quantized_experts.prepared_int8_weight(weight, self._nz_experts)
             case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "deq_scale" | "weight_scale":
                 return quantized_experts.rounded_scale(weight, use.dtype)
             case "grouped_linear_int8", "weight_scale":

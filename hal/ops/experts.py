@@ -57,7 +57,7 @@ def topk_route(
     The scores are the softmax or the sigmoid of the logits. The experts with the highest scores are chosen, in
     descending order; of equal scores, the lower expert comes first. The weights are the scores of the chosen experts,
     divided by their sum if ``renormalize``, times ``scale``. Computed in float32, and rounded to logits' dtype once.
-    A token with a NaN logit has NaN weights, and valid experts.
+    A token with a NaN logit has a NaN weight, with softmax or ``renormalize`` only such weights, and valid experts.
 
     Args:
         logits: ``[tokens, num_experts]``, floating.
@@ -68,7 +68,7 @@ def topk_route(
         scale: the factor of the weights.
         num_groups: the number of equal groups of consecutive experts; 1 for no groups.
         top_groups: the number of groups whose experts may be chosen, those with the highest group scores.
-        group_best: a group's score is the sum of this number of its highest scores: 1 or 2.
+        group_best: a group's score is the sum of this number of its highest scores: 1 or 2, at most its experts.
 
     Returns:
         The weights, ``[tokens, top_k]``, of logits' dtype, and the experts, int32 ``[tokens, top_k]``.

@@ -209,6 +209,9 @@ def _weight_only_samples(draw: Draw) -> Iterator[Sample]:
         yield values, weight, scale, bias
         yield values, weight, scale, bias.float()
     yield values.view(1, *values.shape), weight, scale, None
+    odd = draw.integers(-127, 128, 40, 24, dtype=torch.int8)  # no multiple of a vector register
+    scale = draw.integers(50, 200, 40, dtype=torch.int64).float() * 1e-4 * 24**-0.5
+    yield draw.normal(3, 24), odd, scale, None
 
 
 @op(

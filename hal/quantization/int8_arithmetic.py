@@ -113,8 +113,8 @@ def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
     if len({part.activation.offset for part in parts}) > 1:
         found = ", ".join(f"{part.activation.offset} of {part.name}" for part in parts)
         raise CheckpointError(
-            f"layers that share an input have different input offsets: {found}",
-            "quantize them together, or with symmetric activations, whose offset is 0",
+            f"layers that are merged into one have different input offsets: {found}",
+            "quantize them together, with symmetric activations, whose offset is 0, or with w8a8_dynamic",
         )
     scale, offset = max(part.activation.scale for part in parts), parts[0].activation.offset
     scales, biases = [], []

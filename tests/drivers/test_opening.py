@@ -173,7 +173,7 @@ def test_a_subclass_that_spoils_what_it_was_made_with(attribute: str, opens: Ope
     refused(opens, Spoilt, f"{attribute} = None")
 
 
-def test_a_refused_backend_resolves_no_new_operation(opens: Opens) -> None:
+def test_a_refused_backend_resolves_no_new_operation(opens: Opens, forget_operations: None) -> None:
     """The refused backend is part of a reference cycle, so it exists until the next garbage collection."""
 
     class Spoilt(Whole):

@@ -48,7 +48,7 @@ class FaultyBackend(CpuBackend):
         self.kernels = {**self.kernels, **changed}  # type: ignore[assignment]
 
     def graph(self) -> hal.Graph:
-        return self.graph_of(whole=self._native)
+        return self.graph_of(whole=self._whole)
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
         return -weight if self.prepares and use.argument == "weight" else weight

@@ -11,6 +11,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from hal.ops.declaration.operation import operation
 from hal.ops.kernels.kernel_table import Kernel
 
 from .kernels import in_fractal_nz, silu_and_mul
@@ -52,8 +53,13 @@ def topk_route(
     """See :func:`hal.ops.topk_route`.
 
     One launch without a bias; with one, logits are computed in float32, the bias's dtype. npu_moe_gating_top_k divides
-    sigmoid scores always, so that their sum is multiplied back if they are not renormalized.
+    sigmoid scores always, so unnormalized weights are gathered from its third result. The reference runs for more
+    experts than it supports.
     """
+    if logits.shape[1] > MAX_EXPERTS:
+        return operation("topk_route").reference(  # type: ignore[no-any-return]
+            logits, bias, top_k, sigmoid, renormalize, scale, num_groups, top_groups, group_best
+        )
     if not logits.shape[0]:
         return logits.new_empty(0, top_k), logits.new_empty(0, top_k, dtype=torch.int32)
     given = logits if bias is None else logits.float()

@@ -28,7 +28,7 @@ class QuantizedExperts:
     def __init__(self, device: torch.device, *, fuses: bool) -> None:
         self._silu_and_mul_quantize = SiluAndMulQuantize(device)
         self._fuses = fuses
-        self._zeros: dict[torch.Size, Tensor] = {}
+        self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def kernels(self) -> dict[str, Kernel]:
         """Return the kernels, by operation."""
@@ -44,17 +44,17 @@ class QuantizedExperts:
         """See :func:`hal.ops.grouped_linear_int8`. The offset is required, and 0."""
         if not x.shape[0]:
             return x.new_empty(0, weight.shape[1])
-        zeros = self._zeros.get(weight_scale.shape)
-        if zeros is None or zeros.dtype != x.dtype:
-            zeros = torch.zeros_like(weight_scale)
         scale = weight_scale.to(x.dtype)
+        zeros = self._zeros.get((scale.shape, scale.dtype))
+        if zeros is None:  # the scales were not prepared
+            zeros = torch.zeros_like(scale)
         return grouped_matmul(x, weight, counts, antiquant_scale=[scale], antiquant_offset=[zeros])
 
     def prepared_int8_scale(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the scales of int8 weights without int8 activations in ``dtype``, and keep an offset of 0 for them."""
         rounded = scale.to(dtype)
-        if scale.shape not in self._zeros:
-            self._zeros[scale.shape] = torch.zeros_like(rounded)
+        if (scale.shape, dtype) not in self._zeros:
+            self._zeros[scale.shape, dtype] = torch.zeros_like(rounded)
         return rounded
 
     def quant_expert_mlp_dynamic(

@@ -122,6 +122,7 @@ def expert_table(made: dict[str, tuple[Path, str]]) -> list[str]:
         options = {"nz_cache": True, "nz_weights": nz}
         (found,) = count_launches(path, dtype, options, (8,), ("graph",))
         experts = sum(count for name, count in found.layer.items() if name.startswith(EXPERT_KERNELS))
+        experts += max(0, found.layer["Quantize"] - 1)  # One is that of attention's output.
         rows.append(f"| {scheme} | {'fractal_nz' if nz else 'nd'} | {found.per_layer} | {experts} |")
     return rows
 
