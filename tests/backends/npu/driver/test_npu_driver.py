@@ -203,6 +203,20 @@ print(hal.ops.rms_norm(x, x[0], 1e-6).tolist() == x.tolist())
         assert computed == "True"
 
 
+    def test_a_310p_runs_the_references_of_experts_on_plain_weights(self) -> None:
+        program = """
+from hal.nn import WeightUse
+backend = opened(dtype="float16", options={"nz_weights": True})
+weight = torch.randn(2, 32, 16).half().to(backend.device.torch)
+prepared = backend.prepare_weight(weight, WeightUse("grouped_linear", "weight", torch.float16))
+x, counts = torch.ones(3, 16).half(), torch.tensor([1, 2])
+found = hal.ops.grouped_linear(x.to(weight.device), prepared, counts.to(weight.device)).cpu()
+expected = torch.stack([x[0] @ weight[0].cpu().t(), *(x[1:] @ weight[1].cpu().t())])
+print(prepared is weight, torch.allclose(found, expected, 1e-2, 1e-2))
+"""
+        assert on_a_soc("Ascend310P3", program) == "True True\n"
+
+
 class TestAskingForAnEmulatedOne:
     def test_by_a_variable_alone(self) -> None:
         program = "import hal; backend = hal.open('npu'); import torch; print(backend, torch.npu.device_count())"
