@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 import torch_npu
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hal.ops.kernels.kernel_table import Kernel
 
 from .experts import COUNTS, DYNAMIC, expert_unpermute, grouped_matmul, permuted
-from .kernels import in_fractal_nz
+from .kernels import FRACTAL_NZ, in_fractal_nz
 from .quantized import SiluAndMulQuantize, quantize, silu_and_mul_dynamic_quantize
 
 
@@ -65,7 +66,7 @@ class QuantizedExperts:
         if not x.shape[0]:
             return torch.empty_like(x)
         rows, counts, positions, scale = permuted(x, experts, gate_up.shape[0], DYNAMIC)
-        if self._fuses and min(gate_up.shape) > 1:
+        if self._fuses and min(gate_up.shape) > 1 and _in_fractal_nz(gate_up):
             activated, scale = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
                 rows, [gate_up.transpose(1, 2)], [gate_up_scale], scale, counts, group_list_type=COUNTS
             )
@@ -88,6 +89,11 @@ class QuantizedExperts:
         activated = self._silu_and_mul_quantize(merged, down_input_scale, down_input_offset)
         output = quant_grouped_linear_static(activated, down, down_scale, down_bias, counts, x.dtype)
         return expert_unpermute(output, positions, weights)
+
+
+def _in_fractal_nz(weight: Tensor) -> bool:
+    """Return whether a weight was prepared. A fake tensor has no format; it stands for a model's weight, which was."""
+    return isinstance(weight, FakeTensor) or torch_npu.get_npu_format(weight) == FRACTAL_NZ
 
 
 def quant_grouped_linear_static(

@@ -202,7 +202,6 @@ print(hal.ops.rms_norm(x, x[0], 1e-6).tolist() == x.tolist())
         assert "set dtype to one of float16" in bfloat16
         assert computed == "True"
 
-
     def test_a_310p_runs_the_references_of_experts_on_plain_weights(self) -> None:
         program = """
 from hal.nn import WeightUse
