@@ -133,8 +133,8 @@ def cases() -> Iterator[Call]:
     yield plain, {"weight": [t(2, 32, 16, dtype=FLOAT)]}, "weight must be of x's dtype, int8, or int4"
     yield plain, {"output_dtype": FLOAT}, "y must have x's dtype"
     yield plain, {"bias": [t(2, 16, dtype=FLOAT)]}, "bias must be float32 for bfloat16 x, and else of x's dtype"
-    yield plain, {"bias": [t(16)]}, "bias has shape"
-    yield plain, {"scale": [t(2, 16)]}, "scales and offsets go with quantised x or weight"
+    yield plain, {"bias": [t(16)]}, "bias must have shape"
+    yield plain, {"scale": [t(2, 16)]}, "scales and offsets go with quantized x or weight"
     yield plain, {"weight": [nz(1, 32, 16)], "group_list": counts(6), "group_list_type": 1}, "must not have 1 group"
     yield plain, {"weight": [t(2, 32, 65536)]}, "the last dimension of weight must be below 65536"
     yield several, {"weight": [t(32, 16), t(32, 32)]}, "the weights must have one N"
@@ -177,8 +177,8 @@ def cases() -> Iterator[Call]:
     yield swiglu, {"weight": t(2, 32, 64, dtype=INT8)}, "an int8 weight must be in FRACTAL_NZ"
     transposed = nz(2, 64, 32, dtype=INT8).transpose(1, 2)
     yield swiglu, {"weight": transposed}, "an int8 weight must not be transposed"
-    yield swiglu, {"group_list": counts(6)}, "group_list has shape"
-    yield swiglu, {"x_scale": t(6)}, "x_scale is Half"
+    yield swiglu, {"group_list": counts(6)}, "group_list must have shape"
+    yield swiglu, {"x_scale": t(6)}, "x_scale must be one of Float, but is Half"
     yield swiglu, {"bias": t(2, 64, dtype=FLOAT)}, "bias and offset do not go with an int8 weight"
     yield swiglu, {"weight": nz(2, 32, 10304, dtype=INT8), "weight_scale": t(2, 10304)}, "N must be at most 10240"
     yield swiglu_2, {"weight": [t(2, 32, 64, dtype=INT8)]}, "an int8 weight must be in FRACTAL_NZ"
@@ -187,7 +187,7 @@ def cases() -> Iterator[Call]:
     yield swiglu_2, {"smooth_scale": t(2, dtype=FLOAT)}, "do not go with int8 x and weight"
     yield clipped, {"x": t(6, 31)}, "the dimension to split must be even"
     yield clipped, {"limit": -1.0}, "limit must be above 0"
-    yield clipped, {"group_index": counts(2, 1).int()}, "group_index is Int"
+    yield clipped, {"group_index": counts(2, 1).int()}, "group_index must be one of Long, but is Int"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -274,10 +274,12 @@ def test_branches_of_a_graph_are_reordered_and_joined():
         total = parts[0] + parts[1] + parts[2] + parts[3]
     expected = sum(torch.cat([torch.arange(8.0)[: n + 1] * (n + 1), torch.zeros(7 - n)]) for n in range(4))
     orders = set()
-    for seed in range(50):
+    for seed in range(500):
         control.seed(seed)
         with tracing.trace() as trace:
             graph.replay()
         orders.add(tuple(each.operands[0].shape for each in trace.ran() if each.name == "Muls"))
         torch.testing.assert_close(total.cpu(), expected)
-    assert len(orders) > 10
+        if len(orders) > 10:
+            return  # Usually within 50 seeds; on a busy machine, fewer tasks are ready at a time.
+    pytest.fail(f"only {len(orders)} orders: {orders}")
