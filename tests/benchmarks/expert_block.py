@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import hal  # isort: skip  # imports torch without vendors' extensions
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-import hal
 from hal import ops
 from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.workload import Contender
