@@ -91,14 +91,8 @@ class StaticQuantizedGroupedLinear(QuantizedGroupedLinear):
         __call__ = forward
 
 
-class DynamicQuantizedGroupedLinear(QuantizedGroupedLinear):
-    """Int8 projections of experts, whose activations are quantized with a scale per row.
-
-    Attributes:
-        weight_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
-    """
-
-    operation = "quant_grouped_linear_dynamic"
+class _ScaledGroupedLinear(QuantizedGroupedLinear):
+    """Int8 projections of experts whose only scales are those of the weights."""
 
     def __init__(self, linear: GroupedLinear) -> None:
         super().__init__(linear)
@@ -108,6 +102,16 @@ class DynamicQuantizedGroupedLinear(QuantizedGroupedLinear):
     def _scales(self, shard: str | None) -> Mapping[str, Weight]:
         consumer = Consumer(self.operation, "weight_scale")
         return {"weight_scale": Weight((), f"{EXPERTS} {OUT}", shard, consumer=consumer)}
+
+
+class DynamicQuantizedGroupedLinear(_ScaledGroupedLinear):
+    """Int8 projections of experts, whose activations are quantized with a scale per row.
+
+    Attributes:
+        weight_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
+    """
+
+    operation = "quant_grouped_linear_dynamic"
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]`` to ``[assignments, out_features]``; see :class:`GroupedLinear`."""
@@ -120,7 +124,7 @@ class DynamicQuantizedGroupedLinear(QuantizedGroupedLinear):
         __call__ = forward
 
 
-class Int8GroupedLinear(QuantizedGroupedLinear):
+class Int8GroupedLinear(_ScaledGroupedLinear):
     """Int8 projections of experts, with floating-point activations.
 
     Attributes:
@@ -128,15 +132,6 @@ class Int8GroupedLinear(QuantizedGroupedLinear):
     """
 
     operation = "grouped_linear_int8"
-
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__(linear)
-        self.weight_scale: Tensor
-        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[:2]))
-
-    def _scales(self, shard: str | None) -> Mapping[str, Weight]:
-        consumer = Consumer(self.operation, "weight_scale")
-        return {"weight_scale": Weight((), f"{EXPERTS} {OUT}", shard, consumer=consumer)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]`` to ``[assignments, out_features]``; see :class:`GroupedLinear`."""

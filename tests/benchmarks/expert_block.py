@@ -1,4 +1,4 @@
-"""The sparse block of a mixture of experts, beside transformers' and the floor. Run in a process of its own.
+"""The sparse block of a mixture of experts, compared with transformers' and with the floor. Run it in a fresh process.
 
 Router, choice and experts of Qwen3-30B-A3B in bfloat16, by turns, with new tokens in each round: by the kernels of the
 CPU backend, and by transformers' block with each of its implementations of experts. The read probe of ``hal bench``
@@ -58,7 +58,7 @@ def block() -> Any:
 
 
 class Turns:
-    """New tokens for each round; every contender gets those of its own number of steps."""
+    """Draws the tokens of each step. The n-th steps of all contenders get the same tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.inputs = [torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(ROUNDS + 1)]

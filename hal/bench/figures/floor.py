@@ -113,7 +113,7 @@ def prefill_operations(
 ) -> Work:
     """Return the operations of a prefill: two per projection weight and token, and those of attention.
 
-    A token multiplies with the weights of its own experts only.
+    Each token is multiplied by the weights of the experts that were chosen for it.
 
     The output projection runs for the last token of each sequence only. Causal attention of token ``i`` multiplies with
     ``i + 1`` keys, in two matmuls.

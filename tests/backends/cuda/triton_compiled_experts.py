@@ -1,5 +1,7 @@
-"""Triton's kernels of mixtures of experts compiled for GPUs that are not there. Run by test_triton_kernels.py, in a
-process of its own. Sizes are those of Qwen3-30B-A3B."""
+"""Tests that compile the Triton kernels of experts for GPUs that are not present, at sizes of Qwen3-30B-A3B.
+
+Run by test_triton_kernels.py in a subprocess.
+"""
 
 from __future__ import annotations
 

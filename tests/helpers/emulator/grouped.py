@@ -22,7 +22,7 @@ class Grouped:
     Attributes:
         ends: where each group ends.
         rows: the rows of x, those beyond the last group too.
-        kind: how the list is given: "ends", "counts" or "pairs" (of a group and its rows, in an order of its own).
+        kind: how the list is given: "ends", "counts" or "pairs" (a group and its number of rows, in any order).
     """
 
     ends: list[int]
