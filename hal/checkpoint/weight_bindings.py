@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.errors import ConfigError, ModelError, nearest
-from hal.nn.weight import Consumer, Weight, default_weight, source_name
-from hal.nn.weight_assembly import Interval, Region
+from hal.nn.weights.assembly import Interval, Region
+from hal.nn.weights.weight import Consumer, Weight, default_weight, source_name
 
 
 @attrs.frozen

@@ -44,7 +44,7 @@ from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
 
 if TYPE_CHECKING:
-    from hal.nn.weight import WeightUse
+    from hal.nn.weights.weight import WeightUse
 
 LayerMaker = Callable[[Any], nn.Module]
 """Return the replacement of a layer whose weights are not loaded yet, or the layer itself to keep it."""

@@ -19,8 +19,8 @@ from hal.nn.quantized_experts import (
 )
 from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
-from hal.nn.weight import Consumer, TiedUse, Weight, WeightUse
-from hal.nn.weight_assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
+from hal.nn.weights.assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
+from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn.weight import Consumer, TiedUse, Weight
+from hal.nn.weights.weight import Consumer, TiedUse, Weight
 
 
 class Embedding(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hal import ops
 from hal.errors import ConfigError
 from hal.nn.linear import IN, OUT, Linear
-from hal.nn.weight import Consumer, Weight
-from hal.nn.weight_assembly import Concatenated, Stacked
+from hal.nn.weights.assembly import Concatenated, Stacked
+from hal.nn.weights.weight import Consumer, Weight
 
 EXPERTS = "num_experts"
 MAX_EXPERTS = 1 << 16

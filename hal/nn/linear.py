@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn.weight import Consumer, Weight
+from hal.nn.weights.weight import Consumer, Weight
 
 OUT, IN = "out_features", "in_features"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.nn.experts import EXPERTS, GroupedLinear, grouped_weight
 from hal.nn.linear import IN, OUT
-from hal.nn.weight import Consumer, Weight
+from hal.nn.weights.weight import Consumer, Weight
 
 
 class QuantizedGroupedLinear(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.nn.linear import OUT, Linear, projection_weight
-from hal.nn.weight import Consumer, Weight
+from hal.nn.weights.weight import Consumer, Weight
 
 
 class QuantizedLinear(nn.Module):

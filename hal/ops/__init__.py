@@ -9,24 +9,25 @@ from hal.ops.cache import store_kv_cache
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.experts import expert_mlp, expert_permute, expert_unpermute, grouped_linear, topk_route
+from hal.ops.experts.grouped import expert_mlp, grouped_linear
+from hal.ops.experts.int8 import grouped_linear_int8
+from hal.ops.experts.quantized import (
+    quant_expert_mlp_dynamic,
+    quant_expert_mlp_static,
+    quant_grouped_linear_dynamic,
+    quant_grouped_linear_static,
+)
+from hal.ops.experts.routing import expert_permute, expert_unpermute, topk_route
 from hal.ops.fused_quantization import (
     add_rms_norm_dynamic_quantize,
     add_rms_norm_quantize,
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
-from hal.ops.int8_experts import grouped_linear_int8
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.norm import add_rms_norm, rms_norm
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
-from hal.ops.quantized_experts import (
-    quant_expert_mlp_dynamic,
-    quant_expert_mlp_static,
-    quant_grouped_linear_dynamic,
-    quant_grouped_linear_static,
-)
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
 

@@ -33,7 +33,7 @@ from hal.nn import (
     Weight,
     Whole,
 )
-from hal.nn.weight import source_name
+from hal.nn.weights.weight import source_name
 from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -359,7 +359,7 @@ def test_a_scheme_that_cannot_write_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "half_a_scheme.py").write_text(
-        "from hal.quantization.w8a8_dynamic import W8A8Dynamic\n"
+        "from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic\n"
         "from hal.quantization.scheme import Scheme\n"
         "class Half(W8A8Dynamic):\n"
         "    name = 'half'\n"

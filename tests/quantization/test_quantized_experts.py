@@ -15,7 +15,7 @@ import hal
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import DynamicQuantizedGroupedLinear, Gate, GroupedLinear, StaticQuantizedGroupedLinear
 from hal.quantization.scheme import Scheme
-from hal.quantization.w8a8_dynamic import W8A8Dynamic
+from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
 from hal.quantize.quantize_checkpoint import Format, quantize_checkpoint
 
 FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")

@@ -12,20 +12,20 @@ from hal.ops.kernels.kernel_table import Kernel
 from .activation import silu_and_mul, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
 from .attention import paged_attention
 from .cache import store_kv_cache
-from .experts import expert_mlp
-from .grouped import grouped_linear
-from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
-from .permutation import expert_permute, expert_unpermute
-from .quantization import dynamic_quantize, quantize
-from .quantized_experts import (
+from .experts.grouped import grouped_linear
+from .experts.mlp import expert_mlp
+from .experts.permutation import expert_permute, expert_unpermute
+from .experts.quantized import (
     grouped_linear_int8,
     quant_expert_mlp_dynamic,
     quant_expert_mlp_static,
     quant_grouped_linear_dynamic,
     quant_grouped_linear_static,
 )
+from .experts.routing import topk_route
+from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
+from .quantization import dynamic_quantize, quantize
 from .rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
-from .routing import topk_route
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {

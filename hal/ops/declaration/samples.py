@@ -1,11 +1,16 @@
-"""Sample inputs of operations, for tests."""
+"""Sample inputs of operations, for tests, and whether they distinguish the declared axes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hal.ops.declaration.axes import LEADING
+from hal.ops.declaration.constraints import Constraints
 
 Sample = tuple[Any, ...]
 """The positional arguments of one call."""
@@ -39,3 +44,25 @@ class Draw:
     def tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
         """Return the given values on the draw's device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def uncovered_axes(constraints: Constraints, samples: Iterable[Sample]) -> Iterator[str]:
+    """Yield a sentence for each axis that no sample proves to be free, to detect a wrong axis in a declaration.
+
+    Args:
+        constraints: the constraints, which all samples meet.
+        samples: all samples of an operation or a rewrite.
+    """
+    found = [constraints.sizes(sample) for sample in samples]
+    ranks = {len(sizes[LEADING]) for sizes in found if LEADING in sizes}
+    if len(ranks) == 1:
+        yield f"{LEADING} represents {ranks.pop()} axes in all samples"
+    names = [name for name in constraints.axes if name != LEADING and any(name in sizes for sizes in found)]
+    for name in names:
+        known = {sizes[name] for sizes in found if name in sizes}
+        if len(known) == 1:
+            yield f"the axis {name} is {known.pop()} in all samples"
+    for one, other in combinations(names, 2):
+        both = [sizes for sizes in found if one in sizes and other in sizes]
+        if both and all(sizes[one] == sizes[other] for sizes in both):
+            yield f"the axes {one} and {other} are equal in all samples"

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.sample_coverage import uncovered_axes
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.samples import Draw, uncovered_axes
 from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.operations.calls import (
     clone_tensors,

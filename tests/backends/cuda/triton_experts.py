@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.grouped import most_tiles, tiles
+from hal.backends.cuda.triton.experts.grouped import most_tiles, tiles
 from helpers.thorough import DRAW
 from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, check
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from hal import ops
 from hal.errors import OperationError
 from hal.ops import Draw
-from hal.ops.experts import routing
+from hal.ops.experts.routing import routing
 
 further = pytest.mark.thorough(DRAW)
 agree = partial(check, sides=("after",))

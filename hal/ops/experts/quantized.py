@@ -10,15 +10,8 @@ from torch import Tensor
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.experts import (
-    GROUPED,
-    ROUTINGS,
-    expert_permute,
-    expert_unpermute,
-    routing,
-    row_experts,
-    split_rows,
-)
+from hal.ops.experts.grouped import GROUPED, row_experts, split_rows
+from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
 from hal.ops.fused_quantization import ROUNDED_BEFORE, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
 from hal.ops.quantization import dynamic_quantize, int8_matmul, quantize
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import require, unit_stride, warps
-from .interpreter import bound, rounded
+from ..arguments import require, unit_stride, warps
+from ..interpreter import bound, rounded
 
 CHUNK = 32
 """The number of experts, or of assignments, that a block is compared with at once."""

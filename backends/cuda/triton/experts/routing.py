@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.ops.experts import SMALLEST_SUM
+from hal.ops.experts.routing import SMALLEST_SUM
 
-from .arguments import require, unit_stride, warps
-from .interpreter import rounded
+from ..arguments import require, unit_stride, warps
+from ..interpreter import rounded
 
 LOWEST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 """A key below that of any number."""

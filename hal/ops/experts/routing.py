@@ -1,8 +1,4 @@
-"""Mixtures of experts: the choice of experts for each token, and the experts' projections.
-
-An assignment is a pair of a token and one of its experts. The assignments are sorted by expert, so that each expert
-multiplies consecutive rows. The numbers of rows stay on the device, and no shape depends on them.
-"""
+"""The choice of experts for each token, and the rows sorted by expert and back."""
 
 from __future__ import annotations
 
@@ -10,11 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hal.ops.activation import silu_and_mul
 from hal.ops.declaration.dtypes import FLOATING
-from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
 
 SMALLEST_SUM = 1e-20
@@ -137,61 +131,6 @@ def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor
     return rows, counts, order.argsort().to(torch.int32)
 
 
-def split_rows(draw: Draw, rows: int, num_experts: int) -> Tensor:
-    """Return random numbers of rows per expert that add up to ``rows``, int64 ``[num_experts]``."""
-    experts = draw.integers(0, num_experts, rows)
-    return (experts.unsqueeze(-1) == torch.arange(num_experts, device=draw.device)).sum(0)
-
-
-GROUPED = ((1, 3, 64, 96), (17, 8, 128, 64), (0, 2, 32, 16), (40, 4, 48, 80))
-"""Rows, experts, in_features and out_features."""
-
-
-def _grouped_samples(draw: Draw) -> Iterator[Sample]:
-    for rows, experts, width, out in GROUPED:
-        weight = draw.normal(experts, out, width, scale=width**-0.5)
-        yield draw.normal(rows, width), weight, split_rows(draw, rows, experts)
-    yield draw.normal(40, 48), weight, draw.tensor([0, 40, 0, 0], torch.int64)
-    yield draw.normal(48, 40).t(), weight, draw.tensor([10, 0, 0, 30], torch.int64)  # no unit stride
-
-
-@op(
-    samples=_grouped_samples,
-    axes={
-        "x": "assignments in_features", "weight": "num_experts out_features in_features", "counts": "num_experts",
-        "return": "assignments out_features",
-    },
-    dtypes={"x": FLOATING, "weight": "x", "counts": torch.int64, "return": "x"},
-    rowwise=None,
-    weights=("weight",),
-)  # fmt: skip
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Project consecutive rows with one weight per expert: ``x[rows of e] @ weight[e].T``.
-
-    Accumulated in float32 and rounded to x's dtype.
-
-    Args:
-        x: ``[assignments, in_features]``, floating, sorted by expert.
-        weight: ``[num_experts, out_features, in_features]``, of x's dtype, in the layout that the driver prepared.
-        counts: ``[num_experts]``, int64: the number of rows of each expert. Their sum is the number of rows.
-
-    Returns:
-        ``[assignments, out_features]``, of x's dtype.
-    """
-    owner = row_experts(x, counts)
-    output = x.new_zeros(x.shape[0], weight.shape[1])
-    for expert in range(weight.shape[0]):
-        output = torch.where(owner == expert, functional.linear(x, weight[expert]), output)
-    return output
-
-
-def row_experts(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the expert of each row of x, int64 ``[rows, 1]``."""
-    rows = torch.arange(x.shape[0], device=x.device)
-    owner: Tensor = (rows.unsqueeze(-1) >= counts.cumsum(0)).sum(-1, keepdim=True)
-    return owner
-
-
 def _unpermute_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, _, top_k in ROUTINGS:
         rows = draw.permutation(tokens * top_k)
@@ -223,48 +162,3 @@ def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor
     taken = rows[positions.long()].unflatten(0, weights.shape).float()
     output: Tensor = (taken * weights.float().unsqueeze(-1)).sum(1).to(rows.dtype)
     return output
-
-
-def _mlp_samples(draw: Draw) -> Iterator[Sample]:
-    for (tokens, num_experts, top_k), (hidden, width) in zip(
-        ROUTINGS, ((64, 48), (32, 96), (48, 16), (16, 24), (80, 32)), strict=True
-    ):
-        yield (
-            draw.normal(tokens, hidden),
-            draw.normal(num_experts, 2 * width, hidden, scale=hidden**-0.5),
-            draw.normal(num_experts, hidden, width, scale=width**-0.5),
-            draw.normal(tokens, top_k).abs(),
-            routing(draw, tokens, num_experts, top_k),
-        )
-
-
-@fused_op(
-    samples=_mlp_samples,
-    axes={
-        "x": "tokens hidden", "gate_up": "num_experts merged hidden", "down": "num_experts hidden merged//2",
-        "weights": "tokens top_k", "experts": "tokens top_k", "return": "tokens hidden",
-    },
-    dtypes={
-        "x": FLOATING, "gate_up": "x", "down": "x", "weights": "x", "experts": torch.int32, "return": "x",
-    },
-    rowwise="tokens",
-    tolerance={torch.bfloat16: (2e-2, 3e-2), torch.float16: (4e-3, 4e-3)},
-)  # fmt: skip
-def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Return the weighted sum of the gated MLPs of each token's experts.
-
-    Each product, and the activation between them, is rounded to x's dtype; a kernel may keep more bits.
-
-    Args:
-        x: ``[tokens, hidden]``, floating.
-        gate_up: ``[num_experts, 2 * width, hidden]``, of x's dtype, in the layout that the driver prepared.
-        down: ``[num_experts, hidden, width]``, of x's dtype, in the layout that the driver prepared.
-        weights: ``[tokens, top_k]``, of x's dtype.
-        experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
-
-    Returns:
-        ``[tokens, hidden]``, of x's dtype.
-    """
-    rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
-    activated = silu_and_mul(grouped_linear(rows, gate_up, counts))
-    return expert_unpermute(grouped_linear(activated, down, counts), positions, weights)

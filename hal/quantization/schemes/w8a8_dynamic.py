@@ -8,7 +8,7 @@ from typing import Any
 from hal.nn import DynamicQuantizedGroupedLinear, DynamicQuantizedLinear, GroupedLinear, Linear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scaled_rows import ScaledRows
+from hal.quantization.schemes.scaled_rows import ScaledRows
 
 _SPELLINGS: Mapping[str, Any] = {
     COMPRESSED_TENSORS: Group(

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from hal.errors import OperationError
 
-from .arguments import FLOATING, require
-from .experts import require_mlp
+from ..arguments import FLOATING, require
+from ..quantization import dynamic_quantize, quantize, require_quantizer
 from .grouped import project
+from .mlp import require_mlp
 from .permutation import expert_unpermute, order
-from .quantization import dynamic_quantize, quantize, require_quantizer
 
 
 def quant_grouped_linear_static(

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import require, unit_stride
-from .interpreter import INTERPRETED, dot, rounded
-from .quantization import to_int8
+from ..arguments import require, unit_stride
+from ..interpreter import INTERPRETED, dot, rounded
+from ..quantization import to_int8
 
 
 @triton.jit

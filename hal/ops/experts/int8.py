@@ -10,8 +10,8 @@ from torch import Tensor
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.experts import grouped_linear
-from hal.ops.quantized_experts import quantized_projections
+from hal.ops.experts.grouped import grouped_linear
+from hal.ops.experts.quantized import quantized_projections
 
 
 def _weight_only_samples(draw: Draw) -> Iterator[Sample]:

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from hal.errors import ModelError
-from hal.nn.weight_assembly import Assembly, Concatenated, Whole
+from hal.nn.weights.assembly import Assembly, Concatenated, Whole
 
 
 @attrs.frozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .arguments import require
+from ..arguments import require
 from .grouped import project
 from .permutation import expert_unpermute, order, require_routing
 

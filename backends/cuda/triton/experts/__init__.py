@@ -1,0 +1,1 @@
+"""Triton kernels for mixtures of experts: routing, permutation, grouped products and whole MLPs."""
