@@ -48,7 +48,7 @@ UNITS = config/test_config.py device/test_closing.py::test_uses_nest_and_count_b
   drivers/test_opening.py quantization/test_layer_patterns.py quantization/test_quantized_models.py::test_what_is_refused \
   compile/test_passes.py compile/test_lower.py checkpoint/test_checkpoint_names.py execution/test_runner.py \
   generation/test_text.py testing/test_agreement.py bench/test_bench.py::TestTurns bench/test_bench.py::TestFloor \
-  compare/test_compare.py::TestMeasures doctor/test_doctor.py::test_what_fits doctor/test_doctor.py::test_versions \
+  compare/test_compare.py::TestMeasures doctor/test_doctor.py::test_what_fits doctor/test_doctor.py::test_a_slow_probe_is_shown_as_such \
   quantize/test_quantize.py::test_nothing_to_scale cli/test_commands.py models/test_models.py project/test_layering.py::test_the_sources_are_layered project/test_rooms.py backends/cpu/test_graph.py \
   backends/cuda/test_cuda_choice.py backends/npu/test_npu_probe.py
 
