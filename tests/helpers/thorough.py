@@ -167,6 +167,8 @@ CASES = (
         PROCESSES,
     ),
     ("backends/npu/emulator/test_at*.py", r"seed[1-9]", DRAW),
+    ("backends/npu/emulator/test_collectives.py", r"overlapping_groups\[[2-6]-|any_schedule\[[2-7]", DRAW),
+    ("backends/npu/emulator/test_collectives.py", r"test_torch_distributed\[4", PROCESSES),
     ("backends/npu/emulator/test_emulator_documentation.py", r"test_the_page_has_them_all", AGAIN),
     ("backends/npu/emulator/test_faults.py", r"queue_drops_is_not_read_in_silence\[2", MODE),
     ("backends/npu/emulator/test_fused*.py", r"seed[1-9]", DRAW),

@@ -41,10 +41,9 @@ LIBRARIES = (
     Library("opapi", "ops", torch=True),
     Library("atb", "atb", needs=("ascendcl", "opapi"), torch=True),
     Library("nnopbase", needs=("ascendcl", "opapi")),
-    *(
-        Library(name)
-        for name in ("acl_op_compiler", "acl_tdt_channel", "ge_runner", "graph", "hccl", "msprofiler", "runtime")
-    ),
+    *(Library(name) for name in ("acl_op_compiler", "acl_tdt_channel", "ge_runner", "graph", "msprofiler", "runtime")),
+    Library("hccl", "hccl"),
+    Library("hcomm", needs=("ascendcl", "hccl")),
 )
 
 

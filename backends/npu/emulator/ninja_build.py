@@ -34,7 +34,7 @@ SHOWN_LINES = 30
 OWN_HEADERS = (
     "-Isrc",
     "-Isrc/ops",
-    *(f"-isystem torch_npu/include/third_party/{each}/inc" for each in ("acl", "hccl")),
+    *(f"-isystem torch_npu/include{each}" for each in ("/third_party/acl/inc", "/third_party/hccl/inc", "")),
 )
 TORCH_HEADERS = "-isystem torch/include"  # -isystem excludes them from ninja's dependencies
 

@@ -56,6 +56,9 @@ class Record:
         flops: floating-point operations; 0 if they are not counted.
         microseconds: the duration of the work; 0 if it is not measured.
         operands: the tensors of a kernel, in the order of its arguments.
+        communicator: for a collective, the name of its communicator.
+        rank: for a collective, the rank in the communicator.
+        ranks: for a collective, the number of ranks; 0 otherwise.
     """
 
     kind: Kind
@@ -67,6 +70,9 @@ class Record:
     flops: float
     microseconds: float
     operands: tuple[Operand, ...]
+    communicator: str | None = None
+    rank: int | None = None
+    ranks: int = 0
 
 
 class Trace:

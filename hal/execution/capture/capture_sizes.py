@@ -1,6 +1,7 @@
 """The sizes to capture: numbers of sequences for whole steps, numbers of tokens for pieces.
 
-:mod:`hal.execution.capture.captured_form` chooses the size for a batch, and :mod:`hal.step.static_batch` pads the batch.
+:mod:`hal.execution.capture.captured_form` chooses the size for a batch, and :mod:`hal.step.static_batch` pads the
+batch.
 """
 
 from __future__ import annotations

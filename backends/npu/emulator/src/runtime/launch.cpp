@@ -20,9 +20,50 @@ struct KernelTask : Task {
     explicit KernelTask(Launch launch, TraceKind kind) : launch(std::move(launch)), kind(kind) {}
     Launch launch;
     TraceKind kind;
+    // Of the current execution.
+    bool begun = false, complete = false;
+    std::string problem;
+    std::chrono::steady_clock::time_point begin;
+
+    bool ready(const Context&) override { return !launch.ready || launch.ready(); }
+    bool waits_outside() const override { return static_cast<bool>(launch.ready); }
+    bool unfinished() override { return begun && !complete; }
 
     void run(const Context& context) override {
-        check_operands(context.stream.device);
+        if (!launch.ended) return execute(context);
+        try {
+            execute(context);
+        } catch (const std::exception& error) {
+            problem = error.what();
+            throw;
+        }
+    }
+
+    void finish(const Context&) override {
+        if (launch.ended) {
+            if (problem.empty()) problem = "it was skipped because of an earlier failure";
+            launch.ended(complete ? nullptr : problem.c_str());
+            problem.clear();
+        }
+        begun = complete = false;
+    }
+
+    void execute(const Context& context) {
+        if (!begun) {
+            begun = true;
+            check_operands(context.stream.device);
+            inject_faults();
+            begin = std::chrono::steady_clock::now();
+        }
+        launch.run();
+        complete = !launch.unfinished || !launch.unfinished();
+        if (complete && tracing()) {
+            std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
+            trace_launch(kind, launch, context.stream, context.replay ? "replay" : "eager", took.count());
+        }
+    }
+
+    void inject_faults() const {
         Injection injection;
         if (fault_at(Fault::delay, launch.kernel, &injection)) wait_out(injection);
         if (fault_at(Fault::hang, launch.kernel, &injection)) {
@@ -34,12 +75,6 @@ struct KernelTask : Task {
         if (fault_at(Fault::execution, launch.kernel, &injection)) {
             OURS("the program injects it with emulator.faults");
             throw DeviceError(injection.code, launch.kernel + ": fault injected by emulator.faults");
-        }
-        auto begin = std::chrono::steady_clock::now();
-        launch.run();
-        if (tracing()) {
-            std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-            trace_launch(kind, launch, context.stream, context.replay ? "replay" : "eager", took.count());
         }
     }
 
@@ -74,6 +109,13 @@ int launch_as(TraceKind kind, aclrtStream handle, Launch launch) {
     int code = submit(*stream, task);
     if (!code && stream->capture && tracing()) trace_launch(kind, task->launch, *stream, "capture", 0);
     return code;
+}
+
+bool state_of(aclrtStream handle, StreamState* state) {
+    Lock lock(machine().mutex);
+    auto stream = find_stream(handle);
+    if (stream) *state = {stream->device, stream->capture || stream->updated_group};
+    return stream != nullptr;
 }
 
 int launch(aclrtStream stream, Launch launch) { return launch_as(TraceKind::kernel, stream, std::move(launch)); }

@@ -1,6 +1,7 @@
 // The interface between the operator libraries and the emulated runtime. It does not depend on ATen.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -23,6 +24,12 @@ struct Operand {
     std::vector<int64_t> shape;
 };
 
+// The communicator of a launch, for the trace.
+struct Ranks {
+    std::string communicator;
+    uint32_t rank = 0, count = 0;
+};
+
 // One kernel launch. The stream's worker calls `run` once for each execution, so every replay calls it for a captured
 // launch. An exception of `run` is a device error, which the next call that waits for the stream reports.
 struct Launch {
@@ -30,10 +37,34 @@ struct Launch {
     std::vector<Operand> operands;
     double flops = 0;
     std::function<void()> run;
+
+    // The functions below are for launches that wait for other processes; see collective.h. They may be empty.
+    // Returns whether `run` can be called. Called with the machine's lock held, again and again.
+    std::function<bool()> ready = nullptr;
+    // Returns whether `run` must be called again, once `ready` permits it, before the launch is complete.
+    std::function<bool()> unfinished = nullptr;
+    // Called with the machine's lock held at the end of every execution. The argument is null if the launch completed;
+    // otherwise it says why it did not: it failed, or was skipped because of an earlier failure.
+    std::function<void(const char* problem)> ended = nullptr;
+    Ranks ranks = {};
 };
 
 // Enqueues a launch, or records it if the stream is captured. Returns an ACL error code.
 int launch(aclrtStream stream, Launch launch);
+
+// The device of a live stream, and whether the stream is captured. Returns false for a stale handle.
+struct StreamState {
+    int device = 0;
+    bool captured = false;
+};
+bool state_of(aclrtStream stream, StreamState* state);
+
+// The counter that other processes increment when a launch that waits for them must be checked again. Workers of waiting
+// streams read it, and before they sleep call `listen` with its last known value: `listen` must return at once, and cause
+// a call of `look_again` when the counter differs, and from time to time. Null pointers remove the counter.
+void set_doorbell(const std::atomic<uint32_t>* counter, void (*listen)(uint32_t seen));
+// Makes waiting streams call `ready` again.
+void look_again();
 
 // Records the reason for aclGetRecentErrMsg on this thread, and returns `code`: `return fail(107024, "...");`
 int fail(int code, const std::string& reason);

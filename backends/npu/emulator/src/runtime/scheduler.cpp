@@ -22,6 +22,8 @@ constexpr auto check_interval = std::chrono::milliseconds(200);  // between chec
 // Threads spin first, because waking a sleeping thread takes a system call and tens of microseconds.
 constexpr auto spin_time = std::chrono::microseconds(100);
 
+constexpr auto short_spin_time = std::chrono::microseconds(5);
+
 struct Schedule {
     bool seeded = false, stopping = false, has_thread = false;
     uint64_t run_length = 1;  // the average number of tasks between changes of priorities
@@ -80,13 +82,22 @@ struct Spinner {
 };
 Spinner worker_spins, host_spins;
 
+// See set_doorbell. Guarded by the machine's lock, except that the one worker that spins reads the counter without it.
+struct Doorbell {
+    const std::atomic<uint32_t>* counter = nullptr;
+    void (*listen)(uint32_t seen) = nullptr;
+    uint32_t read() const { return counter ? counter->load() : 0; }
+};
+Doorbell doorbell;
+
 void work(std::shared_ptr<Stream> stream) {
     begin_thread(format("npu%d-stream%d", stream->device, stream->id).substr(0, 15).c_str());
     Lock lock(machine().mutex);
     std::vector<Step> steps;
     while (!stream->destroyed && !schedule().stopping) {
         steps.clear();
-        if (!schedule().seeded) append_runnable(*stream, steps);
+        uint32_t rings = doorbell.read();  // before the tasks look at what other processes did
+        bool outside = !schedule().seeded && append_runnable(*stream, steps);
         if (!steps.empty()) {
             run(lock, steps.front());
             continue;
@@ -96,7 +107,15 @@ void work(std::shared_ptr<Stream> stream) {
             schedule().blocked.push_back(stream.get());
         }
         uint64_t seen = stream->signals;
-        worker_spins.wait(lock, Clock::now() + spin_time, [&] { return stream->signals != seen; });
+        auto* counter = outside ? doorbell.counter : nullptr;
+        auto rung = [&] { return counter && *counter != rings; };
+        // While no host waits, the host is what others wait for: leave it the core.
+        auto limit = outside && !schedule().waiting_hosts ? short_spin_time : spin_time;
+        worker_spins.wait(lock, Clock::now() + limit, [&] { return stream->signals != seen || rung(); });
+        if (outside && doorbell.counter) {
+            if (doorbell.read() != rings) continue;
+            doorbell.listen(rings);
+        }
         stream->sleeping = true;
         stream->wake.wait(lock, [&] { return stream->signals != seen || stream->destroyed || schedule().stopping; });
         stream->sleeping = false;
@@ -107,8 +126,11 @@ void work(std::shared_ptr<Stream> stream) {
     lock.unlock();
 }
 
-void append_all_runnable(std::vector<Step>& steps) {
-    for (auto& [handle, stream] : machine().streams.live) append_runnable(*stream, steps);
+// Returns whether a task waits for another process.
+bool append_all_runnable(std::vector<Step>& steps) {
+    bool outside = false;
+    for (auto& [handle, stream] : machine().streams.live) outside |= append_runnable(*stream, steps);
+    return outside;
 }
 
 // Returns whether any task can start now.
@@ -116,6 +138,12 @@ bool any_runnable() {
     std::vector<Step> steps;
     append_all_runnable(steps);
     return !steps.empty();
+}
+
+// Returns whether any task can start now, or will be able to, or will fail, because another process does something.
+bool any_progress() {
+    std::vector<Step> steps;
+    return append_all_runnable(steps) || !steps.empty();
 }
 
 void run_schedule() {
@@ -127,7 +155,14 @@ void run_schedule() {
         bool wanted = std::any_of(self.awaited.begin(), self.awaited.end(), [](auto* done) { return !(*done)(); });
         bool idle = Clock::now() - self.last_submission > idle_limit;
         steps.clear();
-        if (self.seeded && (wanted || idle)) append_all_runnable(steps);
+        uint32_t rings = doorbell.read();
+        bool outside = self.seeded && (wanted || idle) && append_all_runnable(steps);
+        if (steps.empty() && outside && doorbell.counter) {
+            auto* counter = doorbell.counter;
+            worker_spins.wait(lock, Clock::now() + spin_time, [&] { return *counter != rings; });
+            if (doorbell.read() != rings) continue;
+            if (doorbell.counter) doorbell.listen(rings);
+        }
         if (steps.empty()) {
             self.wake.wait_for(lock, idle_limit);
             continue;
@@ -176,6 +211,20 @@ void wake_blocked() {
     if (schedule().seeded && schedule().waiting_hosts) schedule().wake.notify_one();
 }
 
+void set_doorbell(const std::atomic<uint32_t>* counter, void (*listen)(uint32_t)) {
+    Lock lock(machine().mutex);
+    doorbell = {counter, listen};
+    lock.unlock();
+    // A worker may still read the earlier counter.
+    while (worker_spins.taken) std::this_thread::yield();
+}
+
+void look_again() {
+    Lock lock(machine().mutex);
+    wake_blocked();
+    if (schedule().seeded) schedule().wake.notify_one();
+}
+
 bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds) {
     if (done()) return true;
     auto& self = schedule();
@@ -197,7 +246,7 @@ bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds)
         auto idle =
             check_interval.zero();  // counts intervals, because the clock advances while the process is not scheduled
         while (!machine().progress.wait_for(lock, check_interval, finished)) {
-            if (self.steps != steps || busy() || any_runnable()) {
+            if (self.steps != steps || busy() || any_progress()) {
                 steps = self.steps;
                 idle = check_interval.zero();
             } else if ((idle += check_interval) > std::chrono::seconds(machine().options.stall)) {

@@ -9,22 +9,24 @@ bool skipping(const Stream& stream, Replay* replay) {
     return replay && replay->root().failure;
 }
 
-// Appends the runnable steps that `self` stands for: itself, or those of the graph that it replays.
-void append_runnable(const Step& self, std::vector<Step>& steps) {
+// Appends the runnable steps that `self` stands for: itself, or those of the graph that it replays. Returns whether one of
+// them waits for another process.
+bool append_runnable(const Step& self, std::vector<Step>& steps) {
     Context context{*self.stream, self.replay};
-    bool skip = skipping(*self.stream, self.replay);
-    if (!skip && !self.task->ready(context)) return;
+    bool skip = skipping(*self.stream, self.replay), outside = false;
+    if (!skip && !self.task->ready(context)) return self.task->waits_outside();
     Replay* child = skip ? nullptr : self.task->replay(context);
     if (!child || child->over()) {
         steps.push_back(self);
-        return;
+        return false;
     }
     for (size_t lane = 0; lane < child->lanes.size(); ++lane) {
         size_t next = child->lanes[lane].next;
         auto& tasks = child->graph->lanes[lane].tasks;
         if (next < tasks.size())
-            append_runnable({self.stream, child, lane, tasks[next], mix(self.order + lane + 1)}, steps);
+            outside |= append_runnable({self.stream, child, lane, tasks[next], mix(self.order + lane + 1)}, steps);
     }
+    return outside;
 }
 
 }  // namespace
@@ -36,9 +38,9 @@ uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-void append_runnable(Stream& stream, std::vector<Step>& steps) {
-    if (stream.busy || stream.queue.empty()) return;
-    append_runnable({&stream, nullptr, 0, stream.queue.front(), mix(stream.ordinal)}, steps);
+bool append_runnable(Stream& stream, std::vector<Step>& steps) {
+    if (stream.busy || stream.queue.empty()) return false;
+    return append_runnable({&stream, nullptr, 0, stream.queue.front(), mix(stream.ordinal)}, steps);
 }
 
 void run_step(Lock& lock, Step& step) {
@@ -61,6 +63,10 @@ void run_step(Lock& lock, Step& step) {
         }
     }
     lock.lock();
+    if (!skip && !failure && step.task->unfinished()) {
+        stream.busy = false;
+        return;
+    }
     if (failure) {
         failure.reason = format("on stream %d of device %d: ", stream.id, stream.device) + failure.reason;
         failure.reported_to = std::make_shared<std::set<uint64_t>>();

@@ -18,8 +18,8 @@ struct Step {
 // splitmix64
 uint64_t mix(uint64_t x);
 
-// Appends the stream's runnable steps. Requires the lock.
-void append_runnable(Stream& stream, std::vector<Step>& steps);
+// Appends the stream's runnable steps. Returns whether a task of the stream waits for another process. Requires the lock.
+bool append_runnable(Stream& stream, std::vector<Step>& steps);
 
 // Runs a step, and records its completion or failure. Requires the lock, and releases it while the task runs.
 void run_step(Lock& lock, Step& step);

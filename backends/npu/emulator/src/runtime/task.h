@@ -30,6 +30,11 @@ class Task {
     virtual bool ready(const Context&) { return true; }
     // Executes the task, without the lock. Throws DeviceError, or another exception for an error in the kernel.
     virtual void run(const Context&) {}
+    // Returns whether `run` must be called again, once `ready` permits it, before the task is finished. Called with the
+    // lock held after a `run` that did not fail.
+    virtual bool unfinished() { return false; }
+    // Returns whether the task, while it is not ready, waits for another process, which ends in any case.
+    virtual bool waits_outside() const { return false; }
     // Called with the lock held after `run`, also if `run` failed or was skipped because of an earlier failure.
     virtual void finish(const Context&) {}
     virtual std::string name() const = 0;

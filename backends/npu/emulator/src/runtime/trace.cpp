@@ -34,14 +34,19 @@ std::string quoted(const std::string& text) {
 }
 
 void append(TraceKind kind, const std::string& name, const Stream& stream, const char* phase, size_t bytes,
-            double flops, double microseconds, const std::string& operands) {
+            double flops, double microseconds, const std::string& operands, const Ranks& ranks = {}) {
+    std::string members;
+    if (ranks.count) {
+        members = format(", \"communicator\": %s, \"rank\": %u, \"ranks\": %u", quoted(ranks.communicator).c_str(),
+                         ranks.rank, ranks.count);
+    }
     auto record =
         format(
             "{\"kind\": \"%s\", \"name\": %s, \"stream\": %d, \"device\": %d, \"phase\": \"%s\", \"bytes\": %zu, "
             "\"flops\": %.17g, \"microseconds\": %.3f, \"operands\": [",
             kinds[static_cast<int>(kind)], quoted(name).c_str(), stream.id, stream.device, phase, bytes, flops,
             microseconds) +
-        operands + "]}";
+        operands + "]" + members + "}";
     std::lock_guard lock(trace().mutex);
     if (!trace().records.empty()) trace().records += ",\n";
     trace().records += record;
@@ -62,7 +67,7 @@ void trace_launch(TraceKind kind, const Launch& launch, const Stream& stream, co
                     format("{\"shape\": [%s], \"dtype\": %d, \"bytes\": %zu, \"access\": \"%s\"}", shape.c_str(),
                            operand.dtype, operand.bytes, accesses[static_cast<int>(operand.access)]);
     }
-    append(kind, launch.kernel, stream, phase, bytes, launch.flops, microseconds, operands);
+    append(kind, launch.kernel, stream, phase, bytes, launch.flops, microseconds, operands, launch.ranks);
 }
 
 void trace_event(TraceKind kind, const std::string& name, const Context& context, size_t bytes) {

@@ -1,0 +1,159 @@
+"""Random collectives and messages on overlapping groups of ranks, eager and replayed; every rank draws the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hccl import Buffer, Communicator, connect, run
+
+SIZES, DTYPES = (1, 3, 64, 1000, 20000), ("float32", "float16", "int32", "int8")
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "scatter",
+    "all_gather",
+    "all_to_all",
+    "all_to_all_v",
+    "pair",
+)
+Check = tuple[Buffer, np.ndarray, str]
+
+
+def data(rank: int, salt: int, size: int, dtype: str) -> np.ndarray:
+    """Return small integers, whose sums and products are exact in every type."""
+    return ((np.arange(size) * 7 + rank * 13 + salt) % 5).astype(dtype)
+
+
+class Draw:
+    """One random call on a communicator: its buffers, and the results that are due."""
+
+    def __init__(self, random: random.Random, group: Communicator, salt: int) -> None:
+        self.group, self.kind, self.dtype = group, random.choice(KINDS), random.choice(DTYPES)
+        self.size, self.root, self.op = (
+            random.choice(SIZES),
+            random.randrange(group.ranks),
+            random.choice(("sum", "max")),
+        )
+        self.matrix = [[random.randrange(5) for _ in range(group.ranks)] for _ in range(group.ranks)]
+        self.label = f"{salt}: {self.kind} of {self.size} {self.dtype} on {group.name}"
+        getattr(self, f"_{self.kind}")(salt)
+
+    def _inputs(self, salt: int, sizes: list[int]) -> list[np.ndarray]:
+        return [data(rank, salt, size, self.dtype) for rank, size in enumerate(sizes)]
+
+    def _reduced(self, inputs: list[np.ndarray]) -> np.ndarray:
+        stacked = np.stack(inputs).astype(np.float64)
+        return (stacked.sum(0) if self.op == "sum" else stacked.max(0)).astype(self.dtype)
+
+    def _set(self, send: np.ndarray, due: np.ndarray, call: Callable[[Buffer, Buffer], None]) -> None:
+        self.send, self.receive, self.due = Buffer(send), Buffer(np.full(due.shape, 99, self.dtype)), due
+        self.call = lambda: call(self.send, self.receive)
+
+    def _all_reduce(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size] * self.group.ranks), self.group
+        self._set(
+            inputs[g.rank], self._reduced(inputs), lambda a, b: g.all_reduce(a, b, self.size, self.dtype, self.op)
+        )
+
+    def _reduce(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size] * self.group.ranks), self.group
+        due = self._reduced(inputs) if g.rank == self.root else np.full(self.size, 99, self.dtype)
+        self._set(inputs[g.rank], due, lambda a, b: g.reduce(a, b, self.size, self.dtype, self.op, self.root))
+
+    def _reduce_scatter(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size * self.group.ranks] * self.group.ranks), self.group
+        due = self._reduced(inputs).reshape(g.ranks, -1)[g.rank]
+        self._set(inputs[g.rank], due, lambda a, b: g.reduce_scatter(a, b, self.size, self.dtype, self.op))
+
+    def _broadcast(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size] * self.group.ranks), self.group
+        self._set(inputs[g.rank], inputs[self.root], lambda a, b: g.broadcast(a, self.size, self.dtype, self.root))
+        self.receive = self.send
+
+    def _scatter(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size * self.group.ranks] * self.group.ranks), self.group
+        due = inputs[self.root].reshape(g.ranks, -1)[g.rank]
+        self._set(inputs[g.rank], due, lambda a, b: g.scatter(a, b, self.size, self.dtype, self.root))
+
+    def _all_gather(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size] * self.group.ranks), self.group
+        self._set(inputs[g.rank], np.concatenate(inputs), lambda a, b: g.all_gather(a, b, self.size, self.dtype))
+
+    def _all_to_all(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size * self.group.ranks] * self.group.ranks), self.group
+        due = np.concatenate([each.reshape(g.ranks, -1)[g.rank] for each in inputs])
+        self._set(inputs[g.rank], due, lambda a, b: g.all_to_all(a, b, self.size, self.dtype))
+
+    def _all_to_all_v(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [sum(row) for row in self.matrix]), self.group
+        received = [row[g.rank] for row in self.matrix]
+        parts = [np.split(each, np.cumsum(row)[:-1])[g.rank] for each, row in zip(inputs, self.matrix, strict=True)]
+        sent = self.matrix[g.rank]
+        self._set(inputs[g.rank], np.concatenate(parts), lambda a, b: g.all_to_all_v(a, b, sent, received, self.dtype))
+
+    def _pair(self, salt: int) -> None:
+        inputs, g = self._inputs(salt, [self.size] * self.group.ranks), self.group
+        other = (self.root + 1) % g.ranks
+        due = inputs[self.root] if g.rank == other else np.full(self.size, 99, self.dtype)
+
+        def call(send: Buffer, receive: Buffer) -> None:
+            if g.rank == self.root:
+                g.send(send, self.size, other, self.dtype)
+            elif g.rank == other:
+                g.receive(receive, self.size, self.root, self.dtype)
+
+        self._set(inputs[g.rank], due, call)
+
+    def wrong(self) -> list[str]:
+        found = [] if np.array_equal(self.receive.read(), self.due) else [f"rank {self.group.rank}: {self.label}"]
+        for each in {id(each): each for each in (self.send, self.receive)}.values():
+            each.free()
+        return found
+
+
+def stress(rank: int, ranks: int, folder: str, seed: int, count: int) -> dict[str, Any]:
+    """Run `count` calls; return how many, and descriptions of the wrong ones."""
+    draws = random.Random(seed)
+    world = connect(rank, ranks, folder)
+    members = [list(range(ranks)), [0, 1, 2], [1, 2, 3], [3, 1], [0, 2]]
+    made = [world, *(world.part(each, number + 1) for number, each in enumerate(members))]
+    wrong: list[str] = []
+    done = replays = 0
+    while done < count:
+        batch: list[Draw] = []
+        for _ in range(20):
+            group, state = draws.choice(made), draws.getrandbits(32)
+            done += 1
+            if group is not None:
+                batch.append(Draw(random.Random(state), group, done))
+                batch[-1].call()
+        for group in filter(None, made):
+            group.synchronize()
+        wrong += [each for draw in batch for each in draw.wrong()]
+        if draws.random() < 0.5:
+            wrong += _replays(draws, world, done)
+            replays += 1
+    for group in filter(None, reversed(made)):
+        group.destroy()
+    return {"done": done, "replays": replays, "wrong": wrong}
+
+
+def _replays(draws: random.Random, world: Communicator, salt: int) -> list[str]:
+    calls = [Draw(random.Random(draws.getrandbits(32)), world, salt + each) for each in range(draws.randrange(1, 5))]
+    with world.capture() as graph:
+        for each in calls:
+            each.call()
+    for _ in range(3):
+        graph.replay()
+    world.synchronize()
+    graph.destroy()
+    return [f"replayed {each}" for call in calls for each in call.wrong()]
+
+
+if __name__ == "__main__":
+    run({"stress": stress})
