@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hal import nn, ops
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.loading import load_model
-    from hal.config import CacheConfig, CompilationConfig, Config, PhaseConfig
+    from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
     from hal.device.device import Device
     from hal.device.graph import Graph
     from hal.device.host_device import HostDevice
@@ -63,6 +63,7 @@ _HOME = {
     "Limits": "hal.device.limits",
     "MemoryStats": "hal.device.memory",
     "Probe": "hal.drivers.driver",
+    "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",
@@ -98,6 +99,7 @@ __all__ = [
     "HostDevice",
     "Limits",
     "MemoryStats",
+    "ParallelConfig",
     "PhaseConfig",
     "Probe",
     "Runner",

@@ -79,6 +79,10 @@ class DeviceOutOfMemory(DeviceError):
     )
 
 
+class CommunicationError(HalError):
+    """A collective failed, because a rank ended, was late, or called another one. The group cannot be used again."""
+
+
 class CompileError(HalError):
     """A model cannot be traced or compiled."""
 

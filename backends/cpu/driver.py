@@ -48,6 +48,9 @@ INDUCTOR = (
 )  # fmt: skip
 """Operations that Inductor calls as opaque kernels; it decomposes the others."""
 
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+"""Operations between ranks, each of which a tape records as one call."""
+
 log = logging.getLogger("hal.cpu")
 
 
@@ -73,8 +76,10 @@ class CpuBackend(Backend):
         int8 = INT8_KERNELS if exact else {}
         by_expert = grouped.int8_kernels(kernels.int8_product if exact else int8_matmul)
         table = KERNELS | by_expert | int8 | native
-        super().__init__("cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR)
-        self._whole = frozenset((*native, *GROUPED))
+        super().__init__(
+            "cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR + COLLECTIVES, distributed="gloo"
+        )
+        self._whole = frozenset((*native, *GROUPED, *COLLECTIVES))
         self._packing = Packing() if options.pack_weights else None
 
     def graph(self) -> Graph:

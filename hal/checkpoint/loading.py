@@ -17,6 +17,7 @@ from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.validate import check_fit, check_tied
 from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of
 from hal.checkpoint.weight_buffers import WeightBuffers
+from hal.device.group import Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Attention, CausalLM, WeightUse
@@ -68,6 +69,9 @@ def load_model(
     bindings = bindings_of(model)
     check_fit(checkpoint, model, bindings, quantized)
     check_tied(checkpoint, model)
+    if (tensor := backend.mesh.tensor).size > 1:
+        split_model(model, tensor)
+        quantized.split(tensor)
     prepared = _fill(checkpoint, bindings, quantized, dtype, backend, progress)
     if _prepare_tied(model, bindings, backend, dtype) or prepared or own_layers:
         model.prepared_by = backend.name
@@ -102,6 +106,22 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
         model_class = find_model(checkpoint.architecture)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     return model, QuantizedLayers(model, checkpoint)
+
+
+def split_model(model: CausalLM, tensor: Group) -> None:
+    """Make a model without values this rank's part of it.
+
+    Args:
+        model: on the meta device; changed in place.
+        tensor: the ranks that split each layer.
+
+    Raises:
+        ConfigError: ranks cannot split the model, or not between this number.
+    """
+    for layer in model.modules():
+        if layer is not model and callable(split := getattr(layer, "split", None)):
+            split(tensor)
+    model.split(tensor)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -152,8 +172,11 @@ class _Filling:
     """A tensor of a layer that is filled piece by piece."""
 
     def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend) -> None:
-        self.pieces = binding.pieces()
+        ranks = backend.mesh.tensor
+        self.pieces = binding.pieces(ranks.rank, ranks.size)
+        self._shape = binding.local_shape(ranks.size)
         self._binding = binding
+        self._zero = binding.weight.once and ranks.rank > 0
         self._computing, self._backend = computing, backend
         self._dtype = binding.dtype(computing)
         self._left = sum(piece.numel for piece in self.pieces)
@@ -163,7 +186,7 @@ class _Filling:
         """Copy rows of a piece. Return whether this completes the tensor and the backend changes its format."""
         consumer = self._binding.weight.consumer
         if self._tensor is None:
-            shape, device = self._binding.tensor.shape, self._backend.device.torch
+            shape, device = self._shape, self._backend.device.torch
             if consumer is None:
                 self._tensor = torch.empty(shape, dtype=self._dtype, device=device)
             else:
@@ -172,6 +195,8 @@ class _Filling:
         self._left -= values.numel()
         if self._left:
             return False
+        if self._zero:
+            self._tensor.zero_()
         weight, self._tensor = self._tensor, None
         if consumer is None:
             self._set(weight)

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.checkpoint.weight_bindings import Binding
+from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ModelError
-from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight, WeightUse
+from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Share, Weight, WeightUse
+from hal.nn.linear import OUT
+from hal.nn.weights.share import EQUALLY
 from hal.quantization.description import Quantization
 from hal.quantization.scheme import Scheme, TensorSpec
 
@@ -37,11 +40,15 @@ class _Part:
     """A layer of the checkpoint, which is one of the model's layers or a part of one.
 
     Attributes:
+        layer: the model's layer.
+        rows: the rows of its weight.
         values: the tensors other than its weight that have been read.
         statistics: the statistics of its weight's rows that have been read.
     """
 
     name: str
+    layer: nn.Module
+    rows: int
     scheme: Scheme
     specs: Mapping[str, TensorSpec]
     values: dict[str, Tensor] = attrs.field(factory=dict)
@@ -76,6 +83,7 @@ class QuantizedLayers:
         self._layers: list[_Layer] = []
         self._parts: dict[str, _Part] = {}
         self._format = ""
+        self._tensor = SOLO
         quantization = checkpoint.quantization
         if quantization is None:
             return
@@ -107,7 +115,9 @@ class QuantizedLayers:
             else:
                 module, bias = scheme.layer(linear), linear.bias is not None
         model.set_submodule(path, module)
-        parts = tuple(_Part(name, scheme, scheme.tensors(self._format, rows, bias)) for name, rows in names)
+        parts = tuple(
+            _Part(name, module, rows, scheme, scheme.tensors(self._format, rows, bias)) for name, rows in names
+        )
         self._layers.append(_Layer(module, scheme, parts))
         self._parts |= {part.name: part for part in parts}
 
@@ -127,10 +137,20 @@ class QuantizedLayers:
         """Return the names of the tensors other than the weights that the checkpoint may hold."""
         return {f"{part.name}.{suffix}" for part in self._parts.values() for suffix in part.specs}
 
+    def split(self, tensor: Group) -> None:
+        """Keep only what this rank's part of each layer needs.
+
+        Args:
+            tensor: the ranks that split each layer.
+        """
+        self._tensor = tensor
+
     def keep(self, name: str, values: Tensor) -> None:
         """Receive one of the tensors of :meth:`names`, whole."""
         layer, _, suffix = name.rpartition(".")
-        self._parts[layer].values[suffix] = values.clone()  # The values are mapped from a file.
+        part = self._parts[layer]
+        kept = _of_rank(part, suffix, values, self._tensor)
+        part.values[suffix] = kept.clone()  # The values are mapped from a file.
 
     def observe(self, name: str, rows: Tensor) -> None:
         """Receive rows of any tensor, in order. Only those of quantized weights are used."""
@@ -174,6 +194,23 @@ class QuantizedLayers:
                 part.values.clear()
                 part.statistics.clear()
         return changed
+
+
+def _of_rank(part: _Part, name: str, values: Tensor, tensor: Group) -> Tensor:
+    """Return what one of the ranks that split a layer keeps of a tensor beside its weight."""
+    shard = getattr(part.layer, "shard", None)
+    if tensor.size == 1 or shard is None or values.shape[:1] != (part.rows,):
+        return values
+    if shard == OUT:
+        share: Share = getattr(part.layer, "share", EQUALLY)
+        start, stop = share.interval(part.rows, tensor.rank, tensor.size)
+        return values[start:stop]
+    # Ranks that split the input add their results, so that one of them adds the bias.
+    return torch.zeros_like(values) if tensor.rank > 0 and name in ADDED else values
+
+
+ADDED = frozenset({"bias", "quant_bias"})
+"""Tensors beside a weight that are added to its product."""
 
 
 def _set(

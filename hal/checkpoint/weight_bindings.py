@@ -99,9 +99,9 @@ class Binding:
 
         Args:
             rank: the rank.
-            ranks: the number of ranks that share the tensor along the axis ``shard``. Without ``shard``, each rank
-                reads the whole tensor. A rank gets its share of each concatenated part, so that the parts keep their
-                order.
+            ranks: the number of ranks that share the tensor along the axis ``shard``, as ``share`` says. Without
+                ``shard``, each rank reads the whole tensor. A rank gets its share of each concatenated part, so that
+                the parts keep their order.
 
         Raises:
             ModelError: the declaration does not fit the tensor.
@@ -138,15 +138,26 @@ class Binding:
         if axis is None:
             return kept
         for cut in self.weight.assemble.cuts(axis, sizes[axis]):
-            if cut % ranks:
-                raise ConfigError(
-                    f"{self.full_name} has a part of {cut} {axis}, which {ranks} ranks cannot share equally",
-                    f"choose a number of ranks that divides {cut}",
-                )
-            share = cut // ranks
-            kept.append(((start + rank * share, start + (rank + 1) * share), place))
-            start, place = start + cut, place + share
+            try:
+                size, (first, last) = self.weight.share.size(cut, ranks), self.weight.share.interval(cut, rank, ranks)
+            except ConfigError as error:
+                raise ConfigError(f"{self.full_name}, {axis}: {error.problem}", error.remedy) from None
+            kept.append(((start + first, start + last), place))
+            start, place = start + cut, place + size
         return kept
+
+    def local_shape(self, ranks: int) -> torch.Size:
+        """Return the shape of one rank's tensor.
+
+        Raises:
+            ConfigError: the ranks cannot share the tensor.
+        """
+        weight, shape = self.weight, list(self.tensor.shape)
+        if weight.shard is None or ranks == 1:
+            return self.tensor.shape
+        dim = weight.axes.split().index(weight.shard)
+        shape[dim] = sum(weight.share.size(cut, ranks) for cut in weight.assemble.cuts(weight.shard, shape[dim]))
+        return torch.Size(shape)
 
 
 def bindings_of(model: nn.Module) -> list[Binding]:

@@ -10,7 +10,7 @@ from hal.config.compile_cache import CACHE_DIR, CompileCache, cache_folder, comp
 from hal.config.environment import environment_mapping, environment_options, environment_variables
 from hal.config.file_ownership import private_folder
 from hal.config.reading import read, read_model_config
-from hal.config.settings import CacheConfig, CompilationConfig, Config, DTypeName, PhaseConfig
+from hal.config.settings import CacheConfig, CompilationConfig, Config, DTypeName, ParallelConfig, PhaseConfig
 from hal.config.sources import Source, load, to_mapping
 from hal.config.text import parse_json, read_file
 
@@ -21,6 +21,7 @@ __all__ = [
     "CompileCache",
     "Config",
     "DTypeName",
+    "ParallelConfig",
     "PhaseConfig",
     "Source",
     "cache_folder",

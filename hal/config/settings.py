@@ -115,6 +115,26 @@ class CacheConfig:
 
 
 @attrs.frozen
+class ParallelConfig:
+    """How the ranks of a job share a model. Each rank is a process with one device.
+
+    Attributes:
+        tensor: the number of ranks that split each layer.
+        data: the number of such groups of ranks, each with a copy of the model, and batches of its own.
+        timeout: seconds after which a collective that a rank has not joined fails.
+    """
+
+    tensor: int = attrs.field(default=1, validator=_positive)
+    data: int = attrs.field(default=1, validator=_positive)
+    timeout: int = attrs.field(default=600, validator=_positive)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tensor * self.data
+
+
+@attrs.frozen
 class Config:
     """The configuration of :func:`hal.open`.
 
@@ -125,6 +145,7 @@ class Config:
         max_prefill_tokens: the most tokens of a prefill step, which bounds its memory.
         compilation: how a runner executes the model; see :class:`CompilationConfig`.
         cache: the size of the paged KV cache; see :class:`CacheConfig`.
+        parallel: how several ranks share the model; see :class:`ParallelConfig`.
         options: options of the driver; the driver's page lists them.
     """
 
@@ -134,4 +155,5 @@ class Config:
     max_prefill_tokens: int = attrs.field(default=2048, validator=_positive)
     compilation: CompilationConfig = attrs.field(factory=CompilationConfig)
     cache: CacheConfig = attrs.field(factory=CacheConfig)
+    parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
     options: dict[str, Any] = attrs.field(factory=dict)

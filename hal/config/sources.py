@@ -11,7 +11,7 @@ import attrs
 
 from hal.config.environment import environment_mapping
 from hal.config.reading import read
-from hal.config.settings import CacheConfig, CompilationConfig, Config, PhaseConfig
+from hal.config.settings import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
 from hal.config.text import kind_of, parse_json, read_file
 from hal.errors import ConfigError
 
@@ -39,7 +39,7 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
 
 def _table(value: Any) -> Any:
     """Return a Config as a mapping. Unlike attrs.asdict, it keeps the driver's options as objects."""
-    if not isinstance(value, (Config, CompilationConfig, PhaseConfig, CacheConfig)):
+    if not isinstance(value, (Config, CompilationConfig, PhaseConfig, CacheConfig, ParallelConfig)):
         return value
     return {field.name: _table(getattr(value, field.name)) for field in attrs.fields(type(value))}
 

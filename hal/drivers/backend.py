@@ -42,6 +42,8 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
+from hal.parallel import collectives
+from hal.parallel.mesh import Mesh, connect
 
 if TYPE_CHECKING:
     from hal.nn.weights.weight import WeightUse
@@ -80,6 +82,12 @@ class Backend(BackendResources):
         state_layout: ``canonical``, or the driver's name for the layout that its ``allocate`` uses. Only the driver's
             kernels can read another layout than the canonical one.
         sources: the library of each kernel, by operation name, for drivers that choose among several libraries.
+        distributed: the backend of ``torch.distributed`` for the device's tensors, such as ``gloo``; None if several
+            devices cannot work together. The collective operations then have kernels on ``torch.distributed``, unless
+            ``kernels`` has others.
+
+    Attributes:
+        mesh: the ranks that this process works with, as ``parallel`` in the configuration asks.
 
     Raises:
         OperationError: a kernel is for an unknown operation, or its signature does not match its operation.
@@ -106,7 +114,10 @@ class Backend(BackendResources):
         inductor: Collection[str] | None = None,
         state_layout: str = "canonical",
         sources: Mapping[str, str] = MappingProxyType({}),
+        distributed: str | None = None,
     ) -> None:
+        if distributed is not None:
+            kernels = {**collectives.KERNELS, **kernels}
         check_arguments(
             name,
             {
@@ -142,6 +153,8 @@ class Backend(BackendResources):
         self.limits = Limits() if limits is None else limits
         self.state_layout = state_layout
         self.sources = MappingProxyType(dict(sources))
+        self.distributed = distributed
+        self.mesh = Mesh()
         self.config = Config(backend=name)
         self._fallback = ReferenceFallbacks(name, lambda: self.config.strict)
         self.table = Table(self.resolve)
@@ -221,10 +234,28 @@ class Backend(BackendResources):
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         check_block_size(self.name, config.cache.block_size, self.limits.block_sizes)
+        self._join(config)
         self.config = config
         self.table.resolve(self.resolve)  # the reference fallbacks depend on the configuration
         if self.active:
             self.activate()
+
+    def _join(self, config: Config) -> None:
+        """Join the ranks that ``config.parallel`` asks for."""
+        wanted = config.parallel.tensor, config.parallel.data
+        if wanted in ((1, 1), (self.mesh.tensor.size, self.mesh.data.size)):
+            return
+        if self.mesh.size > 1:
+            raise ConfigError(
+                f"parallel asks for {wanted[0]} x {wanted[1]} ranks, and this backend works with "
+                f"{self.mesh.tensor.size} x {self.mesh.data.size}",
+                "open another backend",
+            )
+        if self.distributed is None:
+            raise ConfigError(
+                f"the backend {self.name} does not work with several devices", "leave parallel out of the configuration"
+            )
+        self.mesh = connect(config.parallel, self.distributed, self.device.torch.type)
 
     def splitting_ops(self, config: CompilationConfig) -> set[str]:
         """Return hal's names of the operations at which a phase is split."""

@@ -16,6 +16,7 @@ from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.drivers.opening import configure_backend, open_driver, probe_driver
 from hal.errors import ConfigError, DriverError, DriverNotFound, DriverUnavailable, HalError
+from hal.parallel.mesh import Mesh
 
 GROUP = "hal.drivers"
 log = logging.getLogger("hal.drivers")
@@ -69,13 +70,15 @@ def candidates() -> list[Candidate]:
     return sorted(found, key=lambda each: -each.driver.priority if each.driver else 0)
 
 
-def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
+def open_backend(config: Source = None, *, activate: bool = True, mesh: Mesh | None = None) -> Backend:
     """Open the backend that ``config`` selects. As a context manager, it is closed at the end of the block.
 
     Args:
         config: any source that :func:`hal.config.load` reads; None reads the ``HAL_*`` environment variables. The
             driver's ``HAL_<DRIVER>_*`` variables set the options that the config does not.
         activate: make ``hal.ops`` dispatch to the backend. Pass False to open a second one beside the active one.
+        mesh: the ranks that this process works with, of an engine that made its process groups itself; see
+            :meth:`hal.parallel.Mesh.of`. None joins the ranks that the config asks for.
 
     Raises:
         ConfigError: the configuration is invalid, or asks for a feature that the backend lacks. With ``auto``, invalid
@@ -95,6 +98,8 @@ def open_backend(config: Source = None, *, activate: bool = True) -> Backend:
             raise DriverUnavailable(f"the driver {driver.name} cannot run here: {probe.reason}", probe.hint)
         backend = open_driver(driver, options)
     try:
+        if mesh is not None:
+            backend.mesh = mesh
         configure_backend(backend, settings)
         if activate:
             backend.activate()

@@ -8,7 +8,7 @@ from hal.nn.attention import Attention
 from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
 from hal.nn.embedding import Embedding
 from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
-from hal.nn.linear import Linear, MergedLinear
+from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
 from hal.nn.quantized_experts import (
@@ -20,6 +20,7 @@ from hal.nn.quantized_experts import (
 from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, QuantizedLinear, StaticQuantizedLinear
 from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
 from hal.nn.weights.assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
+from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
 
@@ -46,12 +47,14 @@ __all__ = [
     "Int8Linear",
     "Linear",
     "MergedLinear",
+    "Projection",
     "QuantizedGroupedLinear",
     "QuantizedLinear",
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
     "SelfAttention",
+    "Share",
     "Slice",
     "SparseMLP",
     "Stacked",

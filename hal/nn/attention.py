@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import Group
 from hal.errors import OperationError
+from hal.nn.weights.share import Share
 from hal.step.batch import Batch
 from hal.step.state import LayerStates, key_value_states
 
@@ -38,10 +40,22 @@ class Attention(nn.Module):
                 f"attention has sliding_window = {sliding_window}, which excludes the query's own token",
                 "set sliding_window to 1 or more, or to None for no window",
             )
-        self.head_dim = head_dim
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.states: LayerStates = key_value_states(num_kv_heads, head_dim, window=sliding_window)
         self.sliding_window = sliding_window
+
+    def split(self, tensor: Group) -> None:
+        """Keep the states of this rank's heads from now on. Ranks repeat key heads if there are more ranks than heads.
+
+        Args:
+            tensor: the ranks that split each layer.
+
+        Raises:
+            ConfigError: the ranks cannot share the key heads.
+        """
+        heads = Share(repeat=True).size(self.num_kv_heads, tensor.size)
+        self.states = key_value_states(heads, self.head_dim, window=self.sliding_window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, state: Mapping[str, Tensor]) -> Tensor:
         """Store the keys and values, and attend.

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.config import read_model_config
+from hal.device.group import Group
 from hal.nn.attention import Attention
 from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
 from hal.nn.rotary import SIZE, RopeParameters, RotaryEmbedding
+from hal.nn.weights.share import PADDED, Share
 from hal.step.batch import Batch
 
 
@@ -102,14 +104,16 @@ class SelfAttention(nn.Module):
         self, config: DecoderConfig, *, sliding_window: int | None = None, bias: tuple[bool, bool] | None = None
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
-        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.head_dim, kv_heads = config.head_dim, config.num_key_value_heads
+        width, kv_width = config.num_attention_heads * self.head_dim, kv_heads * self.head_dim
+        parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         qkv_bias, output_bias = bias or (config.attention_bias, config.attention_bias)
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
-        self.attention = Attention(self.kv_heads, self.head_dim, sliding_window=sliding_window)
-        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=output_bias, shard="in_features")
+        by_head = Share(self.head_dim, repeat=True)
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias, share=by_head)
+        self.attention = Attention(kv_heads, self.head_dim, sliding_window=sliding_window)
+        self.o_proj = Linear(
+            width, config.hidden_size, bias=output_bias, shard="in_features", share=Share(self.head_dim)
+        )  # fmt: skip
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query and key, ``[tokens, heads, head_dim]``. A family overrides it to transform the heads before."""
@@ -117,10 +121,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
-        query, key, value = self.qkv_proj(hidden).split(self.sizes, dim=-1)
-        query, key = query.view(-1, self.heads, self.head_dim), key.view(-1, self.kv_heads, self.head_dim)
+        sizes = self.qkv_proj.sizes
+        heads, kv_heads = sizes[0] // self.head_dim, sizes[1] // self.head_dim
+        query, key, value = self.qkv_proj(hidden).split(sizes, dim=-1)
+        query, key = query.view(-1, heads, self.head_dim), key.view(-1, kv_heads, self.head_dim)
         query, key = self.rotate(query, key, cos, sin)
-        value = value.view(-1, self.kv_heads, self.head_dim)
+        value = value.view(-1, kv_heads, self.head_dim)
         return self.o_proj(self.attention(query, key, value, batch, state))
 
     if TYPE_CHECKING:
@@ -198,7 +204,7 @@ class Decoder(nn.Module):
 
 
 class DecoderLM(CausalLM):
-    """A :class:`Decoder` and its output projection, which may be tied to the embedding.
+    """A :class:`Decoder` and its output projection, which may be tied to the embedding. Ranks may split it.
 
     Args:
         config: the checkpoint's config.
@@ -214,7 +220,13 @@ class DecoderLM(CausalLM):
         if config.tie_word_embeddings:
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, shard="out_features")
+            self.lm_head = Linear(
+                config.hidden_size, config.vocab_size, shard="out_features", share=PADDED, gather=True
+            )  # fmt: skip
+
+    def split(self, tensor: Group) -> None:
+        """Declare the states of this rank's heads. The layers are split already."""
+        self.states = [layer.self_attn.attention.states for layer in self.model.layers]
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.model(batch, states)[batch.logits_indices]

@@ -9,19 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import Group
+from hal.nn.weights.share import PADDED
 from hal.nn.weights.weight import Consumer, TiedUse, Weight
 
 
 class Embedding(nn.Module):
     """An embedding table ``[vocab_size, width]``; :meth:`as_linear` uses it as a tied output projection.
 
+    Ranks that split it hold consecutive rows, the last ones padded.
+
     Attributes:
-        weight: the table.
+        weight: the table, or this rank's rows.
         projection: the table as the driver prepared it for :meth:`as_linear`; None if that is the table itself.
     """
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
+        self.first = 0
+        self.group: str | None = None
         self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
         self.projection: Tensor | None
         self.register_buffer("projection", None, persistent=False)
@@ -30,15 +37,35 @@ class Embedding(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declaration of the table, and of its tied use."""
         projecting = TiedUse("projection", Consumer("linear", "weight"))
-        return {"weight": Weight(("weight",), "vocab_size width", shard="vocab_size", tied_use=projecting)}
+        return {
+            "weight": Weight(("weight",), "vocab_size width", shard="vocab_size", share=PADDED, tied_use=projecting)
+        }
+
+    def split(self, tensor: Group) -> None:
+        """Look up this rank's rows from now on, and add the ranks' results.
+
+        Args:
+            tensor: the ranks that split each layer.
+        """
+        self.group = tensor.name
+        self.first, _ = PADDED.interval(self.vocab_size, tensor.rank, tensor.size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map ``[tokens]`` to ``[tokens, width]``."""
-        return ops.embedding(token_ids, self.weight)
+        if self.group is None:
+            return ops.embedding(token_ids, self.weight)
+        rows = token_ids - self.first
+        other = (rows < 0) | (rows >= self.weight.shape[0])
+        found = ops.embedding(rows.masked_fill(other, 0), self.weight)
+        return ops.all_reduce(found.masked_fill(other.unsqueeze(-1), 0.0), self.group)
 
     if TYPE_CHECKING:
         __call__ = forward
 
     def as_linear(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to logits ``[..., vocab_size]``."""
-        return ops.linear(x, self.weight if self.projection is None else self.projection, None)
+        logits = ops.linear(x, self.weight if self.projection is None else self.projection, None)
+        if self.group is None:
+            return logits
+        gathered = ops.all_gather(logits, self.group)
+        return gathered if gathered.shape[-1] == self.vocab_size else gathered[..., : self.vocab_size]

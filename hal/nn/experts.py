@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.linear import IN, OUT, Linear
 from hal.nn.weights.assembly import Concatenated, Stacked
@@ -40,7 +41,7 @@ class GroupedLinear(nn.Module):
         self, num_experts: int, in_features: int, parts: Mapping[str, int], *, shard: str | None = EXPERTS
     ) -> None:
         super().__init__()
-        self.parts, self.shard = dict(parts), shard
+        self.num_experts, self.parts, self.shard = num_experts, dict(parts), shard
         weight = torch.empty(num_experts, sum(parts.values()), in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
@@ -48,7 +49,7 @@ class GroupedLinear(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
         consumer = Consumer("grouped_linear", "weight")
-        return {"weight": grouped_weight(self.weight.shape[0], self.parts, self.shard, consumer)}
+        return {"weight": grouped_weight(self.num_experts, self.parts, self.shard, consumer)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
@@ -98,8 +99,17 @@ class Experts(nn.Module):
         super().__init__()
         gate, up, down = names
         self.num_experts = num_experts
-        self.gate_up_proj = GroupedLinear(num_experts, hidden_size, {gate: width, up: width})
-        self.down_proj = GroupedLinear(num_experts, width, {down: hidden_size})
+        self.group: str | None = None
+        self.gate_up_proj = GroupedLinear(num_experts, hidden_size, {gate: width, up: width}, shard=OUT)
+        self.down_proj = GroupedLinear(num_experts, width, {down: hidden_size}, shard=IN)
+
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's part of every expert from now on, and add the ranks' results.
+
+        Args:
+            tensor: the ranks that split each layer.
+        """
+        self.group = tensor.name
 
     def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape.
@@ -111,7 +121,8 @@ class Experts(nn.Module):
         """
         rows, counts, positions = ops.expert_permute(hidden, experts, self.num_experts)
         activated = ops.silu_and_mul(self.gate_up_proj(rows, counts))
-        return ops.expert_unpermute(self.down_proj(activated, counts), positions, weights)
+        output = ops.expert_unpermute(self.down_proj(activated, counts), positions, weights)
+        return output if self.group is None else ops.all_reduce(output, self.group)
 
     if TYPE_CHECKING:
         __call__ = forward

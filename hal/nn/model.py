@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hal.device.group import Group
+from hal.errors import ConfigError
 from hal.step.batch import Batch
 from hal.step.state import LayerStates
 
@@ -61,6 +63,24 @@ class CausalLM(nn.Module):
         Returns:
             Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
         """
+
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's part from now on, after the model's layers were split.
+
+        A model that ranks can split overrides it, and declares the states that this rank keeps. Layers have a method of
+        the same name: those with weights that ranks share, such as :class:`hal.nn.Linear`, and those whose computation
+        depends on the numbers of features.
+
+        Args:
+            tensor: the ranks that split each layer.
+
+        Raises:
+            ConfigError: ranks cannot split the model, which is the default.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} cannot be split between {tensor.size} ranks",
+            "set parallel.tensor to 1, or override split in the model",
+        )
 
     if TYPE_CHECKING:
         __call__ = forward

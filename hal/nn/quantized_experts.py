@@ -32,7 +32,7 @@ class QuantizedGroupedLinear(nn.Module):
 
     def __init__(self, linear: GroupedLinear) -> None:
         super().__init__()
-        self.parts, self.shard = dict(linear.parts), linear.shard
+        self.num_experts, self.parts, self.shard = linear.num_experts, dict(linear.parts), linear.shard
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=torch.int8))
 
@@ -40,7 +40,7 @@ class QuantizedGroupedLinear(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors. The quantization scheme fills all but the weight."""
         consumer = Consumer(self.operation, "weight")
-        weight = grouped_weight(self.weight.shape[0], self.parts, self.shard, consumer)
+        weight = grouped_weight(self.num_experts, self.parts, self.shard, consumer)
         return {"weight": weight, **self._scales(self.shard if self.shard != IN else None)}
 
     @abstractmethod

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hal import ops
-from hal.nn.linear import OUT, Linear, projection_weight
+from hal.nn.linear import OUT, Linear, Projection, projection_weight
 from hal.nn.weights.weight import Consumer, Weight
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(Projection):
     """A projection with an int8 weight, and one scale per row.
 
     Its tensors are buffers, so that all parameters of a model have its compute dtype. A subclass declares them in
@@ -24,14 +24,14 @@ class QuantizedLinear(nn.Module):
         linear: the layer to replace.
 
     Attributes:
-        parts: the rows of each part of a :class:`~hal.nn.MergedLinear`, by name; empty for another layer.
-        shard: the shard axis of the replaced layer.
         weight: ``[out_features, in_features]``, int8, in the layout that the driver prepared.
     """
 
     def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self.parts, self.shard = dict(linear.parts), linear.shard
+        super().__init__(
+            linear.in_features, linear.out_features, parts=linear.parts, shard=linear.shard, share=linear.share,
+            gather=linear.gather,
+        )  # fmt: skip
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=torch.int8))
 
@@ -70,7 +70,7 @@ class StaticQuantizedLinear(QuantizedLinear):
         operation, out = "quant_linear_static", "out_features"
         cut = self.shard if self.shard == out else None
         return {
-            "weight": projection_weight(self.parts, self.shard, Consumer(operation, "weight")),
+            "weight": projection_weight(self, Consumer(operation, "weight")),
             "deq_scale": Weight((), out, cut, consumer=Consumer(operation, "deq_scale")),
             "quant_bias": Weight((), out, cut),
             "input_scale": Weight((), "in_features"),
@@ -80,7 +80,7 @@ class StaticQuantizedLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized = ops.quantize(x, self.input_scale, self.input_offset)
-        return ops.quant_linear_static(quantized, self.weight, self.deq_scale, self.quant_bias, x.dtype)
+        return self.join(ops.quant_linear_static(quantized, self.weight, self.deq_scale, self.quant_bias, x.dtype))
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -107,7 +107,7 @@ class DynamicQuantizedLinear(QuantizedLinear):
         out = "out_features"
         cut = self.shard if self.shard == out else None
         return {
-            "weight": projection_weight(self.parts, self.shard, Consumer("quant_linear_dynamic", "weight")),
+            "weight": projection_weight(self, Consumer("quant_linear_dynamic", "weight")),
             "weight_scale": Weight((), out, cut),
             "bias": Weight((), out, cut),
         }
@@ -115,7 +115,9 @@ class DynamicQuantizedLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized, scale = ops.dynamic_quantize(x)
-        return ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+        return self.join(
+            ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+        )  # fmt: skip
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -142,14 +144,14 @@ class Int8Linear(QuantizedLinear):
         operation = "linear_int8"
         cut = self.shard if self.shard == OUT else None
         return {
-            "weight": projection_weight(self.parts, self.shard, Consumer(operation, "weight")),
+            "weight": projection_weight(self, Consumer(operation, "weight")),
             "weight_scale": Weight((), OUT, cut, consumer=Consumer(operation, "weight_scale")),
             "bias": Weight((), OUT, cut, consumer=Consumer(operation, "bias")),
         }
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
-        return ops.linear_int8(x, self.weight, self.weight_scale, self.bias)
+        return self.join(ops.linear_int8(x, self.weight, self.weight_scale, self.bias))
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -14,6 +14,7 @@ import torch
 
 from hal.errors import ModelError
 from hal.nn.weights.assembly import Assembly, Concatenated, Whole
+from hal.nn.weights.share import EQUALLY, Share
 
 
 @attrs.frozen
@@ -77,6 +78,8 @@ class Weight:
         consumer: the operation that uses it, for drivers that prepare weights; None for a tensor to leave unchanged.
         tied_use: the second use in a model whose ``tied`` refers to the tensor.
         dtype: the dtype; None means the model's compute dtype for a floating-point tensor, else the layer's dtype.
+        share: how ranks share each part along ``shard``.
+        once: whether it is added to a sum over ranks: the first rank has the tensor, and the others have zeros.
 
     Raises:
         ModelError: the axes are not distinct identifiers, or ``shard`` is not one of them.
@@ -89,6 +92,8 @@ class Weight:
     consumer: Consumer | None = None
     tied_use: TiedUse | None = None
     dtype: torch.dtype | None = None
+    share: Share = EQUALLY
+    once: bool = False
 
     def __attrs_post_init__(self) -> None:
         names = self.axes.split()
@@ -113,6 +118,8 @@ class Weight:
         shard: str | None = None,
         consumer: Consumer | None = None,
         dtype: torch.dtype | None = None,
+        share: Share = EQUALLY,
+        once: bool = False,
     ) -> Self:
         """Return the declaration of a weight concatenated from several checkpoint layers along its first axis.
 
@@ -124,12 +131,14 @@ class Weight:
             shard: see :class:`Weight`.
             consumer: see :class:`Weight`.
             dtype: see :class:`Weight`.
+            share: see :class:`Weight`.
+            once: see :class:`Weight`.
         """
         if not parts:
-            return cls((name,), axes, shard, consumer=consumer, dtype=dtype)
+            return cls((name,), axes, shard, consumer=consumer, dtype=dtype, share=share, once=once)
         sources = tuple(f".{part}.{name}" for part in parts)
         assemble = Concatenated(axes.split()[0], tuple(parts.values()))
-        return cls(sources, axes, shard, assemble, consumer, dtype=dtype)
+        return cls(sources, axes, shard, assemble, consumer, dtype=dtype, share=share, once=once)
 
 
 def source_name(path: str, source: str) -> str:

@@ -15,9 +15,9 @@ from hal.errors import OperationError, nearest
 from hal.ops.declaration.constraints import Constraints
 from hal.ops.declaration.parse_constraints import constraints_of
 
-ARGUMENTS = (Tensor, int, float, bool, torch.dtype)
+ARGUMENTS = (Tensor, int, float, bool, str, torch.dtype)
 """The types of arguments, each of which may be optional."""
-TAKES = "Tensor, int, float, bool, torch.dtype, or one of them or None"
+TAKES = "Tensor, int, float, bool, str, torch.dtype, or one of them or None"
 RETURNS = "Tensor, a tuple of Tensors, or None"
 
 

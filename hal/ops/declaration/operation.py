@@ -31,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Tolerance = Mapping[torch.dtype, tuple[float, float]]
+OverShards = Callable[[Sequence[Sample]], Sequence[Any]]
 
 DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
     {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (2e-3, 2e-3)}
@@ -66,6 +67,8 @@ class Operation:
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
         off_by_one: the largest share of quantized (int8) results that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
+        over_shards: the results of a collective on every rank, from the arguments of every rank; None for an operation
+            of one rank.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Operation:
         tolerance: Tolerance,
         off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
+        over_shards: OverShards | None,
     ) -> None:
         check_declaration(
             body, mutates=mutates, host=host, state=state, buffers=buffers, weights=weights, tolerance=tolerance,
@@ -107,6 +111,7 @@ class Operation:
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
+        self.over_shards = over_shards
         self.signature = inspect.signature(body)
         self.number = kernel_table.next_number()
         self.function = generate_function(body, self.signature, {"_get": kernel_table.kernels}, self.number)
@@ -194,12 +199,13 @@ def op(
     off_by_one: Mapping[torch.dtype, float] = MappingProxyType({}),
     namespace: str = "hal",
     fused: bool = False,
+    over_shards: OverShards | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an operation by its reference implementation. Returns the function that models call.
 
     The body must be functional torch code for any device, without data-dependent Python, so that it can be traced. Its
-    arguments are annotated as ``Tensor``, ``int``, ``float``, ``bool``, ``torch.dtype``, or one of these or None. It
-    returns ``Tensor``, a tuple of them, or ``None``.
+    arguments are annotated as ``Tensor``, ``int``, ``float``, ``bool``, ``str``, ``torch.dtype``, or one of these or
+    None. It returns ``Tensor``, a tuple of them, or ``None``.
 
     Args:
         samples: yields argument tuples that cover the operation.
@@ -221,6 +227,9 @@ def op(
             two integers. By default none may.
         namespace: the torch.library namespace; a vendor's operations use the vendor's.
         fused: see :func:`fused_op`.
+        over_shards: declares a collective. Takes a list with the arguments of every rank of a group, in the order of
+            ranks, and returns the list of their results. The body is then the meaning for ranks that all hold the same
+            tensors, and so for a group of one.
 
     Raises:
         OperationError: the name is taken; an argument cannot be passed by position and by name; an annotation is
@@ -236,7 +245,7 @@ def op(
         declared = Operation(
             body, namespace=namespace, fused=fused, axes=axes, dtypes=dtypes, rowwise=rowwise, state=state,
             mutates=mutates, buffers=buffers, host=host, weights=weights, tolerance=tolerance, off_by_one=off_by_one,
-            samples=samples,
+            samples=samples, over_shards=over_shards,
         )  # fmt: skip
         _catalogue[declared.name] = declared
         _by_function[declared.function] = declared

@@ -1,0 +1,85 @@
+"""Groups: ranks that communicate, each the process of one device.
+
+Collective operations take the name of a group. The name has the same meaning on every rank of the group, and belongs to
+one group per process, so that graphs can hold it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from hal.errors import ConfigError, nearest
+
+
+@attrs.frozen(eq=False)
+class Group:
+    """Ranks that communicate.
+
+    Attributes:
+        name: the name that collective operations take.
+        rank: this process's position in the group, from 0 on.
+        size: the number of ranks.
+        process_group: the group of ``torch.distributed``; None if this process is the only rank.
+    """
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    process_group: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or (self.size > 1) != (self.process_group is not None):
+            raise ConfigError(
+                f"the group {self.name!r} has rank {self.rank} of {self.size}"
+                + (" and no process group" if self.process_group is None else ""),
+                "give a rank from 0 to size - 1, and a process group if and only if there are several ranks",
+            )
+
+
+SOLO = Group("solo")
+"""The group of this process alone. Collectives over it change nothing."""
+
+_lock = threading.Lock()
+_groups: dict[str, Group] = {SOLO.name: SOLO}
+
+
+def groups() -> Mapping[str, Group]:
+    """Return the groups of this process, by name."""
+    return MappingProxyType(_groups)
+
+
+def group(name: str) -> Group:
+    """Return the group ``name`` of this process.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    found = _groups.get(name)
+    if found is None:
+        raise ConfigError(f"this process is in no group {name!r}", nearest(name, _groups))
+    return found
+
+
+def register_group(group: Group) -> None:
+    """Make ``group`` known by its name.
+
+    Raises:
+        ConfigError: another group has the name.
+    """
+    with _lock:
+        if _groups.setdefault(group.name, group) is not group:
+            raise ConfigError(
+                f"this process is already in a group {group.name!r}", "give each group of a process another name"
+            )
+
+
+def forget_group(group: Group) -> None:
+    """Remove ``group``, so that its name is free. Graphs that hold the name can no longer run."""
+    with _lock:
+        if group is not SOLO and _groups.get(group.name) is group:
+            del _groups[group.name]

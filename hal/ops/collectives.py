@@ -1,0 +1,117 @@
+"""Collective operations: the ranks of a group exchange tensors.
+
+Every rank of the group calls the operation, in the same order, with tensors of the same shape and dtype. A body shows
+the meaning for a group whose ranks all hold the same tensor; ``over_shards`` is the meaning for different tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hal.device.group import SOLO, group
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import op
+from hal.ops.declaration.samples import Draw, Sample
+
+
+def _reduce_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (17, 96), (0, 32), (2, 3, 16)):
+        yield draw.normal(*shape), SOLO.name
+    yield draw.normal(48, 5).t(), SOLO.name  # no unit stride
+
+
+def _sums(shards: Sequence[Sample]) -> list[Tensor]:
+    total = torch.stack([shard[0].float() for shard in shards]).sum(0)
+    return [total.to(shards[0][0].dtype)] * len(shards)
+
+
+@op(
+    samples=_reduce_samples,
+    axes={"x": "... width", "return": "... width"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+    over_shards=_sums,
+)
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Return the sum of the ranks' tensors, on every rank.
+
+    Accumulated in x's dtype or a wider one, in any order, but every rank gets the same bits.
+
+    Args:
+        x: ``[..., width]``, floating, of the same shape and dtype on every rank.
+        group: the name of the group; see :class:`hal.parallel.Group`.
+
+    Returns:
+        The shape and dtype of x.
+    """
+    return x.clone()
+
+
+def _gather_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (17, 96), (0, 32), (2, 3, 16)):
+        yield draw.normal(*shape), SOLO.name
+    yield draw.normal(48, 5).t(), SOLO.name  # no unit stride
+
+
+def _gathered(shards: Sequence[Sample]) -> list[Tensor]:
+    return [torch.cat([shard[0] for shard in shards], -1)] * len(shards)
+
+
+@op(
+    samples=_gather_samples,
+    axes={"x": "... width", "return": "... gathered"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+    over_shards=_gathered,
+)
+def all_gather(x: Tensor, group: str) -> Tensor:
+    """Return the ranks' tensors, concatenated along the last dimension in the order of ranks, on every rank.
+
+    Args:
+        x: ``[..., width]``, floating, of the same shape and dtype on every rank.
+        group: the name of the group; see :class:`hal.parallel.Group`.
+
+    Returns:
+        ``[..., size * width]``, of x's dtype, for a group of ``size`` ranks.
+    """
+    return torch.cat([x] * _size(group), -1)
+
+
+def _scatter_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (16, 96), (0, 32)):
+        yield draw.normal(*shape), SOLO.name
+    yield draw.normal(48, 6).t(), SOLO.name  # no unit stride
+
+
+def _scattered(shards: Sequence[Sample]) -> list[Tensor]:
+    return list(_sums(shards)[0].chunk(len(shards)))
+
+
+@op(
+    samples=_scatter_samples,
+    axes={"x": "tokens width", "return": "kept width"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise=None,
+    over_shards=_scattered,
+)
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """Return this rank's rows of the sum of the ranks' tensors.
+
+    Accumulated in x's dtype or a wider one, in any order.
+
+    Args:
+        x: ``[tokens, width]``, floating, of the same shape and dtype on every rank. The size of the group divides
+            ``tokens``.
+        group: the name of the group; see :class:`hal.parallel.Group`.
+
+    Returns:
+        ``[tokens / size, width]``, of x's dtype: consecutive rows, in the order of ranks.
+    """
+    return x[: x.shape[0] // _size(group)].clone()
+
+
+def _size(name: str) -> int:
+    return group(name).size

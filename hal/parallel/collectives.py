@@ -1,0 +1,78 @@
+"""Kernels of the collective operations on ``torch.distributed``, for every backend that brings no better ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from hal.device.group import Group
+from hal.device.group import group as group_named
+from hal.errors import CommunicationError
+from hal.ops.kernels.kernel_table import Kernel
+
+
+# torch 2.13 renames both functions, and warns of the old names.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.all_reduce`."""
+    result = _copied(x, out)
+    ranks = group_named(group)
+    if ranks.size > 1 and x.numel():
+        _run(ranks, "all_reduce", x, lambda: distributed.all_reduce(result, group=ranks.process_group))
+    return result
+
+
+def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.all_gather`."""
+    ranks = group_named(group)
+    if ranks.size == 1:
+        return _copied(x, out)
+    stacked = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
+    if x.numel():
+        given = x.contiguous()
+        _run(ranks, "all_gather", x,
+             lambda: _gather(stacked, given, group=ranks.process_group))  # fmt: skip
+    joined = stacked.unflatten(0, (ranks.size, -1)).movedim(0, -2).flatten(-2)
+    return joined if out is None else out.copy_(joined)
+
+
+def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.reduce_scatter`."""
+    ranks = group_named(group)
+    if ranks.size == 1:
+        return _copied(x, out)
+    result = x.new_empty(x.shape[0] // ranks.size, *x.shape[1:]) if out is None else out
+    if x.numel():
+        given = x.contiguous()
+        _run(ranks, "reduce_scatter", x,
+             lambda: _scatter(result, given, group=ranks.process_group))  # fmt: skip
+    return result
+
+
+def _copied(x: Tensor, out: Tensor | None) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
+
+
+def _run(group: Group, name: str, x: Tensor, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise CommunicationError(
+            f"{name} of {[*x.shape]} {x.dtype} failed in the group {group.name!r}, on rank {group.rank} of "
+            f"{group.size}: {first}",
+            "look for the first error of another rank; the group cannot be used again, so start the ranks anew",
+        ) from error
+
+
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {"all_gather": all_gather, "all_reduce": all_reduce, "reduce_scatter": reduce_scatter}
+)
+"""Kernels by operation. They run in every group whose process group supports the device."""

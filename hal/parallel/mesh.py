@@ -1,0 +1,113 @@
+"""The mesh: how the ranks of a job are arranged in groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self
+
+import attrs
+from torch import distributed
+
+from hal.config.settings import ParallelConfig
+from hal.device.group import SOLO, Group, forget_group, register_group
+from hal.errors import CommunicationError, ConfigError
+
+_numbers = itertools.count(1)
+"""Numbers of meshes, for the names of their groups. Ranks make their meshes in the same order."""
+
+
+@attrs.frozen
+class Mesh:
+    """The groups that this rank is in, by what they share.
+
+    Attributes:
+        tensor: the ranks that split each layer.
+        data: the ranks that hold the same part of the model, and take different batches.
+    """
+
+    tensor: Group = SOLO
+    data: Group = SOLO
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tensor.size * self.data.size
+
+    @classmethod
+    def of(cls, *, tensor: Any = None, data: Any = None) -> Self:
+        """Return the mesh of an engine's process groups of ``torch.distributed``; None for this rank alone.
+
+        The groups stay the engine's, and end with it. :meth:`close` makes their names free.
+        """
+        number = next(_numbers)
+        return cls(**{
+            name: SOLO if given is None else _registered(f"{name}{number}", given)
+            for name, given in (("tensor", tensor), ("data", data))
+        })  # fmt: skip
+
+    def close(self) -> None:
+        """Forget the groups. The process groups themselves stay."""
+        for each in (self.tensor, self.data):
+            forget_group(each)
+
+
+def _registered(name: str, process_group: Any) -> Group:
+    size = distributed.get_world_size(process_group)
+    if size == 1:
+        return SOLO
+    made = Group(name, distributed.get_rank(process_group), size, process_group)
+    register_group(made)
+    return made
+
+
+def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
+    """Join the ranks that ``torchrun``, ``hal`` or an engine started, and arrange them in a mesh.
+
+    Ranks of one tensor group are consecutive, so that they are on one machine if the machine holds as many.
+
+    Args:
+        config: the sizes of the mesh.
+        backend: the backend of ``torch.distributed``, such as ``gloo``.
+        device_type: the device type of the tensors, such as ``cpu``.
+
+    Raises:
+        ConfigError: the number of ranks is not the product of the sizes, or no ranks were started.
+        CommunicationError: the ranks do not reach each other.
+    """
+    if config.size == 1:
+        return Mesh()
+    limit = timedelta(seconds=config.timeout)
+    if not distributed.is_initialized():
+        try:
+            with _explained("join the other ranks"):
+                distributed.init_process_group(backend, timeout=limit)
+        except ValueError as error:  # of torch, for a variable that is not set
+            raise ConfigError(
+                f"parallel asks for {config.size} ranks, and this process was not started as one of them: {error}",
+                f"run it under `torchrun --nproc-per-node {config.size}`, or use `hal generate --tensor-parallel`",
+            ) from None
+    ranks = distributed.get_world_size()
+    if ranks != config.size:
+        raise ConfigError(
+            f"parallel asks for {config.data} x {config.tensor} = {config.size} ranks, and {ranks} were started",
+            f"start {config.size} ranks, or change parallel.tensor and parallel.data",
+        )
+    with _explained("make the groups of the mesh"):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
+        return Mesh.of(tensor=found.get_group("tensor"), data=found.get_group("data"))
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, distributed.DistError) as error:
+        raise CommunicationError(
+            f"this rank could not {what}: {str(error).partition(chr(10))[0]}",
+            "check that all ranks were started, and that they reach each other at MASTER_ADDR and MASTER_PORT",
+        ) from error
