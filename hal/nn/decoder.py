@@ -216,7 +216,8 @@ class DecoderLM(CausalLM):
         self.vocab_size, self.max_length = config.vocab_size, config.max_position_embeddings
         made = list(layers)
         self.model = Decoder(config, made)
-        self.states = [layer.self_attn.attention.states for layer in made]
+        self._attention = [layer.self_attn.attention for layer in made]
+        self.states = [each.states for each in self._attention]
         if config.tie_word_embeddings:
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
@@ -226,7 +227,7 @@ class DecoderLM(CausalLM):
 
     def split(self, tensor: Group) -> None:
         """Declare the states of this rank's heads. The layers are split already."""
-        self.states = [layer.self_attn.attention.states for layer in self.model.layers]
+        self.states = [each.states for each in self._attention]
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.model(batch, states)[batch.logits_indices]

@@ -14,7 +14,6 @@ from hal.device.group import group as group_named
 from hal.errors import CommunicationError
 from hal.ops.kernels.kernel_table import Kernel
 
-
 # torch 2.13 renames both functions, and warns of the old names.
 _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 _scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor

@@ -36,6 +36,11 @@ class Mesh:
         """The number of ranks."""
         return self.tensor.size * self.data.size
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints."""
+        return self.tensor.rank == self.data.rank == 0
+
     @classmethod
     def of(cls, *, tensor: Any = None, data: Any = None) -> Self:
         """Return the mesh of an engine's process groups of ``torch.distributed``; None for this rank alone.

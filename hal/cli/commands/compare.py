@@ -68,7 +68,7 @@ def command(
 
     named, modes = _names(backends, "--backends"), _names(compilers, "--compilers")
     _check_options(named, modes, save_to, compilation_config)
-    texts = [*prompts, *(prompt_lines(prompts_file) if prompts_file else ())]
+    texts = [*prompts, *(prompt_lines(prompts_file.read(), prompts_file.name) if prompts_file else ())]
     check_prompts(texts)
     settings = settings_of(None, dtype, None, compilation_config)
     read(Config, settings, "configuration")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +41,8 @@ SAMPLING = {
     "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
 
+TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
+
 log = logging.getLogger("hal.cli")
 
 
@@ -57,6 +61,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+@click.option("--tensor-parallel", type=click.IntRange(1), metavar="N", help=TENSOR_PARALLEL)
 def command(
     checkpoint: Path,
     prompts: Sequence[str],
@@ -67,6 +72,7 @@ def command(
     emulate: bool,
     compiler: str | None,
     compilation_config: str | None,
+    tensor_parallel: int | None,
     **sampling: Any,
 ) -> None:
     """Continue prompts with the model in the folder CHECKPOINT.
@@ -79,40 +85,75 @@ def command(
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
+    from hal.parallel.launch import agreed, is_rank, yielding_to_the_cause
 
-    texts = [*prompts, *(prompt_lines(prompts_file) if prompts_file else ())]
+    texts, stdin = list(prompts), None
+    if prompts_file is not None:
+        content = prompts_file.read()
+        texts += prompt_lines(content, prompts_file.name)
+        stdin = content if prompts_file.name == "<stdin>" else None
     check_prompts(texts)
     settings = settings_of(backend, dtype, compiler, compilation_config)
+    if tensor_parallel is not None:
+        settings["parallel"] = {**settings.get("parallel", {}), "tensor": tensor_parallel}
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
-    first_seed = secrets.randbelow(2**32) if seed is None else seed
-    params = hal.SamplingParams(**sampling, seed=first_seed, stop_token_ids=opened.stop_token_ids)
-    each_params = [attrs.evolve(params, seed=first_seed + index) for index in range(len(texts))]
+    params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)
     tokenizer = opened.tokenizer()
     tokens = [tokenizer.encode(text).ids for text in texts]
+    if (ranks := read(hal.Config, settings, "configuration").parallel.size) > 1 and not is_rank():
+        start_ranks(ranks, stdin)
+        return
 
-    with emulated(emulate, backend) as options:
-        settings["options"] = {**settings.get("options", {}), **options}
-        config = read(hal.Config, settings, "configuration")
-        on = hal.open(config)
-    with _progress_bar("loading") as progress:
-        model = hal.load_model(opened, on, progress=progress)
-    if "num_tokens" not in settings.get("cache", {}):
-        num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
-        on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
-    _print_notes(params, seed)
-    with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
-        _print_texts(runner, texts, tokens, each_params, tokenizer)
+    with yielding_to_the_cause():
+        with emulated(emulate, backend) as options:
+            settings["options"] = {**settings.get("options", {}), **options}
+            config = read(hal.Config, settings, "configuration")
+            on = hal.open(config)
+        params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32) if seed is None else seed, on.mesh))
+        with _progress_bar("loading", shown=on.mesh.first) as progress:
+            model = hal.load_model(opened, on, progress=progress)
+        if "num_tokens" not in settings.get("cache", {}):
+            num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
+            on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
+        if on.mesh.first:
+            _print_notes(params, seed)
+        with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
+            _print_texts(runner, texts, tokens, params, tokenizer)
+
+
+def start_ranks(ranks: int, stdin: bytes | None) -> None:
+    """Run this process's command in several ranks, and end with the status of the first that fails.
+
+    Args:
+        ranks: the number of ranks.
+        stdin: what this process has read from stdin.
+    """
+    from hal.parallel.launch import run_ranks
+
+    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin)
+    if failure is None:
+        return
+    if failure.text:
+        click.echo(f"rank {failure.rank} of {ranks} failed:\n{failure.text.rstrip()}", err=True)
+    if failure.status < 0:
+        name = signal.Signals(-failure.status).name
+        click.echo(f"rank {failure.rank} of {ranks} was ended by {name}", err=True)
+    raise SystemExit(failure.status if failure.status > 0 else 128 - failure.status)
 
 
 def _print_texts(
-    runner: Runner, texts: list[str], tokens: list[list[int]], params: list[SamplingParams], tokenizer: Tokenizer
+    runner: Runner, texts: list[str], tokens: list[list[int]], params: SamplingParams, tokenizer: Tokenizer
 ) -> None:
+    """Generate, and print the texts if this is the rank that prints. Prompt ``i`` uses the seed plus ``i``."""
     from hal.generation.generate import generate
     from hal.generation.streaming_text import texts_in_order
 
+    each_params = [attrs.evolve(params, seed=params.seed + index) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1
-    for piece in texts_in_order(generate(runner, tokens, params), tokens, tokenizer):
+    for piece in texts_in_order(generate(runner, tokens, each_params), tokens, tokenizer):
+        if not runner.backend.mesh.first:
+            continue
         count += 1
         if piece.prompt != shown and len(texts) > 1:
             click.echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}", err=True)
@@ -120,14 +161,15 @@ def _print_texts(
         # Bytes, because the model's text is UTF-8 in any locale.
         echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
     took = time.perf_counter() - start
-    click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
+    if runner.backend.mesh.first:
+        click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
 
 
-def prompt_lines(file: BinaryIO) -> list[str]:
+def prompt_lines(content: bytes, name: str) -> list[str]:
     try:
-        text = file.read().decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
-        raise BatchError(f"{file.name} is not UTF-8: {error}", "save it as UTF-8") from None
+        raise BatchError(f"{name} is not UTF-8: {error}", "save it as UTF-8") from None
     # Not splitlines: it also splits at form feeds and other characters that a prompt may contain.
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
@@ -160,13 +202,13 @@ def _print_notes(params: SamplingParams, seed: int | None) -> None:
 
 
 @contextmanager
-def _progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar of bytes on stderr, if it is a terminal."""
+def _progress_bar(title: str, *, shown: bool = True) -> Iterator[Progress]:
+    """Show a progress bar of bytes on stderr, if ``shown`` and it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     console = Console(stderr=True)
     columns = TextColumn(title), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,159 @@
+"""Start of ranks on this machine, as ``hal generate --tensor-parallel 2`` does; see also ``torchrun``.
+
+A rank is a process with torchrun's environment variables. The ranks meet at a store that the starting process holds,
+so that no port has to be chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import IO, Any, TypeVar
+
+import attrs
+from torch import distributed
+from torch._C._distributed_c10d import TCPStore
+
+from hal.errors import CommunicationError
+from hal.parallel.mesh import Mesh
+
+Value = TypeVar("Value")
+
+POLL = 0.05
+"""Seconds between two looks at the ranks."""
+YIELD = 3.0
+"""Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
+END = 10.0
+"""Seconds in which a rank ends after it was asked to. Then it is killed."""
+
+
+def is_rank() -> bool:
+    """Return whether this process was started as a rank, by :func:`run_ranks` or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@attrs.frozen
+class Failure:
+    """The first rank that failed.
+
+    Attributes:
+        rank: the rank.
+        status: its exit status, negative for the number of a signal.
+        text: what it wrote to stderr; empty for rank 0, whose stderr is this process's.
+    """
+
+    rank: int
+    status: int
+    text: str
+
+
+def run_ranks(arguments: Sequence[str], ranks: int, *, stdin: bytes | None = None) -> Failure | None:
+    """Run Python in ``ranks`` processes, and wait for all of them.
+
+    Rank 0 writes to this process's stdout and stderr. What others write to stdout is dropped. After the first failure,
+    the remaining ranks are ended; so are all if this process is interrupted.
+
+    Args:
+        arguments: the arguments of Python, such as ``["-m", "package"]``.
+        ranks: the number of processes.
+        stdin: what each rank reads from stdin; None for nothing.
+
+    Returns:
+        The first failure; None if all ranks ended with exit status 0.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    with ExitStack() as stack:
+        given = None if stdin is None else stack.enter_context(tempfile.TemporaryFile())
+        if given is not None and stdin is not None:
+            given.write(stdin)
+        started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
+        stack.callback(_end, started)
+        for rank in range(ranks):
+            errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**os.environ, **_variables(rank, ranks, store.port)},
+                stdin=subprocess.DEVNULL if given is None else _reopened(given, stack),
+                stdout=subprocess.DEVNULL if rank else None,
+                stderr=errors,
+            )
+            started.append((process, errors))
+        return _wait(started)
+
+
+def _variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+    found = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    if "OMP_NUM_THREADS" not in os.environ:  # The ranks share the cores.
+        found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    if "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
+        found["GLOO_SOCKET_IFNAME"] = "lo"  # The machine's name may not resolve.
+    return found
+
+
+def _reopened(file: IO[bytes], stack: ExitStack) -> IO[bytes]:
+    """Return the file with a position of its own, at the start."""
+    return stack.enter_context(open(f"/proc/self/fd/{file.fileno()}", "rb"))
+
+
+def _wait(started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]]) -> Failure | None:
+    while True:
+        statuses = [process.poll() for process, _ in started]
+        for rank, status in enumerate(statuses):
+            if status:
+                return Failure(rank, status, _text(started[rank][1]))
+        if all(status == 0 for status in statuses):
+            return None
+        time.sleep(POLL)
+
+
+def _text(errors: IO[bytes] | None) -> str:
+    if errors is None:
+        return ""
+    errors.seek(0)
+    return errors.read().decode(errors="replace")
+
+
+def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]]) -> None:
+    for process, _ in started:
+        process.terminate()
+    until = time.monotonic() + END
+    for process, _ in started:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def yielding_to_the_cause() -> Iterator[None]:
+    """Delay a CommunicationError of a rank, because another rank's failure may be its cause, and is shown then."""
+    try:
+        yield
+    except CommunicationError:
+        if is_rank():
+            time.sleep(YIELD)
+        raise
+
+
+def agreed(value: Value, mesh: Mesh) -> Value:
+    """Return the value of rank 0, such as a random seed. Every rank of the mesh calls it.
+
+    Args:
+        value: this rank's value, which can be pickled.
+        mesh: the mesh.
+    """
+    if mesh.size == 1:
+        return value
+    values = [value]
+    distributed.broadcast_object_list(values, src=0)
+    return values[0]
