@@ -91,3 +91,7 @@ def _leave() -> None:
         os.write(2, b"interrupted\n")
     finally:
         os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -118,9 +118,13 @@ def split_model(model: CausalLM, tensor: Group) -> None:
     Raises:
         ConfigError: ranks cannot split the model, or not between this number.
     """
-    for layer in model.modules():
-        if layer is not model and callable(split := getattr(layer, "split", None)):
+    for path, layer in model.named_modules():
+        if layer is model or not callable(split := getattr(layer, "split", None)):
+            continue
+        try:
             split(tensor)
+        except ConfigError as error:
+            raise ConfigError(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
     model.split(tensor)
 
 

@@ -27,6 +27,8 @@ Value = TypeVar("Value")
 
 POLL = 0.05
 """Seconds between two looks at the ranks."""
+TOGETHER = 0.5
+"""Seconds between ranks that fail for the same reason, at most."""
 YIELD = 3.0
 """Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
 END = 10.0
@@ -72,6 +74,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, *, stdin: bytes | None = Non
         given = None if stdin is None else stack.enter_context(tempfile.TemporaryFile())
         if given is not None and stdin is not None:
             given.write(stdin)
+            given.flush()
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
         stack.callback(_end, started)
         for rank in range(ranks):
@@ -107,9 +110,11 @@ def _reopened(file: IO[bytes], stack: ExitStack) -> IO[bytes]:
 def _wait(started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]]) -> Failure | None:
     while True:
         statuses = [process.poll() for process, _ in started]
-        for rank, status in enumerate(statuses):
-            if status:
-                return Failure(rank, status, _text(started[rank][1]))
+        if any(statuses):
+            time.sleep(TOGETHER)  # Rank 0 has shown an error that all ranks have.
+            statuses = [started[0][0].poll(), *statuses[1:]]
+            rank = next(rank for rank, status in enumerate(statuses) if status)
+            return Failure(rank, statuses[rank] or 0, _text(started[rank][1]))
         if all(status == 0 for status in statuses):
             return None
         time.sleep(POLL)
