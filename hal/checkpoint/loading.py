@@ -17,7 +17,7 @@ from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.validate import check_fit, check_tied
 from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of
 from hal.checkpoint.weight_buffers import WeightBuffers
-from hal.device.group import Group
+from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Attention, CausalLM, WeightUse
@@ -176,7 +176,8 @@ class _Filling:
     """A tensor of a layer that is filled piece by piece."""
 
     def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend) -> None:
-        ranks = backend.mesh.tensor
+        # A layer that does not know of ranks computes with the whole weight.
+        ranks = backend.mesh.tensor if hasattr(binding.module, "split") else SOLO
         self.pieces = binding.pieces(ranks.rank, ranks.size)
         self._shape = binding.local_shape(ranks.size)
         self._binding = binding

@@ -7,6 +7,7 @@ one group per process, so that graphs can hold it.
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -45,7 +46,8 @@ SOLO = Group("solo")
 """The group of this process alone. Collectives over it change nothing."""
 
 _lock = threading.Lock()
-_groups: dict[str, Group] = {SOLO.name: SOLO}
+# No dict, which rebound bodies of operations would copy: they must see groups that are made later.
+_groups: UserDict[str, Group] = UserDict({SOLO.name: SOLO})
 
 
 def groups() -> Mapping[str, Group]:

@@ -45,6 +45,9 @@ class GroupedLinear(nn.Module):
         weight = torch.empty(num_experts, sum(parts.values()), in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's part of every expert from now on; :class:`~hal.nn.Experts` adds the ranks' results."""
+
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import Group
 from hal.nn.experts import EXPERTS, GroupedLinear, grouped_weight
 from hal.nn.linear import IN, OUT
 from hal.nn.weights.weight import Consumer, Weight
@@ -35,6 +36,9 @@ class QuantizedGroupedLinear(nn.Module):
         self.num_experts, self.parts, self.shard = linear.num_experts, dict(linear.parts), linear.shard
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=torch.int8))
+
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's part of every expert from now on; :class:`~hal.nn.Experts` adds the ranks' results."""
 
     @property
     def weights(self) -> Mapping[str, Weight]:

@@ -27,8 +27,8 @@ Value = TypeVar("Value")
 
 POLL = 0.05
 """Seconds between two looks at the ranks."""
-TOGETHER = 0.5
-"""Seconds between ranks that fail for the same reason, at most."""
+TOGETHER = 2.0
+"""Seconds that rank 0 gets to show an error that all ranks have."""
 YIELD = 3.0
 """Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
 END = 10.0
@@ -55,7 +55,9 @@ class Failure:
     text: str
 
 
-def run_ranks(arguments: Sequence[str], ranks: int, *, stdin: bytes | None = None) -> Failure | None:
+def run_ranks(
+    arguments: Sequence[str], ranks: int, *, stdin: bytes | None = None, stdout: IO[Any] | None = None
+) -> Failure | None:
     """Run Python in ``ranks`` processes, and wait for all of them.
 
     Rank 0 writes to this process's stdout and stderr. What others write to stdout is dropped. After the first failure,
@@ -65,6 +67,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, *, stdin: bytes | None = Non
         arguments: the arguments of Python, such as ``["-m", "package"]``.
         ranks: the number of processes.
         stdin: what each rank reads from stdin; None for nothing.
+        stdout: the file that rank 0 writes to; None for this process's stdout.
 
     Returns:
         The first failure; None if all ranks ended with exit status 0.
@@ -83,7 +86,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, *, stdin: bytes | None = Non
                 [sys.executable, *arguments],
                 env={**os.environ, **_variables(rank, ranks, store.port)},
                 stdin=subprocess.DEVNULL if given is None else _reopened(given, stack),
-                stdout=subprocess.DEVNULL if rank else None,
+                stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
             )
             started.append((process, errors))
@@ -111,13 +114,19 @@ def _wait(started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]]) -
     while True:
         statuses = [process.poll() for process, _ in started]
         if any(statuses):
-            time.sleep(TOGETHER)  # Rank 0 has shown an error that all ranks have.
-            statuses = [started[0][0].poll(), *statuses[1:]]
+            statuses[0] = _ended(started[0][0])  # If all ranks have the same error, rank 0 has shown it.
             rank = next(rank for rank, status in enumerate(statuses) if status)
             return Failure(rank, statuses[rank] or 0, _text(started[rank][1]))
         if all(status == 0 for status in statuses):
             return None
         time.sleep(POLL)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(TOGETHER)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _text(errors: IO[bytes] | None) -> str:

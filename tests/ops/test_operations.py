@@ -390,7 +390,7 @@ class TestDeclaration:
         def several(*x: Tensor) -> Tensor:
             return x[0]
 
-        def text(x: Tensor, mode: str) -> Tensor:
+        def text(x: Tensor, mode: bytes) -> Tensor:
             return x
 
         def sizes(x: Tensor, sizes: list[int]) -> Tensor:
@@ -421,7 +421,7 @@ class TestDeclaration:
             (keyword, "takes 'eps' as a keyword-only argument"),
             (positional, "takes 'x' as a positional-only argument"),
             (several, r"takes '\*x' as a variadic positional argument"),
-            (text, "annotates its argument 'mode' as str\n.* Tensor, int, float, bool, torch.dtype"),
+            (text, r"annotates its argument 'mode' as bytes\n.* Tensor, int, float, bool, str, torch.dtype"),
             (sizes, r"annotates its argument 'sizes' as list\[int\]"),
             (either, r"annotates its argument 'scale' as int \| float"),
             (tensors, r"annotates its argument 'x' as list\[torch\.Tensor\]"),

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.emulation import EMULATE, emulated
-from hal.cli.stdout import ResultCommand, echo
+from hal.cli.stdout import ResultCommand, echo, result_stream
 from hal.errors import BatchError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def start_ranks(ranks: int, stdin: bytes | None) -> None:
     """
     from hal.parallel.launch import run_ranks
 
-    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin)
+    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
     if failure is None:
         return
     if failure.text:

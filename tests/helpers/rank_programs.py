@@ -1,0 +1,113 @@
+"""What ranks do in tests of several devices. Each function runs on every rank; see :mod:`helpers.ranks`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hal
+from hal import ops
+
+PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
+
+
+def tokens(checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, int]) -> dict[str, list[list[int]]]:
+    """Generate with each compiler. Returns each prompt's tokens by compiler."""
+    found = {}
+    for compiler in compilers:
+        config = {
+            "backend": "cpu", "dtype": dtype, "parallel": parallel,
+            "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
+        }  # fmt: skip
+        with hal.open(config) as backend:
+            model = hal.load_model(checkpoint, backend)
+            tokenizer = hal.Checkpoint.open(checkpoint).tokenizer()
+            prompts = [tokenizer.encode(text).ids for text in PROMPTS]
+            texts: list[list[int]] = [[] for _ in prompts]
+            with hal.Runner(model, backend) as runner:
+                for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=32)):
+                    texts[token.prompt].append(token.token_id)
+            found[compiler] = texts
+    return found
+
+
+def logits(checkpoint: str, dtype: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Run one prefill, and return its logits, and the bytes of the weights and of what was read of the files."""
+    read = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal read
+        read = done
+
+    with hal.open({"backend": "cpu", "dtype": dtype, "parallel": parallel, "options": {"pack_weights": False}}) as on:
+        model = hal.load_model(checkpoint, on, progress=progress)
+        held = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
+        with hal.Runner(model, on) as runner:
+            batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]], [0, 0])
+            return {"logits": runner.step(batch).logits.clone(), "held": held, "read": read}
+
+
+def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
+    """Call each collective with random tensors of many shapes. Returns the arguments and results by operation."""
+    found: dict[str, list[Tensor]] = {}
+    with hal.open({"backend": "cpu", "parallel": {"tensor": tensor}}) as backend:
+        group = backend.mesh.tensor
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+            found[name], found[f"{name} of"] = [], []
+            for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+                for shape in ((1, 64), (12, 96), (0, 32), (24, 1), (4, 5000)):
+                    draw = torch.Generator().manual_seed(seed + 100 * group.rank + index)
+                    rows = shape[0] // tensor * tensor if name == "reduce_scatter" else shape[0]
+                    x = torch.randn(shape[1], rows, generator=draw).to(dtype).t()  # no unit stride
+                    found[f"{name} of"].append(x.contiguous())
+                    found[name].append(getattr(ops, name)(x, group.name).clone())
+    return found
+
+
+def die(checkpoint: str, victim: int, point: str) -> None:
+    """Start to generate; one rank kills itself when it loads, captures, or runs its third step."""
+    rank = int(os.environ["RANK"])
+    config = {
+        "backend": "cpu", "dtype": "float32", "parallel": {"tensor": 2, "timeout": 20},
+        "compilation": {"compiler": "graph", "capture_sizes": [1]},
+    }  # fmt: skip
+    with hal.open(config) as backend:
+        if rank == victim and point == "loading":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model = hal.load_model(checkpoint, backend)
+        if rank == victim and point == "capture":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with hal.Runner(model, backend) as runner:
+            for step, _ in enumerate(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=20))):
+                if rank == victim and point == "replay" and step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survivor(checkpoint: str, point: str, into: str) -> None:
+    """As :func:`die` with rank 1 as the victim; rank 0 writes the error that it gets, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        die(checkpoint, 1, point)
+    except hal.HalError as error:
+        Path(into, "error.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
+
+
+def late(seconds: int, into: str) -> None:
+    """Rank 1 comes to a collective too late. Each rank writes its error."""
+    rank = int(os.environ["RANK"])
+    with hal.open({"backend": "cpu", "parallel": {"tensor": 2, "timeout": seconds}}) as backend:
+        group = backend.mesh.tensor.name
+        ops.all_reduce(torch.ones(1, 4), group)
+        if rank == 1:
+            time.sleep(3 * seconds)
+        start = time.monotonic()
+        try:
+            ops.all_reduce(torch.ones(1, 4), group)
+        except hal.HalError as error:
+            Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")

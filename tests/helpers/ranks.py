@@ -1,0 +1,46 @@
+"""Runs a function of :mod:`helpers.rank_programs` in several ranks, and returns the result of each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hal.parallel.launch import Failure, run_ranks
+
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from helpers.ranks import main; main(*sys.argv[2:])"
+
+
+def in_ranks(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Any]:
+    """Return what ``function`` returns on each rank: tensors, numbers, strings, and lists and dicts of them.
+
+    Args:
+        function: the name of a function in :mod:`helpers.rank_programs`.
+        ranks: the number of ranks.
+        folder: an empty folder.
+        arguments: what JSON can hold.
+    """
+    failure = failing(function, ranks, folder, **arguments)
+    assert failure is None, f"rank {failure.rank} failed with {failure.status}:\n{failure.text}"
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def failing(function: str, ranks: int, folder: Path, **arguments: Any) -> Failure | None:
+    """Return the first failure of the ranks; see :func:`in_ranks`."""
+    tests = str(Path(__file__).parents[1])
+    return run_ranks(["-c", PROGRAM, tests, function, str(folder), json.dumps(arguments)], ranks)
+
+
+def main(function: str, folder: str, arguments: str) -> None:
+    """Run one rank."""
+    import os
+
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    programs = importlib.import_module("helpers.rank_programs")
+    result = getattr(programs, function)(**json.loads(arguments))
+    torch.save(result, Path(folder) / f"{os.environ['RANK']}.pt")
+    sys.stdout.flush()

@@ -1,0 +1,78 @@
+"""Tests of models that ranks split: the same tokens and logits as one rank's, and no more memory than a share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import rank_programs
+from helpers.ranks import in_ranks
+
+import hal
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+COMPILERS = ["eager", "graph"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a dense checkpoint and one with experts, as trained and in W8A8."""
+    folder = tmp_path_factory.mktemp("quantized")
+    found = {name: repository / "checkpoints" / name for name in ("tiny-python", "tiny-python-moe")}
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    for name, path in list(found.items()):
+        for scheme, format_ in (("w8a8", "modelslim"), ("w8a8_dynamic", "compressed-tensors")):
+            found[f"{name}-{scheme}"] = folder / f"{name}-{scheme}"
+            given = {"calibration": text} if scheme == "w8a8" else {}
+            quantize_checkpoint(path, found[f"{name}-{scheme}"], scheme, format=format_, **given)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ranks", "compilers"),
+    [
+        ("tiny-python", "float32", 2, COMPILERS),
+        ("tiny-python", "float32", 4, [*COMPILERS, "piecewise", "inductor"]),
+        ("tiny-python", "bfloat16", 2, [*COMPILERS, "piecewise"]),
+        ("tiny-python-moe", "float32", 2, COMPILERS),
+        ("tiny-python-moe", "float32", 4, [*COMPILERS, "piecewise"]),
+        ("tiny-python-w8a8", "float32", 2, COMPILERS),
+        ("tiny-python-w8a8", "float32", 4, COMPILERS),
+        ("tiny-python-w8a8_dynamic", "float32", 2, COMPILERS),
+        ("tiny-python-moe-w8a8", "float32", 2, COMPILERS),
+        ("tiny-python-moe-w8a8", "float32", 4, COMPILERS),
+        ("tiny-python-moe-w8a8_dynamic", "float32", 4, COMPILERS),
+    ],
+)  # fmt: skip
+def test_the_same_tokens(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str, dtype: str, ranks: int, compilers: list[str]
+) -> None:
+    arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": dtype}
+    alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={})["eager"]
+    found = in_ranks("tokens", ranks, tmp_path, **arguments, compilers=compilers, parallel={"tensor": ranks})
+    for compiler in compilers:
+        assert [rank[compiler] for rank in found] == [alone] * ranks, compiler
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("tiny-python", 2), ("tiny-python-moe", 4)])
+def test_logits_and_memory(checkpoints: dict[str, Path], tmp_path: Path, name: str, ranks: int) -> None:
+    arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": "float32"}
+    alone = rank_programs.logits(**arguments, parallel={})
+    found = in_ranks("logits", ranks, tmp_path, **arguments, parallel={"tensor": ranks})
+    for rank in found:
+        torch.testing.assert_close(rank["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
+        # The norms, the router and key heads that ranks repeat are whole on each rank.
+        assert rank["held"] <= 1.1 * alone["held"] / ranks
+        assert rank["read"] <= 1.1 * alone["read"] / ranks
+    assert all(torch.equal(rank["logits"], found[0]["logits"]) for rank in found)
+
+
+def test_a_number_of_ranks_that_does_not_divide(checkpoints: dict[str, Path]) -> None:
+    from hal.checkpoint.loading import build_model, split_model
+    from hal.parallel import Group
+
+    model = build_model(hal.Checkpoint.open(checkpoints["tiny-python"]))
+    with pytest.raises(hal.HalError, match="qkv_proj: 3 ranks cannot share 4 heads of 128 elements equally"):
+        split_model(model, Group("three", 0, 3, object()))
