@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo check test test-all thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated
 
-# The same prompts on the CPU and on an emulated NPU, which must give the same text. The NPU computes in 16 bits only.
+# The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
   --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'def main():'
 
@@ -28,6 +28,9 @@ ifeq ($(shell uname -s),Linux)
 	@cat $(VENV)/demo-npu.txt
 	@diff $(VENV)/demo-cpu.txt $(VENV)/demo-npu.txt || { echo '== CPU and emulated NPU: the texts differ'; exit 1; }
 	@echo '== CPU and emulated NPU: the same text'
+	$(BIN)/hal $(DEMO) --backend npu --emulate --tensor-parallel 2 > $(VENV)/demo-npus.txt
+	@diff $(VENV)/demo-npu.txt $(VENV)/demo-npus.txt || { echo '== one and two emulated NPUs: the texts differ'; exit 1; }
+	@echo '== one and two emulated NPUs: the same text'
 else
 	@echo '== the emulated NPU needs Linux, so that half is left out'
 endif

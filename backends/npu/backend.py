@@ -86,6 +86,7 @@ class NpuBackend(Backend):
             limits=limits,
             native_names=NATIVE_NAMES,
             state_layout="fractal_nz" if options.nz_cache else "canonical",
+            distributed="hccl",
         )
         self.options = options
         self.npu = device

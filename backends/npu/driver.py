@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,9 @@ class NpuDriver(Driver):
             from . import emulator
 
             if chosen.emulator_options or not emulator.is_active():
-                emulator.activate(force=chosen.emulator == "force", **chosen.emulator_options)
+                # The ranks of this machine have a device each, whose number is LOCAL_RANK.
+                asked = {"devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **chosen.emulator_options}
+                emulator.activate(force=chosen.emulator == "force", **asked)
         elif chosen.emulator_options:
             raise ConfigError(
                 f"emulator_options are {chosen.emulator_options}, but the option emulator is not set",

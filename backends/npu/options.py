@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import attrs
@@ -19,7 +20,8 @@ class NpuOptions:
     """Options of the NPU driver.
 
     Attributes:
-        device: the NPU's index among the devices visible to the process.
+        device: the NPU's index among the devices visible to the process. By default, the variable ``LOCAL_RANK``, which
+            ``torchrun`` sets for each rank, or 0.
         emulator: ``on`` (or true, or 1) runs on an emulated NPU; ``force`` does so even where a real CANN is installed.
         emulator_options: the fields of :class:`hal.backends.npu.emulator.Options`.
         attention: the decode kernel. ``fused`` is npu_fused_infer_attention_score, ``atb`` is ATB's paged attention.
@@ -35,7 +37,7 @@ class NpuOptions:
         npugraph_ex: further torch_npu options for that compiler, such as ``{"pattern_fusion_pass": false}``.
     """
 
-    device: int = attrs.field(default=0, validator=_at_least_0)
+    device: int = attrs.field(factory=lambda: int(os.environ.get("LOCAL_RANK", "0")), validator=_at_least_0)
     emulator: Switch = "off"
     emulator_options: dict[str, Any] = attrs.field(factory=dict)
     attention: Literal["fused", "atb"] = "fused"

@@ -1,4 +1,7 @@
-"""Kernels of the collective operations on ``torch.distributed``, for every backend that brings no better ones."""
+"""Kernels of the collective operations on ``torch.distributed``, for every backend that brings no better ones.
+
+With fake tensors, as in a trace, they call torch's functional collectives.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hal.device.group import Group
 from hal.device.group import group as group_named
 from hal.errors import CommunicationError
 from hal.ops.kernels.kernel_table import Kernel
 
+functional: Any = torch.ops._c10d_functional
+"""What compilers know of collectives: a trace of a kernel, for a driver's compiler, has these nodes."""
 # torch 2.13 renames both functions, and warns of the old names.
 _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 _scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
@@ -21,8 +27,11 @@ _scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.re
 
 def all_reduce(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_reduce`."""
-    result = _copied(x, out)
     ranks = group_named(group)
+    if isinstance(x, FakeTensor) and ranks.size > 1:
+        summed: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", ranks.process_group.group_name))
+        return summed
+    result = _copied(x, out)
     if ranks.size > 1 and x.numel():
         _run(ranks, "all_reduce", x, lambda: distributed.all_reduce(result, group=ranks.process_group))
     return result
@@ -33,12 +42,15 @@ def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     ranks = group_named(group)
     if ranks.size == 1:
         return _copied(x, out)
+    if isinstance(x, FakeTensor):
+        name = ranks.process_group.group_name
+        return _joined(functional.wait_tensor(functional.all_gather_into_tensor(x, ranks.size, name)), ranks.size)
     stacked = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
     if x.numel():
         given = x.contiguous()
         _run(ranks, "all_gather", x,
              lambda: _gather(stacked, given, group=ranks.process_group))  # fmt: skip
-    joined = stacked.unflatten(0, (ranks.size, -1)).movedim(0, -2).flatten(-2)
+    joined = _joined(stacked, ranks.size)
     return joined if out is None else out.copy_(joined)
 
 
@@ -47,12 +59,22 @@ def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     ranks = group_named(group)
     if ranks.size == 1:
         return _copied(x, out)
+    if isinstance(x, FakeTensor):
+        name = ranks.process_group.group_name
+        kept: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", ranks.size, name))
+        return kept
     result = x.new_empty(x.shape[0] // ranks.size, *x.shape[1:]) if out is None else out
     if x.numel():
         given = x.contiguous()
         _run(ranks, "reduce_scatter", x,
              lambda: _scatter(result, given, group=ranks.process_group))  # fmt: skip
     return result
+
+
+def _joined(stacked: Tensor, size: int) -> Tensor:
+    """Turn ``[size * rows, ..., width]`` into ``[rows, ..., size * width]``."""
+    parts: Tensor = stacked.unflatten(0, (size, -1))
+    return parts.movedim(0, -2).flatten(-2)
 
 
 def _copied(x: Tensor, out: Tensor | None) -> Tensor:

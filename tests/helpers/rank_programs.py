@@ -17,12 +17,22 @@ from hal import ops
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
 
-def tokens(checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, int]) -> dict[str, list[list[int]]]:
-    """Generate with each compiler. Returns each prompt's tokens by compiler."""
+def tokens(
+    checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, int], on: dict[str, Any] | None = None
+) -> dict[str, list[list[int]]]:
+    """Generate with each compiler. Returns each prompt's tokens by compiler.
+
+    Args:
+        checkpoint: the folder.
+        dtype: the dtype of computation.
+        compilers: names of compilers.
+        parallel: the configuration's table.
+        on: the configuration's backend and options; None for the CPU.
+    """
     found = {}
     for compiler in compilers:
         config = {
-            "backend": "cpu", "dtype": dtype, "parallel": parallel,
+            **(on or {"backend": "cpu"}), "dtype": dtype, "parallel": parallel,
             "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
         }  # fmt: skip
         with hal.open(config) as backend:
