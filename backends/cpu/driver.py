@@ -75,7 +75,7 @@ class CpuBackend(Backend):
         exact = kernels.multiplies_int8()
         int8 = INT8_KERNELS if exact else {}
         by_expert = grouped.int8_kernels(kernels.int8_product if exact else int8_matmul)
-        table = KERNELS | by_expert | int8 | native
+        table = {**KERNELS, **by_expert, **int8, **native, **_collectives(bool(native))}
         super().__init__(
             "cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR + COLLECTIVES, distributed="gloo"
         )
@@ -112,6 +112,14 @@ def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:
             raise
         log.warning("the cpu driver runs without its C++ kernels, which is slower: %s", error)
         return {}
+
+
+def _collectives(native: bool) -> Mapping[str, Kernel]:
+    from .native.build import load
+    from .native.shared_memory import SharedMemoryKernels
+
+    # Without C++ kernels, too, because the ranks agree on what all of them can do.
+    return SharedMemoryKernels(load() if native else None).kernels
 
 
 class CpuDriver(Driver):

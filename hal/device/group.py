@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from hal.config.settings import ParallelConfig
 from hal.errors import ConfigError, nearest
 
 
@@ -26,12 +27,15 @@ class Group:
         rank: this process's position in the group, from 0 on.
         size: the number of ranks.
         process_group: the group of ``torch.distributed``; None if this process is the only rank.
+        timeout: seconds after which a collective that a rank has not joined fails, for kernels that do not use
+            ``process_group``, which has its own.
     """
 
     name: str
     rank: int = 0
     size: int = 1
     process_group: Any = None
+    timeout: float = ParallelConfig().timeout
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.rank < self.size or (self.size > 1) != (self.process_group is not None):

@@ -42,14 +42,19 @@ class Mesh:
         return self.tensor.rank == self.data.rank == 0
 
     @classmethod
-    def of(cls, *, tensor: Any = None, data: Any = None) -> Self:
+    def of(cls, *, tensor: Any = None, data: Any = None, timeout: float = ParallelConfig().timeout) -> Self:
         """Return the mesh of an engine's process groups of ``torch.distributed``; None for this rank alone.
 
         The groups stay the engine's, and end with it. :meth:`close` makes their names free.
+
+        Args:
+            tensor: the group of the ranks that split each layer.
+            data: the group of the ranks that hold the same part of the model.
+            timeout: see :class:`Group`.
         """
         number = next(_numbers)
         return cls(**{
-            name: SOLO if given is None else _registered(f"{name}{number}", given)
+            name: SOLO if given is None else _registered(f"{name}{number}", given, timeout)
             for name, given in (("tensor", tensor), ("data", data))
         })  # fmt: skip
 
@@ -59,11 +64,11 @@ class Mesh:
             forget_group(each)
 
 
-def _registered(name: str, process_group: Any) -> Group:
+def _registered(name: str, process_group: Any, timeout: float) -> Group:
     size = distributed.get_world_size(process_group)
     if size == 1:
         return SOLO
-    made = Group(name, distributed.get_rank(process_group), size, process_group)
+    made = Group(name, distributed.get_rank(process_group), size, process_group, timeout)
     register_group(made)
     return made
 
@@ -104,7 +109,7 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
-        return Mesh.of(tensor=found.get_group("tensor"), data=found.get_group("data"))
+        return Mesh.of(tensor=found.get_group("tensor"), data=found.get_group("data"), timeout=config.timeout)
 
 
 @contextmanager

@@ -1,0 +1,72 @@
+"""Runs a function in several processes that are ranks of ``torch.distributed`` on this machine.
+
+The processes are forked from a server that has imported torch and hal, so that a rank starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch import distributed
+from torch._C._distributed_c10d import TCPStore
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["hal.backends.cpu.native.shared_memory", "hal.drivers.backend"])
+
+LOST = "lost"
+"""The result of a rank that ended without one, such as a killed one."""
+
+
+def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``function(rank, *arguments)`` on each rank, and return the results, or exceptions, by rank.
+
+    Raises:
+        TimeoutError: a rank did not end in time. It is killed.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        CONTEXT.Process(target=_rank, args=(function, rank, ranks, store.port, sender, arguments), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for process, (_, sender) in zip(processes, pipes, strict=True):
+        process.start()
+        sender.close()
+    until = time.monotonic() + timeout
+    results = [_received(receiver, until) for receiver, _ in pipes]
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    if stuck:
+        raise TimeoutError(f"ranks {stuck} of {ranks} did not end within {timeout} s; the results are {results}")
+    return results
+
+
+def _received(receiver: Connection, until: float) -> Any:
+    try:
+        return receiver.recv() if receiver.poll(max(0.0, until - time.monotonic())) else LOST
+    except EOFError:
+        return LOST
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, ranks: int, port: int, sender: Connection, arguments: tuple[Any, ...]
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    try:
+        result = function(rank, *arguments)
+    except BaseException as error:
+        result = error
+    sender.send(result)
+    os._exit(0)  # Without the wait of torch.distributed for ranks that a test has killed.
