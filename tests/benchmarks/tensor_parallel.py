@@ -66,6 +66,11 @@ def all_reduces(backend: hal.Backend) -> dict[str, Any]:
     return found
 
 
+def answer(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
 @torch.inference_mode()
 def worker(folder: str, ranks: int) -> None:
     """Answer each line of stdin: ``all_reduce``, or ``batch steps``, whose answer is the median milliseconds."""
@@ -83,10 +88,10 @@ def worker(folder: str, ranks: int) -> None:
         batches[size] = runner.batch([[7]] * size, blocks, cached=[CONTEXT] * size)
         for _ in range(3):
             runner.step(batches[size])
-    print("ready", flush=True)
+    answer("ready")
     for line in sys.stdin:
         if line.strip() == "all_reduce":
-            print(json.dumps(all_reduces(backend)), flush=True)
+            answer(all_reduces(backend))
             continue
         size, steps = map(int, line.split())
         times = []
@@ -94,7 +99,7 @@ def worker(folder: str, ranks: int) -> None:
             start = time.perf_counter()
             runner.step(batches[size])
             times.append((time.perf_counter() - start) * 1e3)
-        print(json.dumps(times), flush=True)
+        answer(times)
 
 
 class Contender:
@@ -144,7 +149,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.worker:
-        return worker(arguments.worker, arguments.ranks)
+        worker(arguments.worker, arguments.ranks)
+        return
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), num_hidden_layers=arguments.layers, vocab_size=151936)
         contenders = [Contender(folder, 2), Contender(folder, 1)]
