@@ -23,6 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int64_t kBuffer = 256 << 10;      // bytes of a buffer; longer tensors take several steps
 constexpr int64_t kWhole = 32 << 10;        // bytes up to which every rank sums the whole tensor
+constexpr auto kPause = std::chrono::microseconds(5);
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr long kSleep = 50'000'000;         // ns after which the caller looks at the other ranks and at signals
 
@@ -154,11 +155,15 @@ class Exchange {
     }
 
     Status spin(Rank& other) {
-        auto until = Clock::now() + kSpin;
+        auto now = Clock::now(), yields = now + (crowded_ ? 0 * kSpin : kPause), sleeps = now + kSpin;
         for (int turn = 1; !reached(other); turn++) {
             if (segment_->broken.load(std::memory_order_acquire)) return kBroken;
-            crowded_ ? void(sched_yield()) : relax();
-            if (turn % 32 || Clock::now() < until) continue;
+            if (now < yields)
+                relax();
+            else
+                sched_yield();  // The other rank may wait for this core.
+            if (turn % 16 == 0) now = Clock::now();
+            if (now < sleeps) continue;
             other.sleepers.fetch_add(1);
             uint32_t seen = other.published.load();
             timespec limit{0, kSleep};
