@@ -59,7 +59,7 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, int]) -> dict[str, A
         model = hal.load_model(checkpoint, on, progress=progress)
         held = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
         with hal.Runner(model, on) as runner:
-            batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]], [0, 0])
+            batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]])
             return {"logits": runner.step(batch).logits.clone(), "held": held, "read": read}
 
 
