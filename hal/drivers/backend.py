@@ -116,17 +116,17 @@ class Backend(BackendResources):
         sources: Mapping[str, str] = MappingProxyType({}),
         distributed: str | None = None,
     ) -> None:
-        if distributed is not None:
-            kernels = {**collectives.KERNELS, **kernels}
         check_arguments(
             name,
             {
                 "name": name, "device": device, "kernels": kernels, "graphs": graphs, "compilers": compilers,
                 "aliases": aliases, "rewrites": rewrites, "layers": layers, "native_names": native_names,
                 "capabilities": capabilities, "limits": limits, "inductor": inductor, "state_layout": state_layout,
-                "sources": sources,
+                "sources": sources, "distributed": distributed,
             },
         )  # fmt: skip
+        if distributed is not None:
+            kernels = {**collectives.KERNELS, **kernels}
         for each, kernel in kernels.items():
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run
         check_state_layout(name, state_layout, kernels)

@@ -62,6 +62,10 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "inductor": (lambda value: value is None or _are_texts(value), "a collection of strings, or None"),
     "state_layout": (_is_text, "a string"),
     "sources": (_is_table, "a mapping from operation names to library names"),
+    "distributed": (
+        lambda value: value is None or _is_text(value),
+        "the name of a backend of torch.distributed, or None",
+    ),
 }
 """Type check of each argument of :class:`hal.Backend`, and the required type in words."""
 

@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
 ARGUMENTS = tuple(inspect.signature(hal.Backend).parameters)
 TAKEN = {
     "capabilities": {"names of nothing"}, "limits": {"None"}, "inductor": {"None"},
+    "distributed": {"None", "a text"},
     "native_names": {"a table of texts"}, "sources": {"a table of texts"},
 }  # fmt: skip
 """Values that have the right type."""
@@ -163,7 +164,7 @@ def test_a_subclass_that_does_not_call_the_constructor(cls: type[hal.Backend], o
     refused(opens, cls, f"returned a {cls.__name__} without the attribute", "call super().__init__")
 
 
-@pytest.mark.parametrize("attribute", sorted({*ARGUMENTS} - {"inductor"}))
+@pytest.mark.parametrize("attribute", sorted({*ARGUMENTS} - {"inductor", "distributed"}))
 def test_a_subclass_that_spoils_what_it_was_made_with(attribute: str, opens: Opens) -> None:
     class Spoilt(Whole):
         def __init__(self, name: str) -> None:

@@ -141,7 +141,7 @@ def test_merged_parts_are_cut_one_by_one() -> None:
     assert [(each.source, each.taken, each.target) for each in bias.pieces(0, 2)] == [
         ("q.bias", ((0, 2),), ((0, 2),)), ("k.bias", ((0, 1),), ((2, 3),)), ("v.bias", ((0, 4),), ((3, 7),))
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"qkv.weight has a part of 2 out_features, which 4 ranks cannot share"):
+    with pytest.raises(ConfigError, match=r"qkv.weight, out_features: 4 ranks cannot share 2 elements equally"):
         weight.pieces(0, 4)
 
 

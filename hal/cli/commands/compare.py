@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from hal.cli.commands.generate import PROMPTS_FILE, check_prompts, prompt_lines
+from hal.cli.commands.generate import PROMPTS_FILE, check_prompts, file_name, prompt_lines
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import emulated
@@ -68,7 +68,7 @@ def command(
 
     named, modes = _names(backends, "--backends"), _names(compilers, "--compilers")
     _check_options(named, modes, save_to, compilation_config)
-    texts = [*prompts, *(prompt_lines(prompts_file.read(), prompts_file.name) if prompts_file else ())]
+    texts = [*prompts, *(prompt_lines(prompts_file.read(), file_name(prompts_file)) if prompts_file else ())]
     check_prompts(texts)
     settings = settings_of(None, dtype, None, compilation_config)
     read(Config, settings, "configuration")

@@ -43,6 +43,9 @@ SAMPLING = {
 
 TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
 
+STDIN = "<stdin>"
+"""Python's name of the file."""
+
 log = logging.getLogger("hal.cli")
 
 
@@ -90,8 +93,8 @@ def command(
     texts, stdin = list(prompts), None
     if prompts_file is not None:
         content = prompts_file.read()
-        texts += prompt_lines(content, prompts_file.name)
-        stdin = content if prompts_file.name == "<stdin>" else None
+        texts += prompt_lines(content, file_name(prompts_file))
+        stdin = content if file_name(prompts_file) == STDIN else None
     check_prompts(texts)
     settings = settings_of(backend, dtype, compiler, compilation_config)
     if tensor_parallel is not None:
@@ -163,6 +166,10 @@ def _print_texts(
     took = time.perf_counter() - start
     if runner.backend.mesh.first:
         click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
+
+
+def file_name(file: BinaryIO) -> str:
+    return getattr(file, "name", STDIN)
 
 
 def prompt_lines(content: bytes, name: str) -> list[str]:
