@@ -70,8 +70,8 @@ def load_model(
     check_fit(checkpoint, model, bindings, quantized)
     check_tied(checkpoint, model)
     if (tensor := backend.mesh.tensor).size > 1:
-        split_model(model, tensor)
         quantized.split(tensor)
+        split_model(model, tensor)
     prepared = _fill(checkpoint, bindings, quantized, dtype, backend, progress)
     if _prepare_tied(model, bindings, backend, dtype) or prepared or own_layers:
         model.prepared_by = backend.name

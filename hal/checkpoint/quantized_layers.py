@@ -13,7 +13,7 @@ from hal.checkpoint.safetensors_files import TensorInfo
 from hal.checkpoint.weight_bindings import Binding
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
-from hal.errors import CheckpointError, ModelError
+from hal.errors import CheckpointError, ConfigError, ModelError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Share, Weight, WeightUse
 from hal.nn.linear import OUT
 from hal.nn.weights.share import EQUALLY
@@ -142,7 +142,17 @@ class QuantizedLayers:
 
         Args:
             tensor: the ranks that split each layer.
+
+        Raises:
+            ConfigError: a scheme's layer cannot be split, while the layer that it replaces would be.
         """
+        for layer in self._layers:
+            if not hasattr(layer.module, "split"):
+                raise ConfigError(
+                    f"{tensor.size} ranks cannot split {type(layer.module).__name__}, the layer of the quantization "
+                    f"scheme {layer.scheme.name} for {layer.parts[0].name}",
+                    "set parallel.tensor to 1, or derive the layer from hal.nn.QuantizedLinear, and call its join",
+                )
         self._tensor = tensor
 
     def keep(self, name: str, values: Tensor) -> None:

@@ -120,7 +120,7 @@ class ParallelConfig:
 
     Attributes:
         tensor: the number of ranks that split each layer.
-        data: the number of such groups of ranks, each with a copy of the model, and batches of its own.
+        data: the number of groups of ranks that hold a copy of the model. Each group runs separate batches.
         timeout: seconds after which a collective that a rank has not joined fails.
     """
 

@@ -30,15 +30,15 @@ class GroupedLinear(nn.Module):
         num_experts: the number of experts.
         in_features: features of the input.
         parts: the out_features of each part of an expert, in order, by its name in the checkpoint.
-        shard: the axis along which ranks may split the weight: ``num_experts``, ``out_features``, ``in_features`` or
-            None.
+        shard: the axis along which the ranks of a layer may split each expert, ``out_features`` or ``in_features``, or
+            None. A layer above adds their results, as :class:`Experts` does.
 
     Attributes:
         weight: ``[num_experts, out_features, in_features]``.
     """
 
     def __init__(
-        self, num_experts: int, in_features: int, parts: Mapping[str, int], *, shard: str | None = EXPERTS
+        self, num_experts: int, in_features: int, parts: Mapping[str, int], *, shard: str | None = None
     ) -> None:
         super().__init__()
         self.num_experts, self.parts, self.shard = num_experts, dict(parts), shard

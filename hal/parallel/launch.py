@@ -74,10 +74,6 @@ def run_ranks(
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ExitStack() as stack:
-        given = None if stdin is None else stack.enter_context(tempfile.TemporaryFile())
-        if given is not None and stdin is not None:
-            given.write(stdin)
-            given.flush()
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
         stack.callback(_end, started)
         for rank in range(ranks):
@@ -85,7 +81,7 @@ def run_ranks(
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 env={**os.environ, **_variables(rank, ranks, store.port)},
-                stdin=subprocess.DEVNULL if given is None else _reopened(given, stack),
+                stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
             )
@@ -99,15 +95,20 @@ def _variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     if "OMP_NUM_THREADS" not in os.environ:  # The ranks share the cores.
-        found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
         found["GLOO_SOCKET_IFNAME"] = "lo"  # The machine's name may not resolve.
     return found
 
 
-def _reopened(file: IO[bytes], stack: ExitStack) -> IO[bytes]:
-    """Return the file with a position of its own, at the start."""
-    return stack.enter_context(open(f"/proc/self/fd/{file.fileno()}", "rb"))
+@contextmanager
+def _file_of(content: bytes) -> Iterator[IO[bytes]]:
+    """Yield a temporary file with ``content``, to be read from the start."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file
 
 
 def _wait(started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]]) -> Failure | None:

@@ -101,6 +101,7 @@ def die(checkpoint: str, victim: int, point: str) -> None:
 
 def survivor(checkpoint: str, point: str, into: str) -> None:
     """As :func:`die` with rank 1 as the victim; rank 0 writes the error that it gets, and after how many seconds."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the program that ends the ranks, so that the error is seen
     start = time.monotonic()
     try:
         die(checkpoint, 1, point)

@@ -70,6 +70,8 @@ def test_a_rank_that_dies(trained: Path, tmp_path: Path, point: str) -> None:
     failure = failing("survivor", 2, tmp_path, checkpoint=str(trained), point=point, into=str(tmp_path))
     assert failure is not None
     assert (failure.rank, failure.status) == (1, -9)
+    kind, *_ = (tmp_path / "error.txt").read_text(encoding="utf-8").split("\n")
+    assert kind == "CommunicationError"
     assert time.monotonic() - start < 90
 
 
