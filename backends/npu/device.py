@@ -17,6 +17,13 @@ from hal.errors import HalError
 from .failures import EXECUTION, explain
 
 _THREAD_LEVEL = 0
+UPDATING = threading.RLock()
+"""Held from the start of a replay until its update is complete, and during recovery from a failure.
+
+An update is several calls on a stream, and all backends and threads share torch_npu's few streams. Two concurrent
+updates would write into each other's task groups. The lock also orders each update after all earlier replays of the
+step, which rules out a deadlock between them.
+"""
 
 
 class NpuDevice(Device):
@@ -69,6 +76,15 @@ class NpuDevice(Device):
         """
         with self._explaining():
             super().synchronize()
+
+    def empty_cache(self) -> None:
+        """Return unused memory of the allocator's cache to the device.
+
+        torch_npu waits for the device, and other threads of Python wait for torch_npu. If one of them had started a
+        replay and not yet updated it, the device would wait for that thread.
+        """
+        with UPDATING, self._explaining():
+            super().empty_cache()
 
     def wait_for(self, stream: Any) -> None:
         """Block the host until all work enqueued on a torch_npu stream has finished.

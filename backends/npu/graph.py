@@ -10,7 +10,6 @@ tasks that still wait.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -29,19 +28,12 @@ from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError, HalError, HostValueError
 
 from .capture_watch import HostCall, Watch
-from .device import NpuDevice
+from .device import UPDATING, NpuDevice
 from .failures import explain_in_capture, first_line
 from .lengths import PackedLengths, Update, updates_of
 
 RECOVERY_TIMEOUT = 60
 """Seconds to let a failed replay finish. After that, waiting for the device raises the device's own error."""
-UPDATING = threading.RLock()
-"""Held from the start of a replay until its update is complete, and during recovery from a failure.
-
-An update is several calls on a stream, and all backends and threads share torch_npu's few streams. Two concurrent
-updates would write into each other's task groups. The lock also orders each update after all earlier replays of the
-step, which rules out a deadlock between them.
-"""
 
 
 class NpuGraph(Graph):
@@ -73,7 +65,7 @@ class NpuGraph(Graph):
     def _watching(self, stream: Stream | None) -> Iterator[Watch]:
         with torch_npu.npu.device(self._device.torch):
             self._device.synchronize()
-            torch_npu.npu.empty_cache()
+            self._device.empty_cache()
             watch = Watch()
             with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(watch.wrap), watch:
                 yield watch

@@ -25,9 +25,9 @@ from hal.execution.context import FormContext
 from hal.step import StaticBatch, StepShape
 
 from ..backend import NpuBackend
-from ..device import NpuDevice
+from ..device import UPDATING, NpuDevice
 from ..failures import first_line
-from ..graph import UPDATING, NpuGraph
+from ..graph import NpuGraph
 from ..lengths import PackedLengths, counts_blocks, packed_lengths
 from .compiled_code import CodeCache, Namespace, logging_warnings
 from .compiler_options import check_device, check_static_kernels, compiler_options
