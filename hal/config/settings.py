@@ -121,17 +121,24 @@ class ParallelConfig:
     Attributes:
         tensor: the number of ranks that split each layer.
         data: the number of groups of ranks that hold a copy of the model. Each group runs separate batches.
+        experts: how ranks share the experts of a layer. ``split``: each tensor rank holds a part of every expert.
         timeout: seconds after which a collective that a rank has not joined fails.
     """
 
     tensor: int = attrs.field(default=1, validator=_positive)
     data: int = attrs.field(default=1, validator=_positive)
+    experts: Literal["split", "all_gather", "all_to_all", "dispatch"] = "split"
     timeout: int = attrs.field(default=600, validator=_positive)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.tensor * self.data
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether data ranks step together, because their layers exchange tokens."""
+        return self.data > 1 and self.experts != "split"
 
 
 @attrs.frozen

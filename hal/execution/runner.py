@@ -24,6 +24,7 @@ from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
 from hal.execution.check_logits import check_logits
 from hal.execution.context import FormContext, Phase
+from hal.execution.lockstep import Lockstep
 from hal.execution.state_spec import check_fits, spec_of
 from hal.nn import CausalLM
 from hal.step import Batch, Bounds, StateMemory, StepShape
@@ -86,6 +87,7 @@ class Runner(Closable):
         self._states: StateMemory | None = None
         self._slots: SlotAllocator | None = None
         self._forms: dict[Phase, Form] = {}
+        self._lockstep: Lockstep | None = None
         self._max_sequences = max_sequences
         self._warned: set[str] = set()
         self._checked = False
@@ -111,6 +113,11 @@ class Runner(Closable):
         longest = min(model.max_length, self.spec.num_tokens)
         self._max_length = longest if max_length is None else min(longest, max_length)
         self._queries = frozenset(backend.config.compilation.queries)
+        if backend.config.parallel.lockstep:
+            self._lockstep = Lockstep(
+                backend.mesh.hosts, model.batch_type, block_size=self.spec.block_size, max_length=model.max_length,
+                queries=self._queries, device=backend.device.torch,
+            )  # fmt: skip
         phases: tuple[Phase, ...] = ("decode", "prefill")
         chosen = [phase for phase in phases if backend.config.compilation.of(phase).compiler != EAGER]
         if not chosen:
@@ -194,6 +201,9 @@ class Runner(Closable):
     def step(self, batch: Batch) -> StepOutput:
         """Run the new tokens of all sequences, in steps of at most ``max_prefill_tokens``.
 
+        If the layers of data ranks exchange tokens (``parallel.experts``), the ranks step together: each waits for the
+        others' step or :meth:`idle`, and pads its own to the most tokens of any rank.
+
         Args:
             batch: any mix of new prompts, chunks of long ones, and running sequences.
 
@@ -201,12 +211,36 @@ class Runner(Closable):
             BatchError: the shapes of the tensors are inconsistent, a logits index is out of range, or the batch takes
                 several steps and its logits_indices are not sorted.
             ModelError: the model returned no logits, or another number of rows.
+            CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
         with self.uses:
             token = self.backend.enter()
             try:
                 return self._step(batch)
+            finally:
+                self.backend.leave(token)
+
+    def idle(self) -> bool:
+        """Step without a batch while other data ranks have one.
+
+        A rank that has nothing to run calls it in place of :meth:`step`, until it returns False. If the layers of data
+        ranks do not exchange tokens, it returns False immediately.
+
+        Returns:
+            Whether any data rank had a batch, so that a step ran.
+
+        Raises:
+            CommunicationError: another rank has failed, or does not step within its timeout.
+            ClosedError: the runner is closed.
+        """
+        with self.uses:
+            if self._lockstep is None:
+                return False
+            token = self.backend.enter()
+            try:
+                with self.backend.explaining(), torch.inference_mode():
+                    return self._run_together(self._lockstep, None) is not None
             finally:
                 self.backend.leave(token)
 
@@ -221,8 +255,28 @@ class Runner(Closable):
             return StepOutput(torch.cat([self._run(part).clone() for part in parts]))
 
     def _run(self, batch: Batch) -> Tensor:
-        shape = batch.shape
-        form = self._form_for(batch, shape)
+        if self._lockstep is None:
+            shape = batch.shape
+            return self._run_in(self._form_for(batch, shape), batch, shape)
+        logits = self._run_together(self._lockstep, batch)
+        assert logits is not None, "this rank has a batch"
+        return logits
+
+    def _run_together(self, lockstep: Lockstep, batch: Batch | None) -> Tensor | None:
+        """Run a step of all data ranks, and return the logits of ``batch``; None if no rank has a batch."""
+        step = lockstep.align(batch)
+        if step is None:
+            return None
+        form = self._forms.get("decode" if step.uniform else "prefill")
+        if form is not None:
+            refusal = form.refusal(step.batch, step.shape)
+            if refusal is not None:
+                self._warn(refusal, step.shape)
+            # Forms may pad a step further, so that the ranks use the same one.
+            form = form if lockstep.all_agree(refusal is None) else None
+        return self._run_in(form, step.batch, step.shape)[: step.rows]
+
+    def _run_in(self, form: Form | None, batch: Batch, shape: StepShape) -> Tensor:
         if form is not None:
             logits = form.run(batch, shape)
             if not self._checked:  # Once suffices: the check finds errors of the model's code only.
@@ -247,10 +301,14 @@ class Runner(Closable):
             if why is None:
                 return form
             refusal = refusal or why
-        if refusal is not None and refusal not in self._warned:
+        if refusal is not None:
+            self._warn(refusal, shape)
+        return None
+
+    def _warn(self, refusal: str, shape: StepShape) -> None:
+        if refusal not in self._warned:
             self._warned.add(refusal)
             log.warning("a step of %s runs eagerly: %s", shape, refusal)
-        return None
 
     def _check_closable(self) -> None:
         super()._check_closable()

@@ -12,9 +12,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.device.group import Group
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.execution.runner import Runner
 from hal.generation.sampling_params import SamplingParams, choose, rows_of_nan
+from hal.parallel.host_values import gather_values
 from hal.step import Batch
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache
@@ -56,6 +58,9 @@ def generate(
 
     A prompt starts as soon as the cache has room for all its tokens. Its tokens do not depend on the other prompts.
 
+    With several data ranks, every rank passes the same prompts, and gets the tokens of all. The ranks share the
+    prompts, and exchange the tokens when all are finished.
+
     Args:
         runner: runs the steps.
         prompts: the token ids of each prompt.
@@ -80,7 +85,18 @@ def generate(
         _checked(runner, index, prompt, wanted)
         for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
     )
-    return _run(runner, waiting)
+    data = runner.backend.mesh.data
+    return _run(runner, waiting) if data.size == 1 else _run_share(runner, waiting, data)
+
+
+def _run_share(runner: Runner, prompts: Iterable[_Sequence], data: Group) -> Iterator[Token]:
+    """Run this data rank's share of the prompts, and yield the tokens of all."""
+    mine = deque(each for each in prompts if each.prompt % data.size == data.rank)
+    found = list(_run(runner, mine))
+    while runner.idle():
+        pass
+    for tokens in gather_values(runner.backend.mesh.hosts, found):
+        yield from tokens
 
 
 def _each(params: Any) -> list[SamplingParams]:

@@ -26,10 +26,13 @@ class Mesh:
     Attributes:
         tensor: the ranks that split each layer.
         data: the ranks that hold the same part of the model, and take different batches.
+        hosts: the ranks of ``data``, over a process group that carries CPU tensors, by which their hosts agree on
+            steps. Operations do not use it.
     """
 
     tensor: Group = SOLO
     data: Group = SOLO
+    hosts: Group = SOLO
 
     @property
     def size(self) -> int:
@@ -42,7 +45,9 @@ class Mesh:
         return self.tensor.rank == self.data.rank == 0
 
     @classmethod
-    def of(cls, *, tensor: Any = None, data: Any = None, timeout: float = ParallelConfig().timeout) -> Self:
+    def of(
+        cls, *, tensor: Any = None, data: Any = None, hosts: Any = None, timeout: float = ParallelConfig().timeout
+    ) -> Self:
         """Return the mesh of an engine's process groups of ``torch.distributed``; None for this rank alone.
 
         The groups stay the engine's, and end with it. :meth:`close` makes their names free.
@@ -50,17 +55,20 @@ class Mesh:
         Args:
             tensor: the group of the ranks that split each layer.
             data: the group of the ranks that hold the same part of the model.
+            hosts: a group of the ranks of ``data`` that carries CPU tensors, such as one of gloo; None if ``data``
+                does.
             timeout: see :class:`Group`.
         """
         number = next(_numbers)
+        given = {"tensor": tensor, "data": data, "hosts": data if hosts is None else hosts}
         return cls(**{
-            name: SOLO if given is None else _registered(f"{name}{number}", given, timeout)
-            for name, given in (("tensor", tensor), ("data", data))
+            name: SOLO if each is None else _registered(f"{name}{number}", each, timeout)
+            for name, each in given.items()
         })  # fmt: skip
 
     def close(self) -> None:
         """Forget the groups. The process groups themselves stay."""
-        for each in (self.tensor, self.data):
+        for each in (self.tensor, self.data, self.hosts):
             forget_group(each)
 
 
@@ -109,7 +117,18 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
-        return Mesh.of(tensor=found.get_group("tensor"), data=found.get_group("data"), timeout=config.timeout)
+        hosts = None
+        if config.data > 1 and not carries_cpu_tensors(found.get_group("data")):
+            columns = [list(range(each, config.size, config.tensor)) for each in range(config.tensor)]
+            hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
+        return Mesh.of(
+            tensor=found.get_group("tensor"), data=found.get_group("data"), hosts=hosts, timeout=config.timeout
+        )
+
+
+def carries_cpu_tensors(process_group: Any) -> bool:
+    """Return whether a process group's collectives take CPU tensors."""
+    return "cpu" in str(distributed.get_backend_config(process_group))
 
 
 @contextmanager

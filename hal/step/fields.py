@@ -90,6 +90,23 @@ class Field:
         """Return the dimension of an axis, or None if the field does not have it."""
         return next((dim for dim, axis in enumerate(self.axes) if axis.name == name), None)
 
+    def padding(self, padding: Padding) -> Tensor:
+        """Return the field's tensor for a batch of padding only, on the CPU.
+
+        Raises:
+            BatchError: ``pad`` returned a tensor of another shape.
+        """
+        shape = self.shape(padding.sizes)
+        if not callable(self.pad):
+            return torch.full(shape, self.pad, dtype=self.dtype)
+        made = self.pad(padding)
+        if tuple(made.shape) != shape:
+            raise BatchError(
+                f"the padding of the field {self.name} has the shape {list(made.shape)}, not {list(shape)}",
+                f"make its `pad` return a tensor {self}",
+            )
+        return made.to(self.dtype)
+
     @property
     def only_tokens(self) -> bool:
         """Whether the number of tokens determines the shape, so that a graph can be captured per number of tokens."""

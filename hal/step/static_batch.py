@@ -47,7 +47,7 @@ class StaticBatch:
             "rows": shape.tokens if rows is None else rows,
         }  # fmt: skip
         padding = Padding(sizes, shape.queries, block_size)
-        whole = {name: _padded(each, padding) for name, each in self._fields.items()}
+        whole = {name: each.padding(padding) for name, each in self._fields.items()}
         lens = whole["kv_lens"].clone()
         lens[: 1 if length is None else None] = (shape.queries or 1) if length is None else length
         first = {"kv_lens": lens, "kv_lens_host": lens.clone()}
@@ -147,17 +147,3 @@ def copy_padded(fixed: Tensor, given: Tensor, declared: Field, padding: int | fl
             behind.copy_(padding.narrow(rest, start, size))
         else:
             behind.fill_(padding)
-
-
-def _padded(declared: Field, padding: Padding) -> Tensor:
-    """Return the field's tensor for a batch of padding only, on the CPU."""
-    shape = declared.shape(padding.sizes)
-    if not callable(declared.pad):
-        return torch.full(shape, declared.pad, dtype=declared.dtype)
-    made = declared.pad(padding)
-    if tuple(made.shape) != shape:
-        raise BatchError(
-            f"the padding of the field {declared.name} has the shape {list(made.shape)}, not {list(shape)}",
-            f"make its `pad` return a tensor {declared}",
-        )
-    return made.to(declared.dtype)

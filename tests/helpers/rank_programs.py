@@ -18,7 +18,12 @@ PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
 
 def tokens(
-    checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, int], on: dict[str, Any] | None = None
+    checkpoint: str,
+    dtype: str,
+    compilers: list[str],
+    parallel: dict[str, Any],
+    on: dict[str, Any] | None = None,
+    prompts: int = len(PROMPTS),
 ) -> dict[str, list[list[int]]]:
     """Generate with each compiler. Returns each prompt's tokens by compiler.
 
@@ -28,6 +33,7 @@ def tokens(
         compilers: names of compilers.
         parallel: the configuration's table.
         on: the configuration's backend and options; None for the CPU.
+        prompts: the number of prompts. The first gets the most new tokens.
     """
     found = {}
     for compiler in compilers:
@@ -38,10 +44,11 @@ def tokens(
         with hal.open(config) as backend:
             model = hal.load_model(checkpoint, backend)
             tokenizer = hal.Checkpoint.open(checkpoint).tokenizer()
-            prompts = [tokenizer.encode(text).ids for text in PROMPTS]
-            texts: list[list[int]] = [[] for _ in prompts]
+            given = [tokenizer.encode(text).ids for text in PROMPTS[:prompts]]
+            params = [hal.SamplingParams(max_new_tokens=32 - 7 * index) for index in range(prompts)]
+            texts: list[list[int]] = [[] for _ in given]
             with hal.Runner(model, backend) as runner:
-                for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=32)):
+                for token in hal.generate(runner, given, params):
                     texts[token.prompt].append(token.token_id)
             found[compiler] = texts
     return found
@@ -122,3 +129,17 @@ def late(seconds: int, into: str) -> None:
             ops.all_reduce(torch.ones(1, 4), group)
         except hal.HalError as error:
             Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
+
+
+def ends_early(checkpoint: str, parallel: dict[str, Any], into: str) -> None:
+    """Rank 0 ends while the other rank waits for its step; that rank writes the error that it gets."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the program that ends the ranks, so that the error is seen
+    with hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel}) as backend:
+        model = hal.load_model(checkpoint, backend)
+        with hal.Runner(model, backend) as runner:
+            if os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                runner.idle()
+            except hal.HalError as error:
+                Path(into, "error.txt").write_text(f"{type(error).__name__}\n{error}")

@@ -42,6 +42,7 @@ SAMPLING = {
 }
 
 TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
+DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
 STDIN = "<stdin>"
 """Python's name of the file."""
@@ -65,6 +66,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @click.option("--tensor-parallel", type=click.IntRange(1), metavar="N", help=TENSOR_PARALLEL)
+@click.option("--data-parallel", type=click.IntRange(1), metavar="N", help=DATA_PARALLEL)
 def command(
     checkpoint: Path,
     prompts: Sequence[str],
@@ -76,6 +78,7 @@ def command(
     compiler: str | None,
     compilation_config: str | None,
     tensor_parallel: int | None,
+    data_parallel: int | None,
     **sampling: Any,
 ) -> None:
     """Continue prompts with the model in the folder CHECKPOINT.
@@ -97,8 +100,9 @@ def command(
         stdin = content if file_name(prompts_file) == STDIN else None
     check_prompts(texts)
     settings = settings_of(backend, dtype, compiler, compilation_config)
-    if tensor_parallel is not None:
-        settings["parallel"] = {**settings.get("parallel", {}), "tensor": tensor_parallel}
+    given = {"tensor": tensor_parallel, "data": data_parallel}
+    if sizes := {name: size for name, size in given.items() if size is not None}:
+        settings["parallel"] = {**settings.get("parallel", {}), **sizes}
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)

@@ -1,0 +1,99 @@
+"""Steps of data ranks whose layers exchange tokens: all ranks run steps of the same shape, even those without a batch.
+
+The ranks first exchange the shapes of their batches. Each then extends its own by sequences of padding, so that every
+collective in the model has equal shapes on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import attrs
+import torch
+
+from hal.device.group import Group
+from hal.parallel.host_values import check_host_group, gather_numbers
+from hal.step import Batch, StepShape
+from hal.step.padded_batch import extended, padding_batch
+
+
+@attrs.frozen(eq=False)
+class AlignedStep:
+    """This rank's part of a step that the data ranks run together.
+
+    Attributes:
+        batch: the rank's batch, extended by padding.
+        shape: its shape, in which ``tokens`` is the same on all ranks.
+        uniform: whether all sequences of all ranks have the same number of queries.
+        rows: the rows of logits that the rank asked for, which come first.
+    """
+
+    batch: Batch
+    shape: StepShape
+    uniform: bool
+    rows: int
+
+
+class Lockstep:
+    """Keeps the steps of data ranks alike.
+
+    Args:
+        hosts: the data ranks; see :class:`hal.parallel.Mesh`.
+        batch_type: the class of the model's batches.
+        block_size: tokens per block of the cache.
+        max_length: the most tokens of a sequence.
+        queries: numbers of queries per sequence whose steps stay uniform.
+        device: the device of the batches.
+
+    Raises:
+        ConfigError: the process group of ``hosts`` does not carry CPU tensors.
+    """
+
+    def __init__(
+        self, hosts: Group, batch_type: type[Batch], *, block_size: int, max_length: int, queries: AbstractSet[int],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        check_host_group(hosts)
+        self._hosts, self._batch_type, self._queries = hosts, batch_type, queries
+        self._block_size, self._max_length, self._device = block_size, max_length, device
+
+    def align(self, batch: Batch | None) -> AlignedStep | None:
+        """Agree on the shape of the next step. All data ranks call it.
+
+        Args:
+            batch: this rank's batch; None if it has none.
+
+        Returns:
+            This rank's step; None if no rank has a batch.
+
+        Raises:
+            CommunicationError: another rank has ended, or does not come within its timeout.
+        """
+        mine = StepShape(0, 0, 0) if batch is None else batch.shape
+        shapes = [StepShape(*each) for each in gather_numbers(self._hosts, attrs.astuple(mine))]
+        busy = [each for each in shapes if each.tokens]
+        if not busy:
+            return None
+        queries = busy[0].queries
+        uniform = queries in self._queries and all(each.queries == queries for each in busy)
+        tokens = max(each.tokens for each in busy)
+        lengths = self._lengths(tokens - mine.tokens, queries if uniform else self._max_length)
+        rows = 0 if batch is None else batch.logits_indices.shape[0]
+        if lengths:
+            # Where all tokens have logits rows, all still have: some forms run only such steps.
+            padding = padding_batch(
+                self._batch_type, lengths, all_logits=rows == mine.tokens, block_size=self._block_size,
+                device=self._device,
+            )  # fmt: skip
+            batch = padding if batch is None else extended(batch, padding)
+        assert batch is not None, "a rank without a batch has padding"
+        return AlignedStep(batch, batch.shape, uniform, rows)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Return whether all data ranks say yes. All of them call it."""
+        return all(each for (each,) in gather_numbers(self._hosts, [yes]))
+
+    @staticmethod
+    def _lengths(tokens: int, most: int) -> list[int]:
+        """Return the lengths of sequences that have ``tokens`` tokens in total, at most ``most`` each."""
+        return [min(most, tokens - start) for start in range(0, tokens, most)]

@@ -1,0 +1,86 @@
+"""Batches of real tensors, extended by sequences of padding, so that several ranks run steps of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.step.batch import DUMMY_BLOCK, Batch
+from hal.step.fields import Field, Padding, fields_of
+
+
+def padding_batch(
+    batch_type: type[Batch], lengths: Sequence[int], *, all_logits: bool, block_size: int, device: torch.device
+) -> Batch:
+    """Return a batch of padding only: new sequences of token 0, which write to the dummy block.
+
+    Unlike the padding rows of a :class:`hal.step.StaticBatch`, they have their length, so that any kernel runs them.
+
+    Args:
+        batch_type: the class of the batch.
+        lengths: the number of tokens of each sequence, 1 or more.
+        all_logits: whether each token has a row of logits; otherwise each sequence's last.
+        block_size: tokens per block of the cache.
+        device: the device of all fields except host twins.
+    """
+    ends = torch.tensor(lengths).cumsum(0)
+    tokens = int(ends[-1])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.arange(tokens) if all_logits else ends - 1
+    sizes = {
+        "tokens": tokens, "sequences": len(lengths), "rows": rows.shape[0], "blocks": -(-max(lengths) // block_size),
+    }  # fmt: skip
+    own = {
+        "positions": positions,
+        "slot_mapping": (DUMMY_BLOCK * block_size + positions % block_size).to(torch.int32),
+        "block_table": torch.full((len(lengths), sizes["blocks"]), DUMMY_BLOCK, dtype=torch.int32),
+        "query_start_loc": functional.pad(ends, (1, 0)).to(torch.int32),
+        "kv_lens": torch.tensor(lengths, dtype=torch.int32),
+        "logits_indices": rows,
+    }
+    padding = Padding(sizes, lengths[0] if len(set(lengths)) == 1 else 0, block_size)
+    made = {}
+    for name, declared in fields_of(batch_type).items():
+        tensor = own.get(declared.twin_of or name)
+        tensor = declared.padding(padding) if tensor is None else tensor
+        made[name] = tensor if declared.twin_of else tensor.to(device)
+    return batch_type(**made)
+
+
+def extended(batch: Batch, padding: Batch) -> Batch:
+    """Return ``batch`` followed by the sequences of ``padding``, a batch of the same class.
+
+    The logits rows of ``batch`` come first.
+    """
+    shifts = {"query_start_loc": batch.num_tokens, "logits_indices": batch.num_tokens}
+    return type(batch)(**{
+        name: _joined(
+            declared, getattr(batch, name), getattr(padding, name), shifts.get(declared.twin_of or name, 0)
+        )
+        for name, declared in fields_of(type(batch)).items()
+    })  # fmt: skip
+
+
+def _joined(declared: Field, first: Tensor, second: Tensor, shift: int) -> Tensor:
+    """Concatenate two tensors of a field along its tokens, sequences or rows; ``shift`` is added to the second."""
+    width = declared.dim("blocks")
+    if width is not None:
+        most = max(first.shape[width], second.shape[width])
+        first, second = (_widened(each, width, most) for each in (first, second))
+    for name in ("tokens", "sequences", "rows"):
+        if (dim := declared.dim(name)) is not None:
+            extra = declared.axes[dim].extra  # the elements before a second tensor's own, such as the first start
+            own = second.narrow(dim, extra, second.shape[dim] - extra)
+            return torch.cat([first, own + shift if shift else own], dim)
+    return first
+
+
+def _widened(table: Tensor, dim: int, width: int) -> Tensor:
+    missing = width - table.shape[dim]
+    if not missing:
+        return table
+    shape = [*table.shape[:dim], missing, *table.shape[dim + 1 :]]
+    return torch.cat([table, table.new_full(shape, DUMMY_BLOCK)], dim)
