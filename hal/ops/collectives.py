@@ -145,5 +145,43 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
     return x[: x.shape[0] // _size(group)].clone()
 
 
+def _exchange_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (16, 96), (0, 32)):
+        yield draw.normal(*shape), SOLO.name
+    yield draw.normal(48, 6).t(), SOLO.name  # no unit stride
+
+
+def _exchanged(shards: Sequence[Sample]) -> list[Tensor]:
+    parts = [shard[0].chunk(len(shards)) if shard[0].shape[0] else [shard[0]] * len(shards) for shard in shards]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+@op(
+    samples=_exchange_samples,
+    axes={"x": "tokens width", "return": "tokens width"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise=None,
+    over_shards=_exchanged,
+)
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """Give each rank an equal part of the rows, and return the parts that the ranks give to this one.
+
+    Args:
+        x: ``[size * rows, width]`` for a group of ``size`` ranks, floating, of the same shape and dtype on every rank.
+            Its part ``i`` of ``rows`` consecutive rows is for rank ``i``.
+        group: the name of the group; see :class:`hal.parallel.Group`.
+
+    Returns:
+        ``[size * rows, width]``, of x's dtype: the part from each rank, in the order of ranks.
+    """
+    rows = x.shape[0] // _size(group)
+    start = _rank(group) * rows
+    return x[start : start + rows].repeat(_size(group), 1)
+
+
 def _size(name: str) -> int:
     return group(name).size
+
+
+def _rank(name: str) -> int:
+    return group(name).rank

@@ -88,6 +88,23 @@ def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     return result
 
 
+def all_to_all(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.all_to_all`."""
+    ranks = group_named(group)
+    if ranks.size == 1:
+        return _copied(x, out)
+    if isinstance(x, FakeTensor):
+        parts, name = [x.shape[0] // ranks.size] * ranks.size, ranks.process_group.group_name
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(x, parts, parts, name))
+        return received
+    result = x.new_empty(x.shape) if out is None else out
+    if x.numel():
+        given = x.contiguous()
+        _run(ranks, "all_to_all", x,
+             lambda: distributed.all_to_all_single(result, given, group=ranks.process_group))  # fmt: skip
+    return result
+
+
 def _joined(stacked: Tensor, size: int) -> Tensor:
     """Turn ``[size * rows, ..., width]`` into ``[rows, ..., size * width]``."""
     parts: Tensor = stacked.unflatten(0, (size, -1))
@@ -112,6 +129,6 @@ def _run(group: Group, name: str, x: Tensor, call: Callable[[], Any]) -> None:
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({
     "all_gather": all_gather, "all_gather_rows": all_gather_rows, "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all, "reduce_scatter": reduce_scatter,
 })  # fmt: skip
 """Kernels by operation. They run in every group whose process group supports the device."""

@@ -29,7 +29,7 @@ from .shared_segment import SharedSegment, share
 
 log = logging.getLogger("hal.cpu")
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_gather_rows")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_gather_rows", "all_to_all")
 """The operations, by their codes in C++."""
 TYPES = {**DTYPES, torch.int32: 3, torch.int64: 4}
 """Codes of the dtypes that ranks exchange. Sums are of DTYPES only."""
@@ -91,7 +91,7 @@ class SharedMemoryGroup:
             operation: its name.
             x: contiguous.
             out: the result, contiguous; x itself at most for all_reduce.
-            count: the elements of x, or of the result for reduce_scatter.
+            count: the elements of x, or of its part for each rank.
 
         Raises:
             CommunicationError: another rank ended, was late, or called another collective; or one did so before.
@@ -216,6 +216,15 @@ class SharedMemoryKernels:
         x = x.contiguous()
         shape = (x.shape[0] // shared.size, *x.shape[1:])
         return _run(shared, "reduce_scatter", x, out, shape, x.numel() // shared.size)
+
+    def all_to_all(self, x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.all_to_all`."""
+        shared = self._of(group)
+        if shared is None:
+            return collectives.all_to_all(x, group, out)
+        require(x.dim() > 0 and x.shape[0] % shared.size == 0, "all_to_all", x)
+        x = x.contiguous()
+        return _run(shared, "all_to_all", x, out, tuple(x.shape), x.numel() // shared.size)
 
     def _of(self, name: str) -> SharedMemoryGroup | None:
         group = group_named(name)

@@ -21,7 +21,7 @@ from hal.backends.cpu.driver import COLLECTIVES
 from hal.backends.cpu.native.build import load
 from hal.backends.cpu.native.shared_memory import SharedMemoryKernels
 from hal.backends.cpu.native.shared_segment import _obstacle, _Offer
-from helpers.rank_processes import LOST, run
+from helpers.rank_processes import LOST, run, succeeded
 from helpers.thorough import DRAW
 from torch import Tensor, distributed
 
@@ -42,6 +42,8 @@ SHAPES = (
 """No element, one, odd numbers, 2 KiB, around the sizes where the steps change, and 1.5 MiB."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
+IN_PARTS = ("all_to_all", "reduce_scatter")
+"""Operations whose rows are parts for each rank."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,9 +91,9 @@ def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
                 getattr(kernels, name)(torch.ones(2, 3, dtype=dtype), group.name)
             continue
         shards = _drawn(shape, dtype, ranks, seed)
-        if name == "reduce_scatter" and shape[0] % ranks:
-            with pytest.raises(OperationError, match="reduce_scatter was given"):
-                kernels.reduce_scatter(shards[rank], group.name)
+        if name in IN_PARTS and shape[0] % ranks:
+            with pytest.raises(OperationError, match=f"{name} was given"):
+                getattr(kernels, name)(shards[rank], group.name)
             continue
         operation = ops.operation(name)
         expected = operation.over_shards([(each, group.name) for each in shards])[rank]
@@ -106,7 +108,7 @@ def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
             if name == "reduce_scatter":
                 in_order = in_order.chunk(ranks)[rank]
             torch.testing.assert_close(found, in_order, rtol=0, atol=0, equal_nan=True)
-        if name != "reduce_scatter":
+        if name not in IN_PARTS:
             digests.append(_bits(found))
     in_place = torch.full((5000, 64), float(rank + 1))
     assert kernels.all_reduce(in_place, group.name, in_place) is in_place
@@ -120,14 +122,6 @@ def test_they_meet_the_reference_with_the_same_bits(ranks: int) -> None:
     results = succeeded(run(_compare_with_the_reference, ranks, ranks))
     assert results[0]
     assert all(each == results[0] for each in results)
-
-
-def succeeded(results: list[Any]) -> list[Any]:
-    for each in results:
-        if isinstance(each, BaseException):
-            raise each
-    assert LOST not in results
-    return results
 
 
 MEMBERS = ((0, 1, 2, 3), (0, 1), (1, 2), (2, 3), (0, 3), (0, 2, 3), (1, 3))
