@@ -244,6 +244,11 @@ class Backend(BackendResources):
         """Join the ranks that ``config.parallel`` asks for."""
         wanted = config.parallel.tensor, config.parallel.data
         if wanted in ((1, 1), (self.mesh.tensor.size, self.mesh.data.size)):
+            if config.parallel.experts != "split" and self.mesh.expert.size != self.mesh.size:
+                raise ConfigError(
+                    f"parallel.experts is {config.parallel.experts!r}, and the mesh has no group of all ranks",
+                    "open another backend; an engine passes the group of all ranks as expert= to hal.parallel.Mesh.of",
+                )
             return
         if self.mesh.size > 1:
             raise ConfigError(

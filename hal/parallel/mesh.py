@@ -26,10 +26,12 @@ class Mesh:
     Attributes:
         tensor: the ranks that split each layer.
         data: the ranks that hold the same part of the model, and take different batches.
+        expert: all ranks, if they share the experts; otherwise this rank alone. It may be one of the other groups.
     """
 
     tensor: Group = SOLO
     data: Group = SOLO
+    expert: Group = SOLO
 
     @property
     def size(self) -> int:
@@ -42,7 +44,9 @@ class Mesh:
         return self.tensor.rank == self.data.rank == 0
 
     @classmethod
-    def of(cls, *, tensor: Any = None, data: Any = None, timeout: float = ParallelConfig().timeout) -> Self:
+    def of(
+        cls, *, tensor: Any = None, data: Any = None, expert: Any = None, timeout: float = ParallelConfig().timeout
+    ) -> Self:
         """Return the mesh of an engine's process groups of ``torch.distributed``; None for this rank alone.
 
         The groups stay the engine's, and end with it. :meth:`close` makes their names free.
@@ -50,17 +54,20 @@ class Mesh:
         Args:
             tensor: the group of the ranks that split each layer.
             data: the group of the ranks that hold the same part of the model.
+            expert: the group of all ranks, for ``parallel.experts`` other than ``split``. Consecutive ranks of it are
+                those of a tensor group.
             timeout: see :class:`Group`.
         """
-        number = next(_numbers)
-        return cls(**{
-            name: SOLO if given is None else _registered(f"{name}{number}", given, timeout)
-            for name, given in (("tensor", tensor), ("data", data))
-        })  # fmt: skip
+        number, made = next(_numbers), list[tuple[Any, Group]]()
+        for name, given in (("tensor", tensor), ("data", data), ("expert", expert)):
+            known = next((group for other, group in made if other is given), None)
+            group = SOLO if given is None else known or _registered(f"{name}{number}", given, timeout)
+            made.append((given, group))
+        return cls(*(group for _, group in made))
 
     def close(self) -> None:
         """Forget the groups. The process groups themselves stay."""
-        for each in (self.tensor, self.data):
+        for each in (self.tensor, self.data, self.expert):
             forget_group(each)
 
 
@@ -109,7 +116,11 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
-        return Mesh.of(tensor=found.get_group("tensor"), data=found.get_group("data"), timeout=config.timeout)
+        tensor, data = found.get_group("tensor"), found.get_group("data")
+        expert = None
+        if config.experts != "split":
+            expert = tensor if config.data == 1 else data if config.tensor == 1 else distributed.group.WORLD
+        return Mesh.of(tensor=tensor, data=data, expert=expert, timeout=config.timeout)
 
 
 @contextmanager
