@@ -17,10 +17,12 @@ from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.validate import check_fit, check_tied
 from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of
 from hal.checkpoint.weight_buffers import WeightBuffers
+from hal.config.settings import ExpertsMode
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Attention, CausalLM, WeightUse
+from hal.nn import Attention, CausalLM, Experts, WeightUse
+from hal.parallel.mesh import Mesh
 
 log = logging.getLogger("hal.checkpoint")
 
@@ -66,10 +68,16 @@ def load_model(
             f"the backend {backend.name} has no attention kernel for head_dim {others[0]}",
             f"it supports {', '.join(map(str, dims))}; choose another backend",
         )
+    mode, mesh = backend.config.parallel.experts, backend.mesh
+    distributed = mode != "split" and mesh.size > 1
+    if distributed:
+        distribute_experts(model, mode, mesh)
     bindings = bindings_of(model)
     check_fit(checkpoint, model, bindings, quantized)
     check_tied(checkpoint, model)
-    if (tensor := backend.mesh.tensor).size > 1:
+    if distributed:
+        quantized.distribute(mesh.expert)
+    if (tensor := mesh.tensor).size > 1:
         quantized.split(tensor)
         split_model(model, tensor)
     prepared = _fill(checkpoint, bindings, quantized, dtype, backend, progress)
@@ -106,6 +114,30 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
         model_class = find_model(checkpoint.architecture)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     return model, QuantizedLayers(model, checkpoint)
+
+
+def distribute_experts(model: CausalLM, mode: ExpertsMode, mesh: Mesh) -> None:
+    """Make the mixtures of experts of a model without values this rank's whole experts.
+
+    Args:
+        model: on the meta device; changed in place.
+        mode: the way in which tokens reach the ranks of their experts, any but ``split``.
+        mesh: the ranks.
+
+    Raises:
+        ConfigError: the model has no experts, or the ranks cannot hold equal numbers of them.
+    """
+    layers = [(path, each) for path, each in model.named_modules() if isinstance(each, Experts)]
+    if not layers:
+        raise ConfigError(
+            f"parallel.experts is {mode!r}, and {type(model).__name__} has no layers of experts (hal.nn.Experts)",
+            'set parallel.experts to "split"',
+        )
+    for path, layer in layers:
+        try:
+            layer.distribute(mode, mesh)
+        except ConfigError as error:
+            raise ConfigError(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
 
 
 def split_model(model: CausalLM, tensor: Group) -> None:
@@ -177,7 +209,7 @@ class _Filling:
 
     def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend) -> None:
         # A layer that does not know of ranks computes with the whole weight.
-        ranks = backend.mesh.tensor if hasattr(binding.module, "split") else SOLO
+        ranks: Group = getattr(backend.mesh, binding.weight.among) if hasattr(binding.module, "split") else SOLO
         self.pieces = binding.pieces(ranks.rank, ranks.size)
         self._shape = binding.local_shape(ranks.size)
         self._binding = binding

@@ -15,6 +15,7 @@ from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError, ModelError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Share, Weight, WeightUse
+from hal.nn.experts import EXPERTS
 from hal.nn.linear import OUT
 from hal.nn.weights.share import EQUALLY
 from hal.quantization.description import Quantization
@@ -155,6 +156,30 @@ class QuantizedLayers:
                 )
         self._tensor = tensor
 
+    def distribute(self, expert: Group) -> None:
+        """Keep only this rank's experts of layers whose experts are whole. Called after the checks of the checkpoint.
+
+        Args:
+            expert: the ranks that share the experts.
+
+        Raises:
+            ConfigError: a scheme's layer does not declare its weight to be shared by experts.
+        """
+        for index, layer in enumerate(self._layers):
+            if getattr(layer.module, "shard", None) != EXPERTS:
+                continue
+            weight = getattr(layer.module, "weights", {}).get("weight")
+            if weight is None or weight.among != "expert":
+                raise ConfigError(
+                    f"ranks cannot share the experts of {type(layer.module).__name__}, the layer of the quantization "
+                    f"scheme {layer.scheme.name} for {layer.parts[0].name}",
+                    'set parallel.experts to "split", or derive the layer from hal.nn.QuantizedGroupedLinear',
+                )
+            start, stop = weight.share.interval(len(layer.parts), expert.rank, expert.size)
+            for part in (*layer.parts[:start], *layer.parts[stop:]):
+                del self._parts[part.name]
+            self._layers[index] = attrs.evolve(layer, parts=layer.parts[start:stop])
+
     def keep(self, name: str, values: Tensor) -> None:
         """Receive one of the tensors of :meth:`names`, whole."""
         layer, _, suffix = name.rpartition(".")
@@ -209,7 +234,7 @@ class QuantizedLayers:
 def _of_rank(part: _Part, name: str, values: Tensor, tensor: Group) -> Tensor:
     """Return what one of the ranks that split a layer keeps of a tensor beside its weight."""
     shard = getattr(part.layer, "shard", None)
-    if tensor.size == 1 or shard is None or values.shape[:1] != (part.rows,):
+    if tensor.size == 1 or shard in (None, EXPERTS) or values.shape[:1] != (part.rows,):
         return values
     if shard == OUT:
         share: Share = getattr(part.layer, "share", EQUALLY)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import attrs
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+ExpertsMode = Literal["split", "all_gather", "all_to_all", "dispatch"]
 
 
 def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -121,13 +122,16 @@ class ParallelConfig:
     Attributes:
         tensor: the number of ranks that split each layer.
         data: the number of groups of ranks that hold a copy of the model. Each group runs separate batches.
-        experts: how ranks share the experts of a layer. ``split``: each tensor rank holds a part of every expert.
+        experts: how the ranks share mixtures of experts. ``split``: each of the ``tensor`` ranks holds a part of every
+            expert. With the others, each rank of the job holds whole experts. ``all_gather``: the ranks exchange their
+            tokens and add their results. ``all_to_all``: each token is sent to the ranks of its experts. ``dispatch``:
+            as ``all_to_all``, with the driver's kernels for it.
         timeout: seconds after which a collective that a rank has not joined fails.
     """
 
     tensor: int = attrs.field(default=1, validator=_positive)
     data: int = attrs.field(default=1, validator=_positive)
-    experts: Literal["split", "all_gather", "all_to_all", "dispatch"] = "split"
+    experts: ExpertsMode = "split"
     timeout: int = attrs.field(default=600, validator=_positive)
 
     @property

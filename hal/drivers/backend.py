@@ -42,7 +42,7 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
-from hal.parallel import collectives
+from hal.parallel import collectives, expert_exchange
 from hal.parallel.mesh import Mesh, connect
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Backend(BackendResources):
             },
         )  # fmt: skip
         if distributed is not None:
-            kernels = {**collectives.KERNELS, **kernels}
+            kernels = {**collectives.KERNELS, **expert_exchange.KERNELS, **kernels}
         for each, kernel in kernels.items():
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run
         check_state_layout(name, state_layout, kernels)
@@ -244,6 +244,11 @@ class Backend(BackendResources):
         """Join the ranks that ``config.parallel`` asks for."""
         wanted = config.parallel.tensor, config.parallel.data
         if wanted in ((1, 1), (self.mesh.tensor.size, self.mesh.data.size)):
+            if config.parallel.experts != "split" and self.mesh.expert.size != self.mesh.size:
+                raise ConfigError(
+                    f"parallel.experts is {config.parallel.experts!r}, and the mesh has no group of all ranks",
+                    "open another backend; an engine passes the group of all ranks as expert= to hal.parallel.Mesh.of",
+                )
             return
         if self.mesh.size > 1:
             raise ConfigError(

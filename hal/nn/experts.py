@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.config.settings import ExpertsMode
 from hal.device.group import Group
 from hal.errors import ConfigError
+from hal.nn.expert_parallel import ExpertExchange, exchange_of
 from hal.nn.linear import IN, OUT, Linear
 from hal.nn.weights.assembly import Concatenated, Stacked
 from hal.nn.weights.weight import Consumer, Weight
+from hal.parallel.mesh import Mesh
 
 EXPERTS = "num_experts"
 MAX_EXPERTS = 1 << 16
@@ -31,7 +34,8 @@ class GroupedLinear(nn.Module):
         in_features: features of the input.
         parts: the out_features of each part of an expert, in order, by its name in the checkpoint.
         shard: the axis along which the ranks of a layer may split each expert, ``out_features`` or ``in_features``, or
-            None. A layer above adds their results, as :class:`Experts` does.
+            None. A layer above adds their results, as :class:`Experts` does. With ``num_experts``, ranks hold whole
+            experts.
 
     Attributes:
         weight: ``[num_experts, out_features, in_features]``.
@@ -59,7 +63,7 @@ class GroupedLinear(nn.Module):
 
         Args:
             x: the rows.
-            counts: the number of rows of each expert, int64 ``[num_experts]``.
+            counts: the number of rows of each expert, int64 ``[num_experts]``. Rows beyond their sum are unspecified.
         """
         return ops.grouped_linear(x, self.weight, counts)
 
@@ -70,8 +74,9 @@ class GroupedLinear(nn.Module):
 def grouped_weight(num_experts: int, parts: Mapping[str, int], shard: str | None, consumer: Consumer) -> Weight:
     """Return the declaration of a grouped projection's weight ``[num_experts, out_features, in_features]``."""
     sources = tuple(f".{expert}.{part}.weight" for expert in range(num_experts) for part in parts)
-    merged = Concatenated(OUT, tuple(parts.values()))
-    return Weight(sources, f"{EXPERTS} {OUT} {IN}", shard, Stacked(merged), consumer)
+    merged = Stacked(Concatenated(OUT, tuple(parts.values())))
+    among: Literal["tensor", "expert"] = "expert" if shard == EXPERTS else "tensor"
+    return Weight(sources, f"{EXPERTS} {OUT} {IN}", shard, merged, consumer, among=among)
 
 
 class Gate(Linear):
@@ -103,6 +108,7 @@ class Experts(nn.Module):
         gate, up, down = names
         self.num_experts = num_experts
         self.group: str | None = None
+        self.exchange: ExpertExchange | None = None
         self.gate_up_proj = GroupedLinear(num_experts, hidden_size, {gate: width, up: width}, shard=OUT)
         self.down_proj = GroupedLinear(num_experts, width, {down: hidden_size}, shard=IN)
 
@@ -112,7 +118,21 @@ class Experts(nn.Module):
         Args:
             tensor: the ranks that split each layer.
         """
-        self.group = tensor.name
+        if self.exchange is None:
+            self.group = tensor.name
+
+    def distribute(self, mode: ExpertsMode, mesh: Mesh) -> None:
+        """Compute this rank's experts from now on, each of them whole. Called before :meth:`split`.
+
+        Args:
+            mode: the way in which tokens reach the ranks of their experts, any but ``split``.
+            mesh: its group ``expert`` has the ranks that share the experts.
+
+        Raises:
+            ConfigError: the ranks cannot hold equal numbers of experts.
+        """
+        self.exchange = exchange_of(mode, self.num_experts, mesh)
+        self.gate_up_proj.shard = self.down_proj.shard = EXPERTS
 
     def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape.
@@ -122,10 +142,14 @@ class Experts(nn.Module):
             weights: ``[tokens, top_k]``: the weight of each of a token's experts.
             experts: ``[tokens, top_k]``, int32.
         """
+        if self.exchange is not None:
+            return self.exchange(self._compute, hidden, weights, experts)
         rows, counts, positions = ops.expert_permute(hidden, experts, self.num_experts)
-        activated = ops.silu_and_mul(self.gate_up_proj(rows, counts))
-        output = ops.expert_unpermute(self.down_proj(activated, counts), positions, weights)
+        output = ops.expert_unpermute(self._compute(rows, counts), positions, weights)
         return output if self.group is None else ops.all_reduce(output, self.group)
+
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(rows, counts)), counts)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -54,6 +54,23 @@ def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     return joined if out is None else out.copy_(joined)
 
 
+def all_gather_rows(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.all_gather_rows`."""
+    ranks = group_named(group)
+    if ranks.size == 1:
+        return _copied(x, out)
+    if isinstance(x, FakeTensor):
+        name = ranks.process_group.group_name
+        rows: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks.size, name))
+        return rows
+    result = x.new_empty(ranks.size * x.shape[0], *x.shape[1:]) if out is None else out
+    if x.numel():
+        given = x.contiguous()
+        _run(ranks, "all_gather_rows", x,
+             lambda: _gather(result, given, group=ranks.process_group))  # fmt: skip
+    return result
+
+
 def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.reduce_scatter`."""
     ranks = group_named(group)
@@ -68,6 +85,23 @@ def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
         given = x.contiguous()
         _run(ranks, "reduce_scatter", x,
              lambda: _scatter(result, given, group=ranks.process_group))  # fmt: skip
+    return result
+
+
+def all_to_all(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.all_to_all`."""
+    ranks = group_named(group)
+    if ranks.size == 1:
+        return _copied(x, out)
+    if isinstance(x, FakeTensor):
+        parts, name = [x.shape[0] // ranks.size] * ranks.size, ranks.process_group.group_name
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(x, parts, parts, name))
+        return received
+    result = x.new_empty(x.shape) if out is None else out
+    if x.numel():
+        given = x.contiguous()
+        _run(ranks, "all_to_all", x,
+             lambda: distributed.all_to_all_single(result, given, group=ranks.process_group))  # fmt: skip
     return result
 
 
@@ -93,7 +127,8 @@ def _run(group: Group, name: str, x: Tensor, call: Callable[[], Any]) -> None:
         ) from error
 
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {"all_gather": all_gather, "all_reduce": all_reduce, "reduce_scatter": reduce_scatter}
-)
+KERNELS: Mapping[str, Kernel] = MappingProxyType({
+    "all_gather": all_gather, "all_gather_rows": all_gather_rows, "all_reduce": all_reduce,
+    "all_to_all": all_to_all, "reduce_scatter": reduce_scatter,
+})  # fmt: skip
 """Kernels by operation. They run in every group whose process group supports the device."""

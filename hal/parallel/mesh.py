@@ -26,12 +26,14 @@ class Mesh:
     Attributes:
         tensor: the ranks that split each layer.
         data: the ranks that hold the same part of the model, and take different batches.
+        expert: all ranks, if they share the experts; otherwise this rank alone. It may be one of the other groups.
         hosts: the ranks of ``data``, over a process group that carries CPU tensors, by which their hosts agree on
             steps. Operations do not use it.
     """
 
     tensor: Group = SOLO
     data: Group = SOLO
+    expert: Group = SOLO
     hosts: Group = SOLO
 
     @property
@@ -46,7 +48,13 @@ class Mesh:
 
     @classmethod
     def of(
-        cls, *, tensor: Any = None, data: Any = None, hosts: Any = None, timeout: float = ParallelConfig().timeout
+        cls,
+        *,
+        tensor: Any = None,
+        data: Any = None,
+        expert: Any = None,
+        hosts: Any = None,
+        timeout: float = ParallelConfig().timeout,
     ) -> Self:
         """Return the mesh of an engine's process groups of ``torch.distributed``; None for this rank alone.
 
@@ -55,20 +63,22 @@ class Mesh:
         Args:
             tensor: the group of the ranks that split each layer.
             data: the group of the ranks that hold the same part of the model.
+            expert: the group of all ranks, for ``parallel.experts`` other than ``split``. Consecutive ranks of it are
+                those of a tensor group.
             hosts: a group of the ranks of ``data`` that carries CPU tensors, such as one of gloo; None if ``data``
                 does.
             timeout: see :class:`Group`.
         """
-        number = next(_numbers)
-        given = {"tensor": tensor, "data": data, "hosts": data if hosts is None else hosts}
-        return cls(**{
-            name: SOLO if each is None else _registered(f"{name}{number}", each, timeout)
-            for name, each in given.items()
-        })  # fmt: skip
+        number, made = next(_numbers), list[tuple[Any, Group]]()
+        given = {"tensor": tensor, "data": data, "expert": expert, "hosts": data if hosts is None else hosts}
+        for name, each in given.items():
+            known = next((group for other, group in made if other is each), None)
+            made.append((each, SOLO if each is None else known or _registered(f"{name}{number}", each, timeout)))
+        return cls(*(group for _, group in made))
 
     def close(self) -> None:
         """Forget the groups. The process groups themselves stay."""
-        for each in (self.tensor, self.data, self.hosts):
+        for each in (self.tensor, self.data, self.expert, self.hosts):
             forget_group(each)
 
 
@@ -117,13 +127,14 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
-        hosts = None
-        if config.data > 1 and not carries_cpu_tensors(found.get_group("data")):
+        tensor, data = found.get_group("tensor"), found.get_group("data")
+        expert = hosts = None
+        if config.experts != "split":
+            expert = tensor if config.data == 1 else data if config.tensor == 1 else distributed.group.WORLD
+        if config.data > 1 and not carries_cpu_tensors(data):
             columns = [list(range(each, config.size, config.tensor)) for each in range(config.tensor)]
             hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
-        return Mesh.of(
-            tensor=found.get_group("tensor"), data=found.get_group("data"), hosts=hosts, timeout=config.timeout
-        )
+        return Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
 
 
 def carries_cpu_tensors(process_group: Any) -> bool:

@@ -51,6 +51,15 @@ def run(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: floa
     return results
 
 
+def succeeded(results: list[Any]) -> list[Any]:
+    """Return the results of all ranks; raise the exception of one that failed."""
+    for each in results:
+        if isinstance(each, BaseException):
+            raise each
+    assert LOST not in results
+    return results
+
+
 def _received(receiver: Connection, until: float) -> Any:
     try:
         return receiver.recv() if receiver.poll(max(0.0, until - time.monotonic())) else LOST

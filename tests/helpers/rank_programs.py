@@ -27,6 +27,8 @@ def tokens(
 ) -> dict[str, list[list[int]]]:
     """Generate with each compiler. Returns each prompt's tokens by compiler.
 
+    The ranks of a data group take the prompts in different orders.
+
     Args:
         checkpoint: the folder.
         dtype: the dtype of computation.
@@ -54,7 +56,7 @@ def tokens(
     return found
 
 
-def logits(checkpoint: str, dtype: str, parallel: dict[str, int]) -> dict[str, Any]:
+def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """Run one prefill, and return its logits, and the bytes of the weights and of what was read of the files."""
     read = 0
 
@@ -75,12 +77,12 @@ def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     with hal.open({"backend": "cpu", "parallel": {"tensor": tensor}}) as backend:
         group = backend.mesh.tensor
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        for name in ("all_reduce", "all_gather", "all_gather_rows", "all_to_all", "reduce_scatter"):
             found[name], found[f"{name} of"] = [], []
             for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
                 for shape in ((1, 64), (12, 96), (0, 32), (24, 1), (4, 5000)):
                     draw = torch.Generator().manual_seed(seed + 100 * group.rank + index)
-                    rows = shape[0] // tensor * tensor if name == "reduce_scatter" else shape[0]
+                    rows = shape[0] // tensor * tensor if name in ("all_to_all", "reduce_scatter") else shape[0]
                     x = torch.randn(shape[1], rows, generator=draw).to(dtype).t()  # no unit stride
                     found[f"{name} of"].append(x.contiguous())
                     found[name].append(getattr(ops, name)(x, group.name).clone())

@@ -30,7 +30,7 @@ def test_collectives_are_what_is_declared(tmp_path: Path, ranks: int) -> None:
             for rank, expected in zip(found, operation.over_shards(given), strict=True):
                 rtol, atol = operation.tolerance[expected.dtype]
                 torch.testing.assert_close(rank[name][index], expected, rtol=rtol, atol=atol * ranks)
-        if name != "reduce_scatter":
+        if name not in ("all_to_all", "reduce_scatter"):
             assert all(map(torch.equal, found[0][name], found[1][name])), "ranks must get the same bits"
 
 

@@ -111,7 +111,7 @@ class ExpertKernels:
         """See :func:`hal.ops.grouped_linear`. It reads only the weights of experts with rows.
 
         Raises:
-            OperationError: the counts do not add up to the rows, or shapes or dtypes differ.
+            OperationError: the counts exceed the rows, or shapes or dtypes differ.
         """
         num_experts, out_features, width = weight.shape
         fits = x.shape[1:] == (width,) and weight.dtype is x.dtype

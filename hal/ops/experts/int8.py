@@ -44,7 +44,7 @@ def grouped_linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, counts:
         counts: as in :func:`grouped_linear`.
 
     Returns:
-        ``[assignments, out_features]``, of x's dtype.
+        ``[assignments, out_features]``, of x's dtype; rows beyond the counts are unspecified.
     """
     wide = weight.float() * weight_scale.float().unsqueeze(-1)
     return grouped_linear(x.float(), wide, counts).to(x.dtype)

@@ -64,7 +64,7 @@ def quant_grouped_linear_static(
         dtype: the dtype of the result, floating.
 
     Returns:
-        ``[assignments, out_features]``, of dtype.
+        ``[assignments, out_features]``, of dtype; rows beyond the counts are unspecified.
     """
     owner = row_experts(x, counts)
     sums = _grouped_product(x, weight, owner)
@@ -108,7 +108,7 @@ def quant_grouped_linear_dynamic(
         dtype: the dtype of the result, floating.
 
     Returns:
-        ``[assignments, out_features]``, of dtype.
+        ``[assignments, out_features]``, of dtype; rows beyond the counts are unspecified.
     """
     owner = row_experts(x, counts)
     known = owner.squeeze(-1).clamp(max=weight.shape[0] - 1)

@@ -145,9 +145,9 @@ def test_a_missing_expert_is_refused(expert: int, native: hal.Backend) -> None:
         native.kernels["expert_unpermute"](torch.ones(4, 8), torch.tensor([0, 6, 1, 2]).int(), torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("counts", [[3, 1], [6, 0], [6, -1], [2**62, 2**62]])
+@pytest.mark.parametrize("counts", [[3, 3], [6, 0], [6, -1], [2**62, 2**62]])
 @pytest.mark.parametrize("by_torch", [False, True], ids=["C++", "torch"])
-def test_counts_that_do_not_add_up_are_refused(by_torch: bool, counts: list[int]) -> None:
+def test_counts_beyond_the_rows_are_refused(by_torch: bool, counts: list[int]) -> None:
     x, weight, given = torch.ones(5, 8), torch.ones(2, 4, 8), torch.tensor(counts)
     kernels = open_cpu(native=not by_torch).kernels
     quantized = x.to(torch.int8), weight.to(torch.int8), torch.ones(2, 4)
@@ -159,8 +159,29 @@ def test_counts_that_do_not_add_up_are_refused(by_torch: bool, counts: list[int]
     }
     assert set(calls) == set(GROUPED)
     for name, arguments in calls.items():
-        with pytest.raises(OperationError, match=f"{name}: the experts have .* rows, but x has 5"):
+        with pytest.raises(OperationError, match=f"{name}: the experts have .* rows, but x has only 5"):
             kernels[name](*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
+def test_rows_beyond_the_counts_change_nothing(native: bool, dtype: torch.dtype) -> None:
+    backend, draw = open_cpu(native), Draw(dtype, seed=5)
+    for name in GROUPED:
+        operation = ops.operation(name)
+        for sample in operation.samples(draw):
+            arguments = operation.arguments(sample, {})
+            expected = backend.kernels[name](*arguments.values())
+            for each in ("x", "x_scale"):
+                if each in arguments:
+                    given = arguments[each]
+                    arguments[each] = torch.cat([given, given.new_full((3, *given.shape[1:]), 7)])
+            found = backend.kernels[name](*arguments.values())
+            rows = expected.shape[0]
+            assert found.shape[0] == arguments["x"].shape[0]
+            assert torch.equal(found[:rows], expected), name
+            reference = operation.reference(*arguments.values())
+            assert_agree(operation, dtype, found[:rows], reference[:rows])
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])

@@ -21,7 +21,7 @@ from hal.backends.cpu.driver import COLLECTIVES
 from hal.backends.cpu.native.build import load
 from hal.backends.cpu.native.shared_memory import SharedMemoryKernels
 from hal.backends.cpu.native.shared_segment import _obstacle, _Offer
-from helpers.rank_processes import LOST, run
+from helpers.rank_processes import LOST, run, succeeded
 from helpers.thorough import DRAW
 from torch import Tensor, distributed
 
@@ -41,6 +41,9 @@ SHAPES = (
 )  # fmt: skip
 """No element, one, odd numbers, 2 KiB, around the sizes where the steps change, and 1.5 MiB."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+IN_PARTS = ("all_to_all", "reduce_scatter")
+"""Operations whose rows are parts for each rank."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,9 +63,10 @@ def _everyone(timeout: float = 30.0) -> Group:
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, ranks: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randn(shape, generator=generator).to(dtype) for _ in range(ranks)]
+    scale = 1 if dtype.is_floating_point else 1000
+    found = [(scale * torch.randn(shape, generator=generator)).to(dtype) for _ in range(ranks)]
     for each in found[:1]:
-        if each.numel() > 20:
+        if each.numel() > 20 and dtype.is_floating_point:
             each.view(-1)[3:7] = torch.tensor([float("inf"), float("nan"), 6e4, -0.0])
     return found
 
@@ -81,11 +85,15 @@ def _bits(x: Tensor) -> bytes:
 
 def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
     kernels, group, digests = _kernels(), _everyone(), []
-    for seed, (shape, dtype, name) in enumerate(itertools.product(SHAPES, DTYPES, COLLECTIVES)):
+    for seed, (shape, dtype, name) in enumerate(itertools.product(SHAPES, DTYPES + INTEGERS, COLLECTIVES)):
+        if dtype in INTEGERS and name != "all_gather_rows":
+            with pytest.raises(OperationError, match=f"{name} was given int"):
+                getattr(kernels, name)(torch.ones(2, 3, dtype=dtype), group.name)
+            continue
         shards = _drawn(shape, dtype, ranks, seed)
-        if name == "reduce_scatter" and shape[0] % ranks:
-            with pytest.raises(OperationError, match="reduce_scatter was given"):
-                kernels.reduce_scatter(shards[rank], group.name)
+        if name in IN_PARTS and shape[0] % ranks:
+            with pytest.raises(OperationError, match=f"{name} was given"):
+                getattr(kernels, name)(shards[rank], group.name)
             continue
         operation = ops.operation(name)
         expected = operation.over_shards([(each, group.name) for each in shards])[rank]
@@ -94,13 +102,13 @@ def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
         for x, out in ((shards[rank], None), (strided, given[0]), (shards[rank], given[1])):
             found = getattr(kernels, name)(x, group.name, out)
             assert out is None or found is out
-            assert_agree(operation, dtype, found, expected, equal_nan=True)
-        if name != "all_gather":
+            assert_agree(operation, torch.float32 if dtype in INTEGERS else dtype, found, expected, equal_nan=True)
+        if name in ("all_reduce", "reduce_scatter"):
             in_order = _sum_in_order(shards)
             if name == "reduce_scatter":
                 in_order = in_order.chunk(ranks)[rank]
             torch.testing.assert_close(found, in_order, rtol=0, atol=0, equal_nan=True)
-        if name != "reduce_scatter":
+        if name not in IN_PARTS:
             digests.append(_bits(found))
     in_place = torch.full((5000, 64), float(rank + 1))
     assert kernels.all_reduce(in_place, group.name, in_place) is in_place
@@ -114,14 +122,6 @@ def test_they_meet_the_reference_with_the_same_bits(ranks: int) -> None:
     results = succeeded(run(_compare_with_the_reference, ranks, ranks))
     assert results[0]
     assert all(each == results[0] for each in results)
-
-
-def succeeded(results: list[Any]) -> list[Any]:
-    for each in results:
-        if isinstance(each, BaseException):
-            raise each
-    assert LOST not in results
-    return results
 
 
 MEMBERS = ((0, 1, 2, 3), (0, 1), (1, 2), (2, 3), (0, 3), (0, 2, 3), (1, 3))
@@ -279,6 +279,8 @@ def test_a_failure_reaches_every_rank(fault: str, parts: tuple[str, ...]) -> Non
 def _without_kernels(rank: int) -> float:
     kernels, group = _kernels(native=rank != 1), _everyone()
     gathered = kernels.all_gather(kernels.all_reduce(torch.ones(3, 4), group.name), group.name)
+    rows = kernels.all_gather_rows(torch.full((2, 1), rank, dtype=torch.int32), group.name)
+    assert rows.flatten().tolist() == [0, 0, 1, 1]
     assert not _segments()
     return float(kernels.reduce_scatter(gathered[:2], group.name).sum())
 
