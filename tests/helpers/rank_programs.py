@@ -131,17 +131,3 @@ def late(seconds: int, into: str) -> None:
             ops.all_reduce(torch.ones(1, 4), group)
         except hal.HalError as error:
             Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
-
-
-def ends_early(checkpoint: str, parallel: dict[str, Any], into: str) -> None:
-    """Rank 0 ends while the other rank waits for its step; that rank writes the error that it gets."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the program that ends the ranks, so that the error is seen
-    with hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel}) as backend:
-        model = hal.load_model(checkpoint, backend)
-        with hal.Runner(model, backend) as runner:
-            if os.environ["RANK"] == "0":
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                runner.idle()
-            except hal.HalError as error:
-                Path(into, "error.txt").write_text(f"{type(error).__name__}\n{error}")

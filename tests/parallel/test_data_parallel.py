@@ -2,56 +2,95 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import rank_programs
-from helpers.ranks import failing, in_ranks
+from helpers.rank_processes import LOST, run, succeeded
+from helpers.thorough import MODE
+
+import hal
+from hal.errors import CommunicationError
 
 EXCHANGES = ["all_gather", "all_to_all", "dispatch"]
 
 
-def _check(folder: Path, checkpoint: Path, parallel: dict[str, Any], compilers: list[str], **arguments: Any) -> None:
+def _tokens(rank: int, parallel: dict[str, Any], arguments: dict[str, Any]) -> dict[str, list[list[int]]]:
+    torch.set_num_threads(1)
+    return rank_programs.tokens(**arguments, parallel=parallel)
+
+
+def _check(checkpoint: Path, parallel: dict[str, Any], compilers: list[str], **more: Any) -> None:
     """Assert that each rank gets the tokens that one process gives for every prompt."""
-    arguments = {"checkpoint": str(checkpoint), "dtype": "float32", **arguments}
+    arguments = {"checkpoint": str(checkpoint), "dtype": "float32", **more}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={})["eager"]
     ranks = parallel.get("tensor", 1) * parallel["data"]
-    found = in_ranks("tokens", ranks, folder, **arguments, compilers=compilers, parallel=parallel)
+    results = succeeded(run(_tokens, ranks, parallel, {**arguments, "compilers": compilers}, timeout=900.0))
     for compiler in compilers:
-        assert [rank[compiler] for rank in found] == [alone] * ranks, compiler
+        assert [each[compiler] for each in results] == [alone] * ranks, compiler
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "tensor": 2}, {"data": 4}])
-def test_copies_share_the_prompts(trained: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
-    _check(tmp_path, trained, sizes, ["eager", "graph"])
-
-
-@pytest.mark.parametrize("experts", EXCHANGES)
 @pytest.mark.parametrize(
-    ("sizes", "compilers"),
+    "sizes",
     [
-        ({"data": 2}, ["eager", "graph", "piecewise"]),
-        ({"data": 4}, ["graph"]),
-        ({"data": 2, "tensor": 2}, ["graph", "piecewise"]),
+        {"data": 2},
+        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.thorough(MODE)),
+        pytest.param({"data": 4}, marks=pytest.mark.thorough(MODE)),
+    ],
+)
+def test_copies_share_the_prompts(trained: Path, sizes: dict[str, int]) -> None:
+    _check(trained, sizes, ["graph"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "compilers"),
+    [
+        ({"data": 2}, "all_gather", ["graph"]),
+        *(
+            pytest.param(sizes, experts, compilers, marks=pytest.mark.thorough(MODE))
+            for experts in EXCHANGES
+            for sizes, compilers in (
+                ({"data": 2}, ["eager", "graph", "piecewise"]),
+                ({"data": 4}, ["graph"]),
+                ({"data": 2, "tensor": 2}, ["graph", "piecewise"]),
+            )
+        ),
     ],
 )
 def test_copies_share_the_experts(
-    trained_experts: Path, tmp_path: Path, experts: str, sizes: dict[str, int], compilers: list[str]
+    trained_experts: Path, experts: str, sizes: dict[str, int], compilers: list[str]
 ) -> None:
-    _check(tmp_path, trained_experts, {**sizes, "experts": experts}, compilers)
+    _check(trained_experts, {**sizes, "experts": experts}, compilers)
 
 
-@pytest.mark.parametrize("experts", EXCHANGES)
-def test_a_rank_without_a_prompt_steps_too(trained_experts: Path, tmp_path: Path, experts: str) -> None:
-    _check(tmp_path, trained_experts, {"data": 2, "experts": experts}, ["graph"], prompts=1)
+@pytest.mark.parametrize(
+    "experts", ["dispatch", *(pytest.param(each, marks=pytest.mark.thorough(MODE)) for each in EXCHANGES[:2])]
+)
+def test_a_rank_without_a_prompt_steps_too(trained_experts: Path, experts: str) -> None:
+    _check(trained_experts, {"data": 2, "experts": experts}, ["graph"], prompts=1)
 
 
-def test_a_rank_that_ends_while_another_waits(trained_experts: Path, tmp_path: Path) -> None:
+def _ends_early(rank: int, checkpoint: str) -> None:
     parallel = {"data": 2, "experts": "all_gather", "timeout": 20}
-    failure = failing("ends_early", 2, tmp_path, checkpoint=str(trained_experts), parallel=parallel, into=str(tmp_path))
-    assert failure is not None
-    assert (failure.rank, failure.status) == (0, -9)
-    kind, text, *_ = (tmp_path / "error.txt").read_text(encoding="utf-8").split("\n")
-    assert kind == "CommunicationError"
-    assert "rank 1 of 2 could not agree on the next step" in text
+    with hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel}) as backend:
+        model = hal.load_model(checkpoint, backend)
+        with hal.Runner(model, backend) as runner:
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            runner.idle()
+
+
+def test_a_rank_that_ends_while_another_waits(trained_experts: Path) -> None:
+    killed, waiting = run(_ends_early, 2, str(trained_experts))
+    assert killed == LOST
+    assert isinstance(waiting, CommunicationError)
+    assert "rank 1 of 2 could not agree on the next step" in str(waiting)
+
+
+def test_copies_that_do_not_exchange_tokens_are_not_idle_together(trained: Path, cpu: hal.Backend) -> None:
+    with hal.Runner(hal.load_model(trained, cpu), cpu) as runner:
+        assert not runner.idle()
