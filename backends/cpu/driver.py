@@ -48,7 +48,7 @@ INDUCTOR = (
 )  # fmt: skip
 """Operations that Inductor calls as opaque kernels; it decomposes the others."""
 
-COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter")
 """Operations between ranks, each of which a tape records as one call."""
 
 log = logging.getLogger("hal.cpu")

@@ -6,7 +6,7 @@ Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on th
 from hal.ops.activation import silu_and_mul
 from hal.ops.attention import paged_attention
 from hal.ops.cache import store_kv_cache
-from hal.ops.collectives import all_gather, all_reduce, reduce_scatter
+from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, reduce_scatter
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
 from hal.ops.declaration.samples import Draw, Sample
@@ -34,10 +34,10 @@ from hal.ops.sampling import greedy_sample, sample
 
 __all__ = [
     "FLOATING", "Draw", "Operation", "Sample", "activate", "add_rms_norm", "add_rms_norm_dynamic_quantize",
-    "add_rms_norm_quantize", "all_gather", "all_reduce", "catalogue", "dynamic_quantize", "embedding", "expert_mlp",
-    "expert_permute", "expert_unpermute", "fused_op", "greedy_sample", "grouped_linear", "grouped_linear_int8",
-    "intercepted", "linear", "linear_int8", "op", "operation", "operation_of_node", "paged_attention",
-    "quant_expert_mlp_dynamic", "quant_expert_mlp_static", "quant_grouped_linear_dynamic",
+    "add_rms_norm_quantize", "all_gather", "all_gather_rows", "all_reduce", "catalogue", "dynamic_quantize",
+    "embedding", "expert_mlp", "expert_permute", "expert_unpermute", "fused_op", "greedy_sample", "grouped_linear",
+    "grouped_linear_int8", "intercepted", "linear", "linear_int8", "op", "operation", "operation_of_node",
+    "paged_attention", "quant_expert_mlp_dynamic", "quant_expert_mlp_static", "quant_grouped_linear_dynamic",
     "quant_grouped_linear_static", "quant_linear_dynamic", "quant_linear_static", "quantize", "reduce_scatter",
     "rms_norm", "rotary_embedding", "sample", "silu_and_mul", "silu_and_mul_dynamic_quantize",
     "silu_and_mul_quantize", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache", "store_kv_cache",

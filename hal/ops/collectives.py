@@ -80,6 +80,38 @@ def all_gather(x: Tensor, group: str) -> Tensor:
     return torch.cat([x] * _size(group), -1)
 
 
+def _gather_rows_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (17, 96), (0, 32)):
+        yield draw.normal(*shape), SOLO.name
+    yield draw.normal(48, 5).t(), SOLO.name  # no unit stride
+    for dtype in (torch.int32, torch.int64):
+        yield draw.integers(-9, 1 << 30, 3, 8, dtype=dtype), SOLO.name
+
+
+def _gathered_rows(shards: Sequence[Sample]) -> list[Tensor]:
+    return [torch.cat([shard[0] for shard in shards])] * len(shards)
+
+
+@op(
+    samples=_gather_rows_samples,
+    axes={"x": "tokens width", "return": "gathered width"},
+    dtypes={"x": (FLOATING, torch.int32, torch.int64), "return": "x"},
+    rowwise=None,
+    over_shards=_gathered_rows,
+)
+def all_gather_rows(x: Tensor, group: str) -> Tensor:
+    """Return the rows of the ranks' tensors, in the order of ranks, on every rank.
+
+    Args:
+        x: ``[tokens, width]``, floating, int32 or int64, of the same shape and dtype on every rank.
+        group: the name of the group; see :class:`hal.parallel.Group`.
+
+    Returns:
+        ``[size * tokens, width]``, of x's dtype, for a group of ``size`` ranks.
+    """
+    return torch.cat([x] * _size(group))
+
+
 def _scatter_samples(draw: Draw) -> Iterator[Sample]:
     for shape in ((1, 64), (16, 96), (0, 32)):
         yield draw.normal(*shape), SOLO.name

@@ -54,6 +54,23 @@ def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     return joined if out is None else out.copy_(joined)
 
 
+def all_gather_rows(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.all_gather_rows`."""
+    ranks = group_named(group)
+    if ranks.size == 1:
+        return _copied(x, out)
+    if isinstance(x, FakeTensor):
+        name = ranks.process_group.group_name
+        rows: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks.size, name))
+        return rows
+    result = x.new_empty(ranks.size * x.shape[0], *x.shape[1:]) if out is None else out
+    if x.numel():
+        given = x.contiguous()
+        _run(ranks, "all_gather_rows", x,
+             lambda: _gather(result, given, group=ranks.process_group))  # fmt: skip
+    return result
+
+
 def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.reduce_scatter`."""
     ranks = group_named(group)
@@ -93,7 +110,8 @@ def _run(group: Group, name: str, x: Tensor, call: Callable[[], Any]) -> None:
         ) from error
 
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {"all_gather": all_gather, "all_reduce": all_reduce, "reduce_scatter": reduce_scatter}
-)
+KERNELS: Mapping[str, Kernel] = MappingProxyType({
+    "all_gather": all_gather, "all_gather_rows": all_gather_rows, "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+})  # fmt: skip
 """Kernels by operation. They run in every group whose process group supports the device."""

@@ -68,7 +68,7 @@ def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     with hal.open({"backend": "cpu", "parallel": {"tensor": tensor}}) as backend:
         group = backend.mesh.tensor
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        for name in ("all_reduce", "all_gather", "all_gather_rows", "reduce_scatter"):
             found[name], found[f"{name} of"] = [], []
             for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
                 for shape in ((1, 64), (12, 96), (0, 32), (24, 1), (4, 5000)):

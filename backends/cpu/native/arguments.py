@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -54,15 +55,22 @@ def empty(shape: Any, like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype)
 
 
-def require(fits: bool, operation: str, *tensors: Tensor, indices: tuple[Tensor, ...] = ()) -> None:
-    """Raise OperationError unless ``fits``, the first tensor's dtype is supported, and all are on the CPU."""
-    if fits and tensors[0].dtype in DTYPES and all(tensor.is_cpu for tensor in (*tensors, *indices)):
+def require(
+    fits: bool,
+    operation: str,
+    *tensors: Tensor,
+    indices: tuple[Tensor, ...] = (),
+    dtypes: Collection[torch.dtype] = DTYPES,
+) -> None:
+    """Raise OperationError unless ``fits``, the first tensor's dtype is in ``dtypes``, and all are on the CPU."""
+    if fits and tensors[0].dtype in dtypes and all(tensor.is_cpu for tensor in (*tensors, *indices)):
         return
     found = ", ".join(
         f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" + ("" if tensor.is_cpu else " not on the CPU")
         for tensor in (*tensors, *indices)
     )
+    *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise OperationError(
         f"{operation} was given {found}",
-        "give tensors on the CPU, float32, bfloat16 or float16, of the shapes in the operation's documentation",
+        f"give tensors on the CPU, {', '.join(others)} or {last}, of the shapes in the operation's documentation",
     )

@@ -27,9 +27,10 @@ constexpr auto kPause = std::chrono::microseconds(5);
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr long kSleep = 50'000'000;         // ns after which the caller looks at the other ranks and at signals
 
-enum Operation : int64_t { kAllReduce, kAllGather, kReduceScatter };
+enum Operation : int64_t { kAllReduce, kAllGather, kReduceScatter, kAllGatherRows };
 enum Status : int { kDone, kWaiting, kBroken, kDiffers };
 enum Broken : uint32_t { kIntact, kExplaining, kExplained };
+constexpr int64_t kBytes[] = {4, 2, 2, 4, 8};  // of an element, by dtype: those of elements.h, int32 and int64
 
 struct Call {  // what a rank was asked for; equal on all ranks
     int64_t operation, dtype, dimensions, shape[8];
@@ -77,7 +78,8 @@ class Exchange {
     Status begin(const Call& call, const void* x, void* out, int64_t count, int64_t width) {
         if (segment_->broken.load(std::memory_order_acquire)) return kBroken;
         call_ = call, x_ = static_cast<const char*>(x), out_ = static_cast<char*>(out);
-        count_ = count, width_ = width, bytes_ = call.dtype == kFloat32 ? 4 : 2;
+        count_ = count, bytes_ = kBytes[call.dtype];
+        width_ = call.operation == kAllGatherRows ? count : width;  // elements of a rank side by side in out
         offset_ = 0, gathers_ = published_ = false;
         parts_ = call.operation == kAllReduce && count * bytes_ > kWhole;
         return resume();
@@ -180,7 +182,7 @@ class Exchange {
         char* out = out_ + offset_ * bytes_;
         if (call_.operation == kReduceScatter) {
             sum(out, rank_ * count, count);
-        } else if (call_.operation == kAllGather) {
+        } else if (call_.operation == kAllGather || call_.operation == kAllGatherRows) {
             for (int r = 0; r < size_; r++) scatter_rows(buffer(r, step_), r);
         } else if (!parts_) {
             sum(out, 0, count);

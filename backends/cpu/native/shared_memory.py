@@ -29,8 +29,10 @@ from .shared_segment import SharedSegment, share
 
 log = logging.getLogger("hal.cpu")
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_gather_rows")
 """The operations, by their codes in C++."""
+TYPES = {**DTYPES, torch.int32: 3, torch.int64: 4}
+"""Codes of the dtypes that ranks exchange. Sums are of DTYPES only."""
 WAITING, BROKEN, DIFFERS = 1, 2, 3
 """Results of the C++ functions other than 0."""
 REASON = 1000
@@ -38,7 +40,7 @@ REASON = 1000
 REMEDY = "look for the first error of another rank; the group cannot be used again, so start the ranks anew"
 
 _CALL = struct.Struct("=11q")
-_dtypes = {code: dtype for dtype, code in DTYPES.items()}
+_dtypes = {code: dtype for dtype, code in TYPES.items()}
 _groups: weakref.WeakKeyDictionary[Group, SharedMemoryGroup | None] = weakref.WeakKeyDictionary()
 """The groups of this process that have met; None for those that do not share memory."""
 _meeting = threading.RLock()
@@ -48,7 +50,7 @@ _meeting = threading.RLock()
 def _call(operation: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     if len(shape) > 8:
         shape = (-1, *shape[-7:])  # shown as such
-    return _CALL.pack(OPERATIONS.index(operation), DTYPES[dtype], len(shape), *shape, *[0] * (8 - len(shape)))
+    return _CALL.pack(OPERATIONS.index(operation), TYPES[dtype], len(shape), *shape, *[0] * (8 - len(shape)))
 
 
 def _described(call: bytes) -> str:
@@ -195,6 +197,15 @@ class SharedMemoryKernels:
         require(x.dim() > 0, "all_gather", x)
         x = x.contiguous()
         return _run(shared, "all_gather", x, out, (*x.shape[:-1], shared.size * x.shape[-1]), x.numel())
+
+    def all_gather_rows(self, x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.all_gather_rows`."""
+        shared = self._of(group)
+        if shared is None:
+            return collectives.all_gather_rows(x, group, out)
+        require(x.dim() > 0, "all_gather_rows", x, dtypes=TYPES)
+        x = x.contiguous()
+        return _run(shared, "all_gather_rows", x, out, (shared.size * x.shape[0], *x.shape[1:]), x.numel())
 
     def reduce_scatter(self, x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.reduce_scatter`. It sums in float32, in the order of ranks, and rounds once."""

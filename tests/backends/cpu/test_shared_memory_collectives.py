@@ -41,6 +41,7 @@ SHAPES = (
 )  # fmt: skip
 """No element, one, odd numbers, 2 KiB, around the sizes where the steps change, and 1.5 MiB."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,9 +61,10 @@ def _everyone(timeout: float = 30.0) -> Group:
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, ranks: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randn(shape, generator=generator).to(dtype) for _ in range(ranks)]
+    scale = 1 if dtype.is_floating_point else 1000
+    found = [(scale * torch.randn(shape, generator=generator)).to(dtype) for _ in range(ranks)]
     for each in found[:1]:
-        if each.numel() > 20:
+        if each.numel() > 20 and dtype.is_floating_point:
             each.view(-1)[3:7] = torch.tensor([float("inf"), float("nan"), 6e4, -0.0])
     return found
 
@@ -81,7 +83,11 @@ def _bits(x: Tensor) -> bytes:
 
 def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
     kernels, group, digests = _kernels(), _everyone(), []
-    for seed, (shape, dtype, name) in enumerate(itertools.product(SHAPES, DTYPES, COLLECTIVES)):
+    for seed, (shape, dtype, name) in enumerate(itertools.product(SHAPES, DTYPES + INTEGERS, COLLECTIVES)):
+        if dtype in INTEGERS and name != "all_gather_rows":
+            with pytest.raises(OperationError, match=f"{name} was given int"):
+                getattr(kernels, name)(torch.ones(2, 3, dtype=dtype), group.name)
+            continue
         shards = _drawn(shape, dtype, ranks, seed)
         if name == "reduce_scatter" and shape[0] % ranks:
             with pytest.raises(OperationError, match="reduce_scatter was given"):
@@ -94,8 +100,8 @@ def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
         for x, out in ((shards[rank], None), (strided, given[0]), (shards[rank], given[1])):
             found = getattr(kernels, name)(x, group.name, out)
             assert out is None or found is out
-            assert_agree(operation, dtype, found, expected, equal_nan=True)
-        if name != "all_gather":
+            assert_agree(operation, torch.float32 if dtype in INTEGERS else dtype, found, expected, equal_nan=True)
+        if name in ("all_reduce", "reduce_scatter"):
             in_order = _sum_in_order(shards)
             if name == "reduce_scatter":
                 in_order = in_order.chunk(ranks)[rank]
@@ -279,6 +285,8 @@ def test_a_failure_reaches_every_rank(fault: str, parts: tuple[str, ...]) -> Non
 def _without_kernels(rank: int) -> float:
     kernels, group = _kernels(native=rank != 1), _everyone()
     gathered = kernels.all_gather(kernels.all_reduce(torch.ones(3, 4), group.name), group.name)
+    rows = kernels.all_gather_rows(torch.full((2, 1), rank, dtype=torch.int32), group.name)
+    assert rows.flatten().tolist() == [0, 0, 1, 1]
     assert not _segments()
     return float(kernels.reduce_scatter(gathered[:2], group.name).sum())
 

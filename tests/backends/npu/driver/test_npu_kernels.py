@@ -20,6 +20,7 @@ from hal.nn import Embedding, Linear, WeightUse
 from hal.ops import Draw, Operation, Sample
 from hal.ops.tolerance import assert_agree
 from hal.parallel import SOLO
+from hal.parallel.collectives import KERNELS
 
 DTYPES = (torch.float16, torch.bfloat16)
 OPERATIONS = list(ops.catalogue().values())
@@ -111,7 +112,7 @@ def test_of_no_tokens(npu: Opened) -> None:
     many = torch.zeros(0, device="npu")
     of_nothing: dict[str, list[Sample]] = {
         "add_rms_norm": [(draw.normal(0, 64), draw.normal(0, 64), draw.normal(64), 1e-6)],
-        **{name: [(draw.normal(0, 64), SOLO.name)] for name in ("all_gather", "all_reduce", "reduce_scatter")},
+        **{name: [(draw.normal(0, 64), SOLO.name)] for name in KERNELS},
         "embedding": [(none, draw.normal(8, 64)), (none.long(), draw.normal(8, 64))],
         "greedy_sample": [(draw.normal(0, 32),)],
         "linear": [(draw.normal(0, 64), draw.normal(8, 64), bias) for bias in (None, draw.normal(8))],
