@@ -122,3 +122,35 @@ def late(seconds: int, into: str) -> None:
             ops.all_reduce(torch.ones(1, 4), group)
         except hal.HalError as error:
             Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
+
+
+def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, rows: int = 8) -> dict[str, Any]:
+    """Call each fused collective. Returns the arguments without the group, the results, and launches if counted.
+
+    Args:
+        dtype: the dtype of the tensors.
+        seed: of the tensors.
+        on: the configuration's backend and options; None for the CPU.
+        rows: rows of the arguments.
+    """
+    found: dict[str, Any] = {}
+    with hal.open({**(on or {"backend": "cpu"}), "parallel": {"tensor": int(os.environ["WORLD_SIZE"])}}) as backend:
+        group = backend.mesh.tensor
+        draw = ops.Draw(getattr(torch, dtype), seed=seed + group.rank)
+        shared = ops.Draw(getattr(torch, dtype), seed=seed)
+        for operation in ops.catalogue().values():
+            if operation.over_shards is None or not operation.fused:
+                continue
+            if operation.name == "all_reduce_add_rms_norm":
+                calls = [(draw.normal(rows, 64), shared.normal(rows, 64), shared.normal(64), 1e-6)]
+            else:
+                calls = [
+                    (draw.normal(rows, 256), draw.normal(96, 256, scale=0.1), bias) for bias in (None, draw.normal(96))
+                ]
+            results = []
+            for given in calls:
+                moved = [each.to(backend.device.torch) if isinstance(each, Tensor) else each for each in given]
+                result = getattr(ops, operation.name)(*moved, group.name)
+                results.append([each.cpu() for each in (result if isinstance(result, tuple) else (result,))])
+            found[operation.name] = {"of": calls, "is": results}
+    return found
