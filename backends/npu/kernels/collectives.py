@@ -133,11 +133,10 @@ class FusedCollectives:
             return f"{launch} needs the ranks on one machine"
         if x.dtype not in DTYPES:
             return f"{launch} takes float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
-        if not all(type(each) is int for each in rows):
-            return None  # A trace for any number of rows; the kernel chooses at each call.
-        count = torch.Size(rows).numel()
+        count = torch.Size(map(_most, rows)).numel()
         if count < max(self._fewest_rows, 1):
-            return f"{count} rows: {launch} is for prefill, from {self._fewest_rows} rows on (option mc2_rows)"
+            known = "" if all(type(each) is int for each in rows) else "at most "
+            return f"{known}{count} rows: {launch} is for prefill, from {self._fewest_rows} rows on (option mc2_rows)"
         return None
 
     def _name(self, name: str) -> str:
@@ -148,6 +147,12 @@ class FusedCollectives:
             # torch_npu takes a rank, of which it uses the index of the device.
             self._names[group] = backend.get_hccl_comm_name(self._device.index)
         return self._names[group]
+
+
+def _most(size: int | torch.SymInt) -> int:
+    """Return a size; for a symbolic one that of the example, which is the largest that the graph will run."""
+    hint: int = size.node.hint if isinstance(size, torch.SymInt) else size
+    return hint
 
 
 def _unlike_rows(launch: str, weight: Tensor, bias: Tensor | None) -> str | None:
