@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
 
 def tokens(
-    checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, int], on: dict[str, Any] | None = None
-) -> dict[str, list[list[int]]]:
-    """Generate with each compiler. Returns each prompt's tokens by compiler.
+    checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, int], on: dict[str, Any] | None = None,
+    count: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Generate with each compiler. Returns each prompt's tokens by compiler, and launches by ``launches of`` it.
 
     Args:
         checkpoint: the folder.
@@ -28,8 +30,9 @@ def tokens(
         compilers: names of compilers.
         parallel: the configuration's table.
         on: the configuration's backend and options; None for the CPU.
+        count: whether to count launches, on an NPU.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for compiler in compilers:
         config = {
             **(on or {"backend": "cpu"}), "dtype": dtype, "parallel": parallel,
@@ -40,10 +43,11 @@ def tokens(
             tokenizer = hal.Checkpoint.open(checkpoint).tokenizer()
             prompts = [tokenizer.encode(text).ids for text in PROMPTS]
             texts: list[list[int]] = [[] for _ in prompts]
-            with hal.Runner(model, backend) as runner:
+            counting = backend.counting_launches() if count else nullcontext({})
+            with hal.Runner(model, backend) as runner, counting as launches:
                 for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=32)):
                     texts[token.prompt].append(token.token_id)
-            found[compiler] = texts
+            found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)
     return found
 
 
@@ -125,7 +129,7 @@ def late(seconds: int, into: str) -> None:
 
 
 def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, rows: int = 8) -> dict[str, Any]:
-    """Call each fused collective. Returns the arguments without the group, the results, and launches if counted.
+    """Call each fused collective. Returns the arguments without the group, the results, and the launches on an NPU.
 
     Args:
         dtype: the dtype of the tensors.
@@ -148,9 +152,10 @@ def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, r
                     (draw.normal(rows, 256), draw.normal(96, 256, scale=0.1), bias) for bias in (None, draw.normal(96))
                 ]
             results = []
-            for given in calls:
-                moved = [each.to(backend.device.torch) if isinstance(each, Tensor) else each for each in given]
-                result = getattr(ops, operation.name)(*moved, group.name)
-                results.append([each.cpu() for each in (result if isinstance(result, tuple) else (result,))])
-            found[operation.name] = {"of": calls, "is": results}
+            with backend.counting_launches() if backend.name == "npu" else nullcontext({}) as launches:
+                for given in calls:
+                    moved = [each.to(backend.device.torch) if isinstance(each, Tensor) else each for each in given]
+                    result = getattr(ops, operation.name)(*moved, group.name)
+                    results.append([each.cpu() for each in (result if isinstance(result, tuple) else (result,))])
+            found[operation.name] = {"of": calls, "is": results, "launches": dict(launches)}
     return found

@@ -116,6 +116,7 @@ CASES = (
     ("backends/npu/driver/test_npu_outside.py", r"changes?\[Recurrent.*-piecewise\]", MODE),
     ("backends/npu/driver/test_npu_outside.py", r"test_runners_of_two_backends", PROCESSES),
     ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens\[(?!trained-compilers0)", MODE),
+    ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens_with_fused\w+\[(?!graph)", MODE),
     ("backends/npu/driver/test_npu_pieces.py", r"test_eight_buckets|TestMemory::test_pieces_share_it", AGAIN),
     ("backends/npu/driver/test_npu_pieces.py", r"TestFaults::test_out_of_memory|TestFaults::test_streams", MODE),
     ("backends/npu/driver/test_npu_pieces.py", r"TestMemory::test_a_runner_gives_everything_back", MODE),

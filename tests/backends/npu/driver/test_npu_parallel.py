@@ -10,7 +10,7 @@ import pytest
 import torch
 from hal.backends.npu.soc import GENERATIONS
 from helpers import rank_programs
-from helpers.ranks import in_ranks
+from helpers.ranks import check_fused, in_ranks
 
 import hal
 from hal.cli import explanation
@@ -112,3 +112,32 @@ def test_generations_that_fuse(prefix: str, fused: tuple[str, ...]) -> None:
 
     (generation,) = (each for each in GENERATIONS if each.prefix == prefix)
     assert set(FusedCollectives(torch.device("npu", 0), generation, 1000, False).kernels) == set(fused)
+
+
+MC2 = {"backend": "npu", "options": {"emulator": "on", "mc2_rows": 2}}
+
+
+def test_fused_collectives_of_ranks(tmp_path: Path) -> None:
+    """One call has a bias, which only the all-reduce takes."""
+    found = in_ranks("fused_collectives", 2, tmp_path, dtype="float16", seed=3, on=MC2)
+    check_fused(found)
+    for name, launches in (
+        ("linear_all_reduce", {"MatmulAllReduce": 2}),
+        ("all_gather_linear", {"AllGatherMatmulV2": 1, "HcclAllGather": 1}),
+        ("linear_reduce_scatter", {"MatmulReduceScatterV2": 1, "HcclReduceScatter": 1}),
+    ):
+        counted = found[0][name]["launches"]
+        assert {launch: counted.get(launch) for launch in launches} == launches
+
+
+@pytest.mark.parametrize("compiler", ["graph", "npugraph_ex", "piecewise"])
+def test_the_same_tokens_with_fused_collectives(trained: Path, tmp_path: Path, compiler: str) -> None:
+    """Decode steps of two and four sequences are fused, those of one are not."""
+    arguments: dict[str, Any] = {"checkpoint": str(trained), "dtype": "float16"}
+    alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
+    found = in_ranks(
+        "tokens", 2, tmp_path, **arguments, compilers=[compiler], parallel={"tensor": 2}, on=MC2, count=True
+    )  # fmt: skip
+    assert [rank[compiler] for rank in found] == [alone] * 2
+    for rank in found:
+        assert rank[f"launches of {compiler}"]["MatmulAllReduce"] >= 8 * 16, "of two projections in four layers"
