@@ -21,6 +21,7 @@ from .device import NpuDevice
 from .emulator import is_active, trace
 from .graph import NpuGraph
 from .kernels import experts, fractal, quantized, quantized_experts
+from .kernels.collectives import FusedCollectives
 from .kernels.kernels import in_fractal_nz, kernels
 from .options import NpuOptions
 from .soc import Generation
@@ -72,6 +73,8 @@ class NpuBackend(Backend):
         self._experts = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
         if generation.experts:
             table |= experts.kernels() | self._experts.kernels()
+        fused = FusedCollectives(device.torch, generation, options.mc2_rows, options.nz_weights)
+        table |= fused.kernels
         limits = generation.limits(options.max_streams)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
@@ -86,6 +89,8 @@ class NpuBackend(Backend):
             limits=limits,
             native_names=NATIVE_NAMES,
             state_layout="fractal_nz" if options.nz_cache else "canonical",
+            sources=fused.sources,
+            conditions=fused.conditions,
             distributed="hccl",
         )
         self.options = options

@@ -30,6 +30,9 @@ class NpuOptions:
         nz_cache: store the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache`` that requires
             this format. Supports a head dimension of 128 on A2 and A3. Off by default: the kernel is untested on
             hardware, and CANN 8.5 lacks it.
+        mc2_rows: the fewest rows, such as tokens of a step, for which a projection and the collective beside it are one
+            launch. CANN's documents say to use its kernels for prefill and not for decode, without a number; 1000 is
+            the number of vllm-ascend.
         max_streams: the limit on streams held by all graphs together; None is the device's
             limit without the streams that torch_npu needs.
         static_kernels: the compiler ``npugraph_ex`` has CANN compile kernels for the shapes of each graph, and keeps
@@ -43,6 +46,7 @@ class NpuOptions:
     attention: Literal["fused", "atb"] = "fused"
     nz_weights: bool = False
     nz_cache: bool = False
+    mc2_rows: int = attrs.field(default=1000, validator=_at_least_0)
     max_streams: int | None = attrs.field(default=None, validator=_at_least_0)
     static_kernels: bool = False
     npugraph_ex: dict[str, Any] = attrs.field(factory=dict)

@@ -12,6 +12,8 @@ BLOCK_SIZES = (128, 256, 384, 512)
 """Cache block sizes, in tokens, that attention accepts for both prefill and decode."""
 HEAD_DIMS = tuple(range(16, 513, 16))
 CAPTURE_SIZES = (1, 2, 4, 8, 12, *range(16, 65, 8))
+ONE_MACHINE = (2, 4, 8)
+"""Numbers of ranks on one machine that communicate all with all, over HCCS."""
 DEVICE_STREAMS = 2048
 RESERVED_STREAMS = 128
 """Left for torch_npu's pools, its update stream and communication; graphs may hold the others."""
@@ -31,6 +33,8 @@ class Generation:
         experts: whether the kernels for mixtures of experts are available in bfloat16.
         swiglu_quant_nz: whether npu_grouped_matmul_swiglu_quant_v2 takes weights in FRACTAL_NZ.
         weight_quant_nz: whether npu_weight_quant_batchmatmul takes int8 weights in FRACTAL_NZ.
+        all_reduce_ranks: the numbers of ranks for which npu_mm_all_reduce_base is documented.
+        row_collective_ranks: those for which npu_all_gather_base_mm and npu_mm_reduce_scatter_base are.
     """
 
     name: str
@@ -42,6 +46,8 @@ class Generation:
     experts: bool = True
     swiglu_quant_nz: bool = True
     weight_quant_nz: bool = False
+    all_reduce_ranks: tuple[int, ...] = ()
+    row_collective_ranks: tuple[int, ...] = ()
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -55,8 +61,15 @@ class Generation:
 
 
 GENERATIONS = (
-    Generation("A2", "Ascend910B", nz_cache=True, weight_quant_nz=True),
-    Generation("A3", "Ascend910_93", nz_cache=True, weight_quant_nz=True),
+    Generation(
+        "A2",
+        "Ascend910B",
+        nz_cache=True,
+        weight_quant_nz=True,
+        all_reduce_ranks=ONE_MACHINE,
+        row_collective_ranks=ONE_MACHINE,
+    ),
+    Generation("A3", "Ascend910_93", nz_cache=True, weight_quant_nz=True, row_collective_ranks=ONE_MACHINE),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
     Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),
 )

@@ -202,5 +202,7 @@ def _rewrites(step: OptimizedStep, on: Backend) -> list[tuple[str, ...]]:
         if each.name in rewrites:
             counts = str(len(each.matches)), str(len(each.near_misses))
         reasons = [f"{times} x {reason}" for reason, times in each.reasons.most_common(MOST_REASONS)]
+        if each.matches and each.name in on.sources:
+            reasons.append(f"runs {on.sources[each.name]}")
         rows.append((each.name, *counts, f"{each.seconds * 1e3:.1f}", "; ".join(reasons)))
     return rows

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.fx.make_graph import make_graph
 from hal.compile.lower import hoist_preparations, lower
-from hal.compile.optimize import chosen_passes, wanted_rewrites
+from hal.compile.optimize import PREPARATIONS, chosen_passes, wanted_rewrites
 from hal.compile.pass_manager import PassManager
 from hal.drivers.backend import active_backend
 from hal.errors import BackendNotActive, CompileError, ConfigError, nearest
@@ -58,7 +58,7 @@ def backend(
         raise CompileError("Dynamo passed a graph without tensors", "exclude that function from torch.compile")
     graph = make_graph(module, fakes, mode)
     manager = PassManager(graph, mode)
-    for each in (*chosen_passes(active, given.get("passes", {})), *CLEANUPS):
+    for each in (*PREPARATIONS, *chosen_passes(active, given.get("passes", {})), *CLEANUPS):
         manager.add(each)
     report = manager.apply()
     log.info("optimized a graph of Dynamo:\n%s", report)

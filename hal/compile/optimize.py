@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor
 
 from hal import ops
+from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.compile.pass_manager import PassManager, Report
@@ -22,6 +23,9 @@ from hal.drivers.compiler_registry import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 from hal.step.state import StateMemory
+
+PREPARATIONS = (collectives_of_one,)
+"""Functions that run before the rewrites."""
 
 log = logging.getLogger("hal.compile")
 
@@ -117,7 +121,7 @@ def optimize(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
     stages = [stage_of("trace", traced, began)]
     began = time.perf_counter()
     manager = PassManager(traced.graph, traced.mode)
-    for each in (*chosen, *CLEANUPS):
+    for each in (*PREPARATIONS, *chosen, *CLEANUPS):
         manager.add(each)
     report = manager.apply()
     return OptimizedStep(traced, report, (*stages, stage_of("rewrite", traced, began)))

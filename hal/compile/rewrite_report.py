@@ -23,6 +23,7 @@ class PassReport:
         seconds: the duration.
         expected: the expected number of applications of a rewrite, if given.
         changes: the number of changes that a function returned, or None.
+        declined: those of ``near_misses`` that an optional rewrite's ``when`` skipped.
     """
 
     name: str
@@ -31,11 +32,20 @@ class PassReport:
     seconds: float
     expected: int | None = None
     changes: int | None = None
+    declined: frozenset[str] = frozenset()
 
     @property
     def reasons(self) -> Counter[str]:
         """The reasons for skipped sites, with the number of sites."""
-        return Counter(miss.partition(": ")[2] for miss in self.near_misses)
+        return _reasons(self.near_misses)
+
+    def unexpected(self, wanted: Collection[str]) -> tuple[str, ...]:
+        """Return the near misses that need a warning: all if the rewrite is wanted, otherwise the undeclined ones."""
+        return tuple(each for each in self.near_misses if self.name in wanted or each not in self.declined)
+
+
+def _reasons(misses: Collection[str]) -> Counter[str]:
+    return Counter(miss.partition(": ")[2] for miss in misses)
 
 
 @attrs.frozen
@@ -75,18 +85,20 @@ class Report:
         """Return a warning, with the reasons, for each rewrite that was skipped at a matching site.
 
         This covers rewrites that only some layers of a model accept. A rewrite whose structure is not in the graph gets
-        a warning only if it is wanted, because most models have no site for most rewrites.
+        a warning only if it is wanted, because most models have no site for most rewrites. So does an optional rewrite
+        whose ``when`` declined the sites.
 
         Args:
             wanted: names of rewrites that the configuration enables explicitly.
         """
         warnings = []
         for each in self.passes:
-            why = "; ".join(f"{reason} ({times} times)" for reason, times in each.reasons.most_common(3))
-            if each.near_misses and each.matches:
-                times = f"at {len(each.matches)} sites, skipped at {len(each.near_misses)} matching sites"
+            misses = each.unexpected(wanted)
+            why = "; ".join(f"{reason} ({times} times)" for reason, times in _reasons(misses).most_common(3))
+            if misses and each.matches:
+                times = f"at {len(each.matches)} sites, skipped at {len(misses)} matching sites"
                 warnings.append(f"the rewrite {each.name} was applied {times}: {why}")
-            elif each.near_misses:
+            elif misses:
                 warnings.append(f"the rewrite {each.name} was applied nowhere: {why}")
             elif each.name in wanted and not each.matches:
                 warnings.append(

@@ -40,23 +40,27 @@ class StepSizes:
     """The sizes of the axes that a step is traced for.
 
     The number of block table columns is always symbolic. A symbol stands for any number from two on, whatever the size
-    in the example.
+    in the example. The example of tokens or sequences is the most that the graph will run, so that conditions of
+    kernels can depend on it.
 
     Attributes:
         sequences: for steps whose sequences all have ``queries`` new tokens; None for steps of any shape.
         queries: new tokens of each sequence.
         any_size: whether the number of sequences is symbolic. One sequence is always traced as the number 1.
+        tokens: for steps of any shape, the most tokens of a step that the graph will run, if known.
     """
 
     sequences: int | None
     queries: int = 1
     any_size: bool = True
+    tokens: int = 0
 
     def of_axes(self, shapes: ShapeEnv) -> dict[str, Size]:
         """Return a number or a symbol of ``shapes`` for each axis."""
         blocks = _symbol(shapes, "blocks", 7)
         if self.sequences is None:
-            return {"blocks": blocks} | {name: _symbol(shapes, name, hint) for name, hint in _HINTS.items()}
+            hints = _HINTS | {"tokens": max(self.tokens, _HINTS["tokens"])}
+            return {"blocks": blocks} | {name: _symbol(shapes, name, hint) for name, hint in hints.items()}
         opens = self.any_size and self.sequences > 1
         sequences = _symbol(shapes, "sequences", self.sequences) if opens else self.sequences
         return {

@@ -21,6 +21,7 @@ from hal.device.limits import DEFAULT_BLOCK_SIZE, Limits
 from hal.drivers.backend_checks import (
     check_arguments,
     check_block_size,
+    check_conditions,
     check_layers,
     check_rewrites,
     check_state_layout,
@@ -82,6 +83,10 @@ class Backend(BackendResources):
         state_layout: ``canonical``, or the driver's name for the layout that its ``allocate`` uses. Only the driver's
             kernels can read another layout than the canonical one.
         sources: the library of each kernel, by operation name, for drivers that choose among several libraries.
+        conditions: functions by fused operation, for a kernel that does not serve every call, or not faster than the
+            smaller operations. Called with the arguments of a site in a graph, whose tensors are fake and may have
+            symbolic sizes; returns the reason to keep the smaller operations there, or None. The kernel must still be
+            right for every call.
         distributed: the backend of ``torch.distributed`` for the device's tensors, such as ``gloo``; None if several
             devices cannot work together. The collective operations then have kernels on ``torch.distributed``, unless
             ``kernels`` has others.
@@ -114,6 +119,7 @@ class Backend(BackendResources):
         inductor: Collection[str] | None = None,
         state_layout: str = "canonical",
         sources: Mapping[str, str] = MappingProxyType({}),
+        conditions: Mapping[str, Callable[..., str | None]] = MappingProxyType({}),
         distributed: str | None = None,
     ) -> None:
         check_arguments(
@@ -122,7 +128,7 @@ class Backend(BackendResources):
                 "name": name, "device": device, "kernels": kernels, "graphs": graphs, "compilers": compilers,
                 "aliases": aliases, "rewrites": rewrites, "layers": layers, "native_names": native_names,
                 "capabilities": capabilities, "limits": limits, "inductor": inductor, "state_layout": state_layout,
-                "sources": sources, "distributed": distributed,
+                "sources": sources, "conditions": conditions, "distributed": distributed,
             },
         )  # fmt: skip
         if distributed is not None:
@@ -130,6 +136,7 @@ class Backend(BackendResources):
         for each, kernel in kernels.items():
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run
         check_state_layout(name, state_layout, kernels)
+        check_conditions(name, conditions, kernels)
         check_compilers(name, compilers)
         check_rewrites(name, rewrites)
         check_layers(name, layers)
@@ -153,6 +160,7 @@ class Backend(BackendResources):
         self.limits = Limits() if limits is None else limits
         self.state_layout = state_layout
         self.sources = MappingProxyType(dict(sources))
+        self.conditions = MappingProxyType(dict(conditions))
         self.distributed = distributed
         self.mesh = Mesh()
         self.config = Config(backend=name)

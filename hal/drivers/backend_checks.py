@@ -62,6 +62,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "inductor": (lambda value: value is None or _are_texts(value), "a collection of strings, or None"),
     "state_layout": (_is_text, "a string"),
     "sources": (_is_table, "a mapping from operation names to library names"),
+    "conditions": (lambda value: _is_table(value, callable), "a mapping from fused operations to functions"),
     "distributed": (
         lambda value: value is None or _is_text(value),
         "the name of a backend of torch.distributed, or None",
@@ -147,6 +148,16 @@ def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> No
             f"the driver {driver} has state_layout = {layout!r} but no kernel for {', '.join(without)}",
             'add those kernels, or set state_layout = "canonical", which the reference implementations read',
         )
+
+
+def check_conditions(driver: str, conditions: Collection[str], kernels: Collection[str]) -> None:
+    """Raise DriverIncompatible unless each condition is that of a fused operation with a kernel."""
+    for name in conditions:
+        if not ops.operation(name).fused or name not in kernels:
+            reason = "has no kernel for it" if ops.operation(name).fused else "it is not a fused operation"
+            raise DriverIncompatible(
+                f"the driver {driver} has a condition for {name}, but {reason}", "remove the condition"
+            )
 
 
 def check_block_size(driver: str, size: int | None, sizes: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, trace_step
 from hal.drivers.compiler import Form
@@ -79,6 +80,7 @@ class InductorForm(Form):
         context = self._context
         sizes = StepSizes(sequences, queries)
         step = trace_step(context.model, context.states, sizes, whole=context.backend.inductor or ())
+        collectives_of_one(step.graph)
         if sequences > 1:
             step.check_any_size(context.model)
         log.info("compiling steps of %s", "one sequence" if sequences == 1 else "two or more sequences")

@@ -20,6 +20,12 @@ from hal.ops.experts.quantized import (
     quant_grouped_linear_static,
 )
 from hal.ops.experts.routing import expert_permute, expert_unpermute, topk_route
+from hal.ops.fused_collectives import (
+    all_gather_linear,
+    all_reduce_add_rms_norm,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
 from hal.ops.fused_quantization import (
     add_rms_norm_dynamic_quantize,
     add_rms_norm_quantize,
@@ -35,10 +41,11 @@ from hal.ops.sampling import greedy_sample, sample
 
 __all__ = [
     "FLOATING", "Draw", "Operation", "Sample", "activate", "add_rms_norm", "add_rms_norm_dynamic_quantize",
-    "add_rms_norm_quantize", "all_gather", "all_gather_rows", "all_reduce", "all_to_all", "catalogue",
-    "dynamic_quantize", "embedding", "expert_combine", "expert_dispatch", "expert_mlp", "expert_permute",
-    "expert_unpermute", "fused_op", "greedy_sample", "grouped_linear", "grouped_linear_int8", "intercepted", "linear",
-    "linear_int8", "op", "operation", "operation_of_node", "paged_attention", "quant_expert_mlp_dynamic",
+    "add_rms_norm_quantize", "all_gather", "all_gather_linear", "all_gather_rows", "all_reduce",
+    "all_reduce_add_rms_norm", "all_to_all", "catalogue", "dynamic_quantize", "embedding", "expert_combine",
+    "expert_dispatch", "expert_mlp", "expert_permute", "expert_unpermute", "fused_op", "greedy_sample",
+    "grouped_linear", "grouped_linear_int8", "intercepted", "linear", "linear_all_reduce", "linear_int8",
+    "linear_reduce_scatter", "op", "operation", "operation_of_node", "paged_attention", "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static", "quant_grouped_linear_dynamic", "quant_grouped_linear_static", "quant_linear_dynamic",
     "quant_linear_static", "quantize", "reduce_scatter", "rms_norm", "rotary_embedding", "sample", "silu_and_mul",
     "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize", "split_qkv_rmsnorm_rope",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ def tokens(
     parallel: dict[str, Any],
     on: dict[str, Any] | None = None,
     prompts: int = len(PROMPTS),
-) -> dict[str, list[list[int]]]:
-    """Generate with each compiler. Returns each prompt's tokens by compiler.
-
-    The ranks of a data group take the prompts in different orders.
+    count: bool = False,
+) -> dict[str, Any]:
+    """Generate with each compiler. Returns each prompt's tokens by compiler, and launches by ``launches of`` it.
 
     Args:
         checkpoint: the folder.
@@ -36,8 +36,9 @@ def tokens(
         parallel: the configuration's table.
         on: the configuration's backend and options; None for the CPU.
         prompts: the number of prompts. The first gets the most new tokens.
+        count: whether to count launches, on an NPU.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for compiler in compilers:
         config = {
             **(on or {"backend": "cpu"}), "dtype": dtype, "parallel": parallel,
@@ -49,10 +50,11 @@ def tokens(
             given = [tokenizer.encode(text).ids for text in PROMPTS[:prompts]]
             params = [hal.SamplingParams(max_new_tokens=32 - 7 * index) for index in range(prompts)]
             texts: list[list[int]] = [[] for _ in given]
-            with hal.Runner(model, backend) as runner:
+            counting = backend.counting_launches() if count else nullcontext({})
+            with hal.Runner(model, backend) as runner, counting as launches:
                 for token in hal.generate(runner, given, params):
                     texts[token.prompt].append(token.token_id)
-            found[compiler] = texts
+            found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)
     return found
 
 
@@ -131,3 +133,36 @@ def late(seconds: int, into: str) -> None:
             ops.all_reduce(torch.ones(1, 4), group)
         except hal.HalError as error:
             Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
+
+
+def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, rows: int = 8) -> dict[str, Any]:
+    """Call each fused collective. Returns the arguments without the group, the results, and the launches on an NPU.
+
+    Args:
+        dtype: the dtype of the tensors.
+        seed: of the tensors.
+        on: the configuration's backend and options; None for the CPU.
+        rows: rows of the arguments.
+    """
+    found: dict[str, Any] = {}
+    with hal.open({**(on or {"backend": "cpu"}), "parallel": {"tensor": int(os.environ["WORLD_SIZE"])}}) as backend:
+        group = backend.mesh.tensor
+        draw = ops.Draw(getattr(torch, dtype), seed=seed + group.rank)
+        shared = ops.Draw(getattr(torch, dtype), seed=seed)
+        for operation in ops.catalogue().values():
+            if operation.over_shards is None or not operation.fused:
+                continue
+            if operation.name == "all_reduce_add_rms_norm":
+                calls = [(draw.normal(rows, 64), shared.normal(rows, 64), shared.normal(64), 1e-6)]
+            else:
+                calls = [
+                    (draw.normal(rows, 256), draw.normal(96, 256, scale=0.1), bias) for bias in (None, draw.normal(96))
+                ]
+            results = []
+            with backend.counting_launches() if backend.name == "npu" else nullcontext({}) as launches:
+                for given in calls:
+                    moved = [each.to(backend.device.torch) if isinstance(each, Tensor) else each for each in given]
+                    result = getattr(ops, operation.name)(*moved, group.name)
+                    results.append([each.cpu() for each in (result if isinstance(result, tuple) else (result,))])
+            found[operation.name] = {"of": calls, "is": results, "launches": dict(launches)}
+    return found

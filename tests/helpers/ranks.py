@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hal import ops
+from hal.ops.tolerance import assert_agree
 from hal.parallel.launch import Failure, run_ranks
 
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from helpers.ranks import main; main(*sys.argv[2:])"
@@ -33,6 +35,18 @@ def failing(function: str, ranks: int, folder: Path, **arguments: Any) -> Failur
     """Return the first failure of the ranks; see :func:`in_ranks`."""
     tests = str(Path(__file__).parents[1])
     return run_ranks(["-c", PROGRAM, tests, function, str(folder), json.dumps(arguments)], ranks)
+
+
+def check_fused(found: list[Any]) -> None:
+    """Check the results of ``fused_collectives`` in :mod:`helpers.rank_programs`, one for each rank."""
+    for name in found[0]:
+        operation = ops.operation(name)
+        assert operation.over_shards is not None
+        for call, given in enumerate(zip(*(rank[name]["of"] for rank in found), strict=True)):
+            expected = operation.over_shards([(*each, "tensor") for each in given])
+            for rank, each in zip(found, expected, strict=True):
+                result, dtype = rank[name]["is"][call], given[0][0].dtype
+                assert_agree(operation, dtype, result, each, f"call {call}", times=len(found))  # each term is rounded
 
 
 def main(function: str, folder: str, arguments: str) -> None:

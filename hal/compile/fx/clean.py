@@ -77,9 +77,9 @@ def needless_copies(graph: fx.GraphModule) -> int:
     busy, returned = _written_and_returned(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
-        if node.target not in COPIES:
+        source = _copied(node)
+        if source is None:
             continue
-        source = node.args[0]
         fakes = value(source), value(node)
         alike = all(isinstance(each, Tensor) for each in fakes) and str(fakes[0].stride()) == str(fakes[1].stride())
         if alike and node not in returned and node not in busy and source not in busy:
@@ -123,6 +123,14 @@ def constants(graph: fx.GraphModule) -> int:
 
 
 CLEANUPS = (common_subexpressions, reciprocals, needless_copies, constants)
+
+
+def _copied(node: fx.Node) -> Any:
+    """Return what a node copies, or None: also a concatenation of one tensor is a copy."""
+    if node.target is aten.cat.default:
+        tensors: Any = node.args[0]
+        return tensors[0] if len(tensors) == 1 else None
+    return node.args[0] if node.target in COPIES else None
 
 
 def _small(node: fx.Node) -> bool:

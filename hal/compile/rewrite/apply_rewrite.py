@@ -33,12 +33,16 @@ class RewriteApplication:
         self._forms = [Matcher(rewrite.pattern, form.example, mode, form.structure) for form in prepare(rewrite)]
         self._memory: AliasAnalysis | None = None
         self._fakes: dict[Any, Any] = {}
+        self._declined: set[str] = set()
 
     def run(self) -> PassReport:
         start = time.perf_counter()
         with _no_guards(self._mode):
             applied, missed = self._everywhere()
-        return PassReport(self._rewrite.name, tuple(applied), tuple(missed), time.perf_counter() - start)
+        return PassReport(
+            self._rewrite.name, tuple(applied), tuple(missed), time.perf_counter() - start,
+            declined=frozenset(self._declined.intersection(missed)),
+        )  # fmt: skip
 
     def _everywhere(self) -> tuple[list[str], list[str]]:
         applied: list[str] = []
@@ -54,6 +58,8 @@ class RewriteApplication:
                         match, name = self._at(node, matcher)
                     except NearMiss as miss:
                         missed.setdefault(node, str(miss))
+                        if miss.declined:
+                            self._declined.add(str(miss))
                         continue
                     if match is not None:
                         applied.append(name)
@@ -78,13 +84,14 @@ class RewriteApplication:
     def _replace(self, match: Match, node: fx.Node) -> str:
         values = [value(each) for each in match.arguments]
         try:
-            reason = self._rewrite.constraints.unmet(values) or self._rewrite.when(*values)
+            unmet = self._rewrite.constraints.unmet(values)
+            reason = self._rewrite.when(*values) if unmet is None else unmet
         except RuntimeError as error:
             if type(error).__name__ != "_ShapeEnvGuardError":
                 raise
             raise NearMiss(node, f"`when` depends on a size that is symbolic here: {error}") from None
         if reason is not None:
-            raise NearMiss(node, reason)
+            raise NearMiss(node, reason, declined=unmet is None and self._rewrite.optional)
         if self._memory is None:
             self._memory = AliasAnalysis(self._graph)
         place = _place_of(match, node, self._memory)

@@ -58,11 +58,17 @@ class Match:
 
 
 class NearMiss(Exception):
-    """A site matches the structure of a pattern, but does not meet another condition."""
+    """A site matches the structure of a pattern, but does not meet another condition.
 
-    def __init__(self, place: fx.Node, reason: str) -> None:
+    Attributes:
+        place: the end of the site.
+        reason: the condition that it does not meet.
+        declined: whether the condition is that of an optional rewrite.
+    """
+
+    def __init__(self, place: fx.Node, reason: str, *, declined: bool = False) -> None:
         super().__init__(f"at {place.name}: {reason}")
-        self.place, self.reason = place, reason
+        self.place, self.reason, self.declined = place, reason, declined
 
 
 class Matcher:

@@ -62,6 +62,7 @@ class Rewrite:
         samples: argument tuples of the pattern, on which both sides must agree.
         when: called with the matched arguments, whose tensors are fake; returns the reason to skip the site, or None.
         inapplicable_samples: argument tuples for which ``when`` returns a reason.
+        optional: whether ``when`` chooses by speed, so that a skipped site needs no warning.
         axes: the axes of each tensor argument, as in an operation's declaration: ``{"x": "... width", "weight":
             "width"}``; see :mod:`hal.ops.declaration.axes`. The rewrite is not applied to other shapes. Required,
             except the key ``return``.
@@ -78,6 +79,7 @@ class Rewrite:
     samples: Callable[[Draw], Iterable[Sample]]
     when: Applicable = _always
     inapplicable_samples: Callable[[Draw], Iterable[Sample]] | None = None
+    optional: bool = attrs.field(default=False, kw_only=True)
     axes: Mapping[str, Any] | None = attrs.field(default=None, kw_only=True, eq=False)
     dtypes: Mapping[str, Any] | None = attrs.field(default=None, kw_only=True, eq=False)
     constraints: Constraints = attrs.field(init=False, repr=False)
@@ -170,7 +172,7 @@ def _derived(rewrite: Rewrite) -> bool:
     """Return whether the rewrite is derived from an operation's declaration, and so both sides agree."""
     target = rewrite.replacement
     operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
-    return operation is not None and rewrite is of_operation(operation)
+    return operation is not None and operation.fused and rewrite.pattern is of_operation(operation).pattern
 
 
 def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
@@ -215,10 +217,17 @@ def of_operation(operation: Operation) -> Rewrite:
     )  # fmt: skip
 
 
+def _conditional(rewrite: Rewrite, condition: Applicable | None) -> Rewrite:
+    return rewrite if condition is None else attrs.evolve(rewrite, when=condition, optional=True)
+
+
 def fusions(backend: Backend) -> Sequence[Rewrite]:
-    """Return the rewrites of the fused operations that the backend has kernels for, the largest first."""
+    """Return the rewrites of the fused operations that the backend has kernels for, the largest first.
+
+    The backend's conditions restrict where they are applied.
+    """
     found = [each for each in ops.catalogue().values() if each.fused and each.name in backend.kernels]
-    rewrites = [of_operation(each) for each in found]
+    rewrites = [_conditional(of_operation(each), backend.conditions.get(each.name)) for each in found]
     # An operation that contains another fused one is matched before it.
     return sorted(rewrites, key=lambda each: -prepare(each)[0].calls)
 

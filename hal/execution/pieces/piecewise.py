@@ -46,7 +46,8 @@ class PiecewiseForm(TokenForm):
         (largest,) = super().prepare()
         context = self.context
         backend = context.backend
-        step = optimize_model(context.model, context.states, StepSizes(None), backend, context.config.passes)
+        sizes = StepSizes(None, tokens=largest.shape.tokens)
+        step = optimize_model(context.model, context.states, sizes, backend, context.config.passes)
         self.optimized = step
         step.traced.check_any_size(context.model)
         at = backend.splitting_ops(context.config)

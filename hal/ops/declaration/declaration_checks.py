@@ -31,6 +31,7 @@ def check_declaration(
     weights: Iterable[str],
     tolerance: Mapping[Any, Any],
     off_by_one: Mapping[Any, Any],
+    collective: bool,
 ) -> None:
     """Raise OperationError for a declaration that torch.library, compilers or tests would reject later, or ignore."""
     name, signature = body.__name__, inspect.signature(body)
@@ -54,6 +55,10 @@ def check_declaration(
                     f"{name} declares {argument!r} in {what}, but has no argument of that name",
                     nearest(argument, signature.parameters),
                 )
+    if collective and "group" not in signature.parameters:
+        raise OperationError(
+            f"{name} declares over_shards, but has no argument `group`", "name the group of ranks by `group: str`"
+        )
     _check_written(name, mutates, state, buffers)
     for dtype, pair in tolerance.items():
         if not (_is_dtype(dtype) and isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_bound, pair))):

@@ -92,7 +92,7 @@ class Operation:
     ) -> None:
         check_declaration(
             body, mutates=mutates, host=host, state=state, buffers=buffers, weights=weights, tolerance=tolerance,
-            off_by_one=off_by_one,
+            off_by_one=off_by_one, collective=over_shards is not None,
         )  # fmt: skip
         self.constraints = read_constraints(body, axes, dtypes)
         check_rowwise(body.__name__, self.constraints, rowwise)
@@ -227,16 +227,16 @@ def op(
             two integers. By default none may.
         namespace: the torch.library namespace; a vendor's operations use the vendor's.
         fused: see :func:`fused_op`.
-        over_shards: declares a collective. Takes a list with the arguments of every rank of a group, in the order of
-            ranks, and returns the list of their results. The body is then the meaning for ranks that all hold the same
-            tensors, and so for a group of one.
+        over_shards: declares a collective, whose argument ``group`` names the ranks. Takes a list with the arguments of
+            every rank, in their order, and returns the list of their results. The body is then the meaning for ranks
+            that all hold the same tensors, and so for a group of one.
 
     Raises:
         OperationError: the name is taken; an argument cannot be passed by position and by name; an annotation is
             missing or unsupported; axes or dtypes of a tensor are missing or malformed; ``rowwise`` is missing, or not
             an axis of an argument and all results; ``state``, ``mutates``, ``buffers``, ``host`` or ``weights``
-            contains a name that is not an argument; a mutated argument is neither state nor a buffer; or ``tolerance``
-            or ``off_by_one`` is invalid.
+            contains a name that is not an argument; a mutated argument is neither state nor a buffer; a collective has
+            no argument ``group``; or ``tolerance`` or ``off_by_one`` is invalid.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:

@@ -99,6 +99,16 @@ def quantized_nothing(draw: Draw) -> dict[str, list[Sample]]:
     }
 
 
+def fused_over_nothing(draw: Draw) -> dict[str, list[Sample]]:
+    names = ("all_gather_linear", "linear_all_reduce", "linear_reduce_scatter")
+    x, weight = draw.normal(0, 64), draw.normal(8, 64)
+    norm = (draw.normal(0, 64), draw.normal(0, 64), draw.normal(64), 1e-6, SOLO.name)
+    return {
+        **{name: [(x, weight, bias, SOLO.name) for bias in (None, draw.normal(8))] for name in names},
+        "all_reduce_add_rms_norm": [norm],
+    }
+
+
 OF_EXPERTS = ("topk_route", "expert_", "grouped_", "quant_expert", "quant_grouped")
 EXPERT_OPERATIONS = [name for name in ops.catalogue() if name.startswith(OF_EXPERTS)]
 
@@ -113,6 +123,7 @@ def test_of_no_tokens(npu: Opened) -> None:
     of_nothing: dict[str, list[Sample]] = {
         "add_rms_norm": [(draw.normal(0, 64), draw.normal(0, 64), draw.normal(64), 1e-6)],
         **{name: [(draw.normal(0, 64), SOLO.name)] for name in KERNELS},
+        **fused_over_nothing(draw),
         "embedding": [(none, draw.normal(8, 64)), (none.long(), draw.normal(8, 64))],
         "greedy_sample": [(draw.normal(0, 32),)],
         "linear": [(draw.normal(0, 64), draw.normal(8, 64), bias) for bias in (None, draw.normal(8))],
