@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +15,10 @@ import attrs
 import click
 from click.core import ParameterSource
 
+from hal.cli import ranks
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.emulation import EMULATE, emulated
-from hal.cli.stdout import ResultCommand, echo, result_stream
+from hal.cli.stdout import ResultCommand, echo
 from hal.errors import BatchError
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ SAMPLING = {
     "min_p": "Keep tokens with at least this fraction of the highest probability.",
     "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
-
-TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
 
 STDIN = "<stdin>"
 """Python's name of the file."""
@@ -64,7 +61,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@click.option("--tensor-parallel", type=click.IntRange(1), metavar="N", help=TENSOR_PARALLEL)
+@ranks.tensor_parallel()
 def command(
     checkpoint: Path,
     prompts: Sequence[str],
@@ -88,7 +85,7 @@ def command(
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
-    from hal.parallel.launch import agreed, is_rank, yielding_to_the_cause
+    from hal.parallel.launch import agreed, yielding_to_the_cause
 
     texts, stdin = list(prompts), None
     if prompts_file is not None:
@@ -96,16 +93,13 @@ def command(
         texts += prompt_lines(content, file_name(prompts_file))
         stdin = content if file_name(prompts_file) == STDIN else None
     check_prompts(texts)
-    settings = settings_of(backend, dtype, compiler, compilation_config)
-    if tensor_parallel is not None:
-        settings["parallel"] = {**settings.get("parallel", {}), "tensor": tensor_parallel}
+    settings = ranks.with_ranks(settings_of(backend, dtype, compiler, compilation_config), tensor_parallel)
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)
     tokenizer = opened.tokenizer()
     tokens = [tokenizer.encode(text).ids for text in texts]
-    if (ranks := read(hal.Config, settings, "configuration").parallel.size) > 1 and not is_rank():
-        start_ranks(ranks, stdin)
+    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel.size, stdin):
         return
 
     with yielding_to_the_cause():
@@ -123,26 +117,6 @@ def command(
             _print_notes(params, seed)
         with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
             _print_texts(runner, texts, tokens, params, tokenizer)
-
-
-def start_ranks(ranks: int, stdin: bytes | None) -> None:
-    """Run this process's command in several ranks, and end with the status of the first that fails.
-
-    Args:
-        ranks: the number of ranks.
-        stdin: what this process has read from stdin.
-    """
-    from hal.parallel.launch import run_ranks
-
-    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
-    if failure is None:
-        return
-    if failure.text:
-        click.echo(f"rank {failure.rank} of {ranks} failed:\n{failure.text.rstrip()}", err=True)
-    if failure.status < 0:
-        name = signal.Signals(-failure.status).name
-        click.echo(f"rank {failure.rank} of {ranks} was ended by {name}", err=True)
-    raise SystemExit(failure.status if failure.status > 0 else 128 - failure.status)
 
 
 def _print_texts(
