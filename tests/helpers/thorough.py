@@ -193,6 +193,8 @@ CASES = (
     ("bench/test_bench.py", r"TestExtensions::test_a_process_that_finds_all|TestMemory::test_a_process_of", PROCESSES),
     ("bench/test_bench.py", r"TestDecode::test_the|TestFloor::test_a_run_counts_the_experts", MODE),
     ("bench/test_bench.py", r"TestPrefill::test_(experts_)?against_transformers|TestLaunches::test_kinds", FAMILY),
+    ("bench/test_prediction.py", r"test_the_page_has|test_launches_of|test_experts_that|test_two_sums\w+\[sparse", LONG),
+    ("bench/test_prediction.py", r"test_a_config_without_weights|test_a_step|test_what_does_not_fit", AGAIN),
     ("checkpoint/test_loading.py", r"test_peak_memory\[float32", MODE),
     ("checkpoint/test_loading.py", r"test_peak_memory_of_experts", FAMILY),
     ("cli/test_cli.py", r"test_a_compilation_config\[compilation\.toml", MODE),

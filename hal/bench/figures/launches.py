@@ -86,10 +86,16 @@ def _steps(setting: Setting) -> dict[tuple[int, str], Counter[str]]:
     return found
 
 
+def config_of_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a config.json for the first layers of a model."""
+    cut: dict[str, Any] = {**config, "num_hidden_layers": layers}
+    if types := cut.get("layer_types"):
+        cut["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
+    return cut
+
+
 def _cut(setting: Setting, layers: int) -> Setting:
-    config: dict[str, Any] = {**setting.checkpoint.config, "num_hidden_layers": layers}
-    if types := config.get("layer_types"):
-        config["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
+    config = config_of_layers(setting.checkpoint.config, layers)
     meta = meta_model({name: value for name, value in config.items() if name in setting.checkpoint.model_config})
     if len(meta.states) != layers:
         raise BenchmarkError(

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explanation import captures_python, explain_step
+from hal.cli.plan_explanation import explain_devices
 from hal.cli.rank_explanation import explain_ranks, without_ranks
 from hal.cli.ranks import tensor_parallel, with_ranks
 from hal.cli.stdout import ResultCommand, echo
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 
 PLANNED = "Split the model between N ranks, and report one of them and its collectives. No ranks are started."
+DEVICES = "Predict steps on N devices from the model's config alone; needs --assume, and takes no other option."
+ASSUME = "Figures of devices and links for --devices: a path ending in .toml or .json."
 
 
 @click.command("explain", cls=ResultCommand, short_help="Show how a decode step is compiled.")
@@ -39,6 +43,8 @@ PLANNED = "Split the model between N ranks, and report one of them and its colle
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @click.option("--batch-size", type=click.IntRange(min=1), default=2, show_default=True, help="Of the decode step.")
 @tensor_parallel(PLANNED)
+@click.option("--devices", type=click.IntRange(1), metavar="N", help=DEVICES)
+@click.option("--assume", type=click.Path(path_type=Path), metavar="FILE", help=ASSUME)
 @click.option(
     "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph to DIR."
 )
@@ -51,6 +57,8 @@ def command(
     compilation_config: str | None,
     batch_size: int,
     tensor_parallel: int | None,
+    devices: int | None,
+    assume: Path | None,
     dump: Path | None,
 ) -> None:
     """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
@@ -64,7 +72,12 @@ def command(
     a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the launches, a
     copy stands for a collective.
 
+    With --devices, predicts decode steps and a prefill from the config alone, for each way to split the model between
+    that many devices. CHECKPOINT may then be a config.json, or shapes of `hal bench --shapes`.
     """
+    if devices is not None or assume is not None:
+        _predict(checkpoint, devices, assume)
+        return
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
@@ -96,6 +109,24 @@ def command(
         echo(f"\ngraphs written to {dump}")
     elif dump is not None:
         echo(f"\nno graph to write to {dump}")
+
+
+def _predict(model: Path, devices: int | None, assume: Path | None) -> None:
+    """Predict steps, for which no other option has a meaning."""
+    if devices is None or assume is None:
+        missing = "--devices" if devices is None else "--assume"
+        raise ConfigError(f"{missing} is missing: --devices and --assume need each other", f"add {missing}")
+    context = click.get_current_context()
+    given = [
+        name for name in context.params
+        if name not in ("checkpoint", "devices", "assume")
+        and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]  # fmt: skip
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} has no effect on a prediction", "omit it, or omit --devices and --assume"
+        )
+    explain_devices(model, devices, assume)
 
 
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:

@@ -217,8 +217,12 @@ def of_operation(operation: Operation) -> Rewrite:
 
 def fusions(backend: Backend) -> Sequence[Rewrite]:
     """Return the rewrites of the fused operations that the backend has kernels for, the largest first."""
-    found = [each for each in ops.catalogue().values() if each.fused and each.name in backend.kernels]
-    rewrites = [of_operation(each) for each in found]
+    return derived([each for each in ops.catalogue().values() if each.fused and each.name in backend.kernels])
+
+
+def derived(operations: Iterable[Operation]) -> Sequence[Rewrite]:
+    """Return the rewrites of fused operations, the largest first."""
+    rewrites = map(of_operation, operations)
     # An operation that contains another fused one is matched before it.
     return sorted(rewrites, key=lambda each: -prepare(each)[0].calls)
 
