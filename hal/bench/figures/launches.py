@@ -16,6 +16,7 @@ from hal.bench.contenders.random_weights import RandomCheckpoint, meta_model
 from hal.bench.contenders.workload import Inputs
 from hal.bench.plan import Setting
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import shrink
 
 PEERS: Mapping[str, int] = {"SGLang 0.5.23, Qwen3, graph mode": 10}
 """Kernels that other implementations launch per decode layer in bfloat16, according to their sources.
@@ -102,6 +103,8 @@ def _cut(setting: Setting, layers: int) -> Setting:
             f"--trace needs a model of {layers} layers, but num_hidden_layers={layers} gives {len(meta.states)}",
             "omit --trace",
         )
+    if (tensor := setting.backend.mesh.tensor).size > 1:
+        shrink(meta, tensor)
     checkpoint = setting.checkpoint
     if isinstance(checkpoint, RandomCheckpoint):
         cut: Checkpoint = RandomCheckpoint.of(Path(setting.plan.name).name, config)
