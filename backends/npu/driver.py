@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
 
 from .emulator.activation import switch_of
-from .options import NpuOptions
+from .options import NpuOptions, number_of
 from .probe import probe, probe_emulated
 from .soc import Generation, generation_of
 
@@ -56,7 +55,7 @@ class NpuDriver(Driver):
 
             if chosen.emulator_options or not emulator.is_active():
                 # The ranks of this machine have a device each, whose number is LOCAL_RANK.
-                asked = {"devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **chosen.emulator_options}
+                asked = {"devices": _ranks_here(), **chosen.emulator_options}
                 emulator.activate(force=chosen.emulator == "force", **asked)
         elif chosen.emulator_options:
             raise ConfigError(
@@ -104,6 +103,13 @@ class NpugraphEx(Compiler):
         from .npugraph_ex.compiler import make_form
 
         return make_form(context)
+
+
+def _ranks_here() -> int:
+    try:
+        return number_of("LOCAL_WORLD_SIZE", 1)
+    except ValueError as error:
+        raise ConfigError(str(error), "unset it, or set it to the number of ranks on this machine") from None
 
 
 def _compilers(generation: Generation) -> tuple[Compiler, ...]:

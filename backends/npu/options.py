@@ -15,6 +15,20 @@ def _at_least_0(instance: Any, attribute: attrs.Attribute[Any], value: int | Non
         raise ValueError(f"{attribute.name} must be at least 0, not {value}")
 
 
+def number_of(variable: str, default: int) -> int:
+    """Return the number in an environment variable of ranks.
+
+    Raises:
+        ValueError: it is no number; :func:`hal.config.read` turns it into a ConfigError.
+    """
+    text = os.environ.get(variable, str(default))
+    if not text.isascii() or not text.isdecimal():
+        raise ValueError(
+            f"the environment variable {variable} is {text!r:.40}, which is no number; torchrun sets it for each rank"
+        )
+    return int(text)
+
+
 @attrs.frozen
 class NpuOptions:
     """Options of the NPU driver.
@@ -40,7 +54,7 @@ class NpuOptions:
         npugraph_ex: further torch_npu options for that compiler, such as ``{"pattern_fusion_pass": false}``.
     """
 
-    device: int = attrs.field(factory=lambda: int(os.environ.get("LOCAL_RANK", "0")), validator=_at_least_0)
+    device: int = attrs.field(factory=lambda: number_of("LOCAL_RANK", 0), validator=_at_least_0)
     emulator: Switch = "off"
     emulator_options: dict[str, Any] = attrs.field(factory=dict)
     attention: Literal["fused", "atb"] = "fused"

@@ -102,10 +102,11 @@ def heading(result: Result) -> str:
     plan, where = result.plan, result.environment
     what = "tokens in the cache" if plan.workload == "decode" else "tokens per prompt"
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    ranks = f" on one of {plan.tensor_parallel} ranks" if (plan.tensor_parallel or 1) > 1 else ""
     return (
-        f"{plan.workload}: {plan.name}, {result.dtype}, {result.weight_bytes / 1e6:.1f} MB of weights, {plan.length} "
-        f"{what}, {plan.repeats} repeats\n{where['backend']}: {where['device']}; {where['cpu']}, {where['cores']} "
-        f"cores, {where['threads']} threads; {versions}"
+        f"{plan.workload}: {plan.name}, {result.dtype}, {result.weight_bytes / 1e6:.1f} MB of weights{ranks}, "
+        f"{plan.length} {what}, {plan.repeats} repeats\n{where['backend']}: {where['device']}; {where['cpu']}, "
+        f"{where['cores']} cores, {where['threads']} threads; {versions}"
     )
 
 

@@ -18,6 +18,7 @@ from hal.bench.figures import floor, launches, peak_memory, token_agreement
 from hal.bench.figures.routing import Routing
 from hal.bench.figures.timing import Summary, interleave
 from hal.bench.plan import Plan, Setting, prepare
+from hal.drivers.backend import Backend
 
 SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
 
@@ -166,6 +167,7 @@ def _compare(
         plan.repeats,
         warm=plan.workload == "decode",
         synchronize=setting.backend.device.synchronize,
+        meet=lambda: _meet(setting.backend),
     )
     result.floors.append(
         Floor(size, floor.work(setting, size, chosen), probe.description, probe.amount, seconds[probe.contender.name])
@@ -174,6 +176,13 @@ def _compare(
         result.measurements.append(
             Measurement(each.name, size, seconds[each.name], each.setup_seconds, peaks.get(each.name))
         )
+
+
+def _meet(backend: Backend) -> None:
+    """Wait until all ranks come here."""
+    if backend.mesh.size > 1:
+        backend.ops.all_reduce(torch.ones(1, dtype=backend.limits.dtypes[0], device=backend.device.torch),
+                               backend.mesh.tensor.name)  # fmt: skip
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from hal.drivers.compiler_registry import EAGER
 from hal.drivers.registry import driver_names
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
+from hal.parallel import Mesh
 from hal.step import StateSpec
 
 Workload = Literal["decode", "prefill"]
@@ -44,6 +45,7 @@ class Plan:
         threads: number of torch's threads; None keeps it.
         trace: also count the kernels that a step launches.
         memory: also run each contender in a separate process to measure its peak memory.
+        tensor_parallel: ranks that split the model, each of which runs the plan; None uses the environment's.
         options: options of the driver; they override the environment's.
         compilation: keys of :class:`hal.CompilationConfig` for every compiler, except those that the benchmark sets.
     """
@@ -61,6 +63,7 @@ class Plan:
     threads: int | None = None
     trace: bool = False
     memory: bool = False
+    tensor_parallel: int | None = None
     options: dict[str, Any] = attrs.field(factory=dict)
     compilation: dict[str, Any] = attrs.field(factory=dict)
 
@@ -76,7 +79,8 @@ class Plan:
             if name not in RIVALS:
                 raise ConfigError(f"cannot measure against {name!r}", nearest(name, RIVALS))
         numbers = [("batch size", each) for each in self.batch_sizes]
-        numbers += [("length", self.length), ("number of threads", 1 if self.threads is None else self.threads)]
+        numbers += [("length", self.length), ("number of ranks", self.tensor_parallel or 1)]
+        numbers += [("number of threads", 1 if self.threads is None else self.threads)]
         for what, number in numbers:
             if number < 1:
                 raise ConfigError(f"the {what} is {number}", "give 1 or more")
@@ -105,7 +109,7 @@ class Setting:
         plan: the plan.
         backend: opened and active; cache and compilation are not configured yet.
         checkpoint: source of all contenders' weights.
-        meta: hal's model on the meta device.
+        meta: hal's model on the meta device; this rank's part, if ranks split it.
         dtype: dtype of weights and caches.
         modes: compilers to measure.
     """
@@ -124,8 +128,12 @@ class Setting:
         return parameters + sum(each.nbytes for each in self.meta.buffers())  # quantized weights, with their scales
 
 
-def prepare(plan: Plan) -> Setting:
+def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     """Open the plan's backend and checkpoint, and validate the plan against them.
+
+    Args:
+        plan: the plan.
+        mesh: the ranks to work with, such as planned ones; None joins those that the plan asks for.
 
     Raises:
         HalError: the backend, the checkpoint or the configuration is invalid.
@@ -136,7 +144,9 @@ def prepare(plan: Plan) -> Setting:
     settings |= {key: value for key, value in options.items() if value is not None}
     settings["options"] = {**settings.get("options", {}), **plan.options}
     settings.pop("compilation", None)  # the benchmark sets it
-    backend = hal.open(read(hal.Config, settings, "configuration"))
+    if mesh is not None or plan.tensor_parallel is not None:
+        settings["parallel"] = {"tensor": plan.tensor_parallel if mesh is None else mesh.tensor.size}
+    backend = hal.open(read(hal.Config, settings, "configuration"), mesh=mesh)
     served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
     if plan.workload == "prefill":
         # The other compilers run prefill eagerly, so their figures would equal eager's.
@@ -151,13 +161,16 @@ def prepare(plan: Plan) -> Setting:
     if plan.trace:
         with backend.counting_launches():
             pass  # raises if the backend cannot count launches
+    if backend.mesh.size > 1 and (plan.against or plan.memory):
+        option = "--against" if plan.against else "--memory"
+        raise ConfigError(f"{option} cannot be used with several ranks, which only hal's model uses", f"omit {option}")
     for rival in plan.against:
         need(rival, f"--against {rival}")
     if plan.shapes is not None:
         checkpoint: hal.Checkpoint = RandomCheckpoint.of(plan.shapes, SHAPES[plan.shapes])
     else:
         checkpoint = hal.Checkpoint.open(plan.name)
-    meta = build_model(checkpoint)
+    meta = build_model(checkpoint, tensor=backend.mesh.tensor)
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:
         raise ConfigError(

@@ -89,8 +89,13 @@ def load_model(
     return model.eval()
 
 
-def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = None) -> CausalLM:
+def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = None, tensor: Group = SOLO) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
+
+    Args:
+        checkpoint: the checkpoint.
+        model_class: see :func:`load_model`.
+        tensor: the ranks that split each layer. The model is then this rank's part.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
@@ -99,6 +104,9 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
     """
     model, quantized = _build(checkpoint, model_class)
     check_fit(checkpoint, model, bindings_of(model), quantized)
+    if tensor.size > 1:
+        quantized.split(tensor)
+        shrink(model, tensor)
     return model
 
 
@@ -158,6 +166,22 @@ def split_model(model: CausalLM, tensor: Group) -> None:
         except ConfigError as error:
             raise ConfigError(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
     model.split(tensor)
+
+
+def shrink(model: CausalLM, tensor: Group) -> None:
+    """Split a model on the meta device, and give its tensors the shapes of this rank's.
+
+    Args:
+        model: whole; changed in place.
+        tensor: the ranks that split each layer.
+
+    Raises:
+        ConfigError: ranks cannot split the model, or not between this number.
+    """
+    shapes = [(each, each.rank_shape(tensor.size)) for each in bindings_of(model)]
+    split_model(model, tensor)
+    for binding, shape in shapes:
+        binding.set(torch.empty(shape, dtype=binding.tensor.dtype, device="meta"))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -236,17 +260,12 @@ class _Filling:
             self._tensor.zero_()
         weight, self._tensor = self._tensor, None
         if consumer is None:
-            self._set(weight)
+            self._binding.set(weight)
             return False
         use = WeightUse(consumer.operation, consumer.argument, self._computing)
         prepared = self._backend.prepare_weight(weight, use)
-        self._set(_buffers(buffers, self._dtype, self._backend).replace(weight, prepared))
+        self._binding.set(_buffers(buffers, self._dtype, self._backend).replace(weight, prepared))
         return prepared is not weight
-
-    def _set(self, tensor: Tensor) -> None:
-        module, name = self._binding.module, self._binding.name
-        is_parameter = name in dict(module.named_parameters(recurse=False))
-        setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def _buffers(buffers: dict[torch.dtype, WeightBuffers], dtype: torch.dtype, backend: Backend) -> WeightBuffers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -146,6 +146,15 @@ class Binding:
             start, place = start + cut, place + size
         return kept
 
+    def set(self, tensor: Tensor) -> None:
+        """Make ``tensor`` the layer's, as a parameter if the built one is."""
+        is_parameter = self.name in dict(self.module.named_parameters(recurse=False))
+        setattr(self.module, self.name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+
+    def rank_shape(self, ranks: int) -> torch.Size:
+        """Return the shape of one rank's tensor, which is whole in a layer that does not know of ranks."""
+        return self.local_shape(ranks if hasattr(self.module, "split") else 1)
+
     def local_shape(self, ranks: int) -> torch.Size:
         """Return the shape of one rank's tensor.
 
@@ -158,6 +167,17 @@ class Binding:
         dim = weight.axes.split().index(weight.shard)
         shape[dim] = sum(weight.share.size(cut, ranks) for cut in weight.assemble.cuts(weight.shard, shape[dim]))
         return torch.Size(shape)
+
+
+def weight_bytes(bindings: Iterable[Binding], computing: torch.dtype, ranks: int = 1) -> int:
+    """Return the bytes of the tensors that one of several ranks holds, in the form of the declarations.
+
+    Args:
+        bindings: of the whole model.
+        computing: the dtype that the model computes in.
+        ranks: the number of ranks that split each layer.
+    """
+    return sum(each.rank_shape(ranks).numel() * each.dtype(computing).itemsize for each in bindings)
 
 
 def bindings_of(model: nn.Module) -> list[Binding]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -91,7 +94,11 @@ def _detecting_lost_readers() -> Iterator[None]:
 
 
 def _failed(problem: str, remedy: str) -> int:
-    _tell(f"error: {problem}\nremedy: {remedy}")
+    text = f"error: {problem}\nremedy: {remedy}"
+    _tell(text)
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # of the starter of ranks, such as torchrun
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": text}), encoding="utf-8")
     return 2
 
 

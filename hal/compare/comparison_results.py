@@ -132,3 +132,50 @@ class Comparison:
     def agrees(self) -> bool:
         """Return whether everything is within tolerance."""
         return self.broken is None and self.departure is None and all(choice.tie for choice in self.choices)
+
+
+@attrs.frozen
+class RankDifference:
+    """A call of a rank whose result differs from the single device's by more than rounding explains.
+
+    Attributes:
+        call: the call; a collective if that joined the result.
+        drift: as in :class:`Row`, for the result of the call.
+        limit: drift that rounding explains.
+    """
+
+    call: Call
+    drift: float
+    limit: float
+
+
+@attrs.frozen
+class RankComparison:
+    """The result of comparing a rank with a single device.
+
+    Attributes:
+        backend: name of the backend.
+        rank: the rank.
+        ranks: number of ranks that split the model.
+        steps: number of steps, including the prefill.
+        tokens: number of chosen tokens.
+        compared: number of compared results; after a collective, its result.
+        partial: number of results that are parts of a sum, which is compared when a later collective adds them.
+        first: first call that differs.
+        choices: tokens that differ.
+    """
+
+    backend: str
+    rank: int
+    ranks: int
+    steps: int
+    tokens: int
+    compared: int
+    partial: int
+    first: RankDifference | None
+    choices: tuple[Choice, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether everything is within what rounding explains."""
+        return self.first is None and all(choice.tie for choice in self.choices)

@@ -29,6 +29,7 @@ class Group:
         process_group: the group of ``torch.distributed``; None if this process is the only rank.
         timeout: seconds after which a collective that a rank has not joined fails, for kernels that do not use
             ``process_group``, which has its own.
+        planned: whether the ranks are not started: a model can be split between them and traced, and collectives fail.
     """
 
     name: str
@@ -36,9 +37,11 @@ class Group:
     size: int = 1
     process_group: Any = None
     timeout: float = ParallelConfig().timeout
+    planned: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or (self.size > 1) != (self.process_group is not None):
+        started = self.size > 1 and not self.planned
+        if not 0 <= self.rank < self.size or started != (self.process_group is not None):
             raise ConfigError(
                 f"the group {self.name!r} has rank {self.rank} of {self.size}"
                 + (" and no process group" if self.process_group is None else ""),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hal.doctor.findings import Device, Driver, Findings
+from hal.doctor.findings import Check, Device, Driver, Findings, Ranks
 from hal.doctor.host_facts import DISTRIBUTION
 
 Table = tuple[Sequence[str], list[Sequence[str]]]
 """Column names and rows."""
+COLUMNS = ("check", "result", "what", "what to do")
+"""Columns of the checks of a device or of ranks."""
 PROBE_MS = 50
 """Time limit of a probe in milliseconds."""
 
@@ -73,11 +75,32 @@ def devices(findings: Findings) -> Iterator[tuple[str, Table]]:
             yield f"{driver.name}: {device.name} ({device.device})", _device(device)
 
 
+def ranks(findings: Findings) -> Iterator[tuple[str, Table]]:
+    """Yield a heading and a table for each examined group of ranks."""
+    for driver in findings.drivers:
+        if (found := driver.ranks) is not None:
+            where = ", ".join(each or "no device" for each in found.devices)
+            yield f"{driver.name}: {found.number} ranks ({where})", _ranks(found)
+
+
+def _ranks(found: Ranks) -> Table:
+    rows: list[Sequence[str]] = [_check(each) for each in found.checks]
+    if found.skipped:
+        rows.append(("ranks", "skipped", found.skipped, ""))
+    if found.latency_us is not None:
+        rows.append(("latency", f"{found.latency_us:g} us", "all_reduce of 8 KiB", ""))
+    if found.bandwidth_gb_per_s is not None:
+        rows.append(("bandwidth", f"{found.bandwidth_gb_per_s:g} GB/s", "all_reduce of 64 MiB", ""))
+    return COLUMNS, rows
+
+
+def _check(check: Check) -> Sequence[str]:
+    outcome = "FAILED" if check.outcome == "failed" else check.outcome
+    return check.name, outcome, check.detail, check.remedy
+
+
 def _device(device: Device) -> Table:
-    rows: list[Sequence[str]] = [
-        (each.name, "FAILED" if each.outcome == "failed" else each.outcome, each.detail, each.remedy)
-        for each in device.checks
-    ]
+    rows: list[Sequence[str]] = [_check(each) for each in device.checks]
     if (found := device.measures) is not None:
         copied = f"{found.copy_bytes / 2**20:g} MiB, {'pinned' if found.pinned else 'pageable'} memory"
         free, total = (number / 2**30 for number in (found.memory_free_bytes, found.memory_total_bytes))
@@ -87,7 +110,7 @@ def _device(device: Device) -> Table:
             ("launch", f"{found.launch_us:g} us", "host time of one small kernel", ""),
             ("memory free", f"{free:.1f} GiB", f"of {total:.1f} GiB", ""),
         ]
-    return ("check", "result", "what", "what to do"), rows
+    return COLUMNS, rows
 
 
 def logs(driver: Driver) -> list[str]:

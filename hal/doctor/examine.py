@@ -16,6 +16,7 @@ from hal.doctor.driver_processes import Told, examine_in_parallel
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.doctor.privacy import without_names
 from hal.doctor.process import Ending
+from hal.doctor.rank_processes import examine_ranks
 from hal.errors import ConfigError
 from hal.version import API_VERSION, __version__
 
@@ -29,6 +30,8 @@ def examine(
     seconds: float,
     total: float,
     say: Callable[[str], None] = lambda text: None,
+    *,
+    ranks: int = 1,
 ) -> Findings:
     """Examine the installation.
 
@@ -38,6 +41,7 @@ def examine(
         seconds: time limit per driver.
         total: time limit for everything.
         say: called with progress messages.
+        ranks: number of ranks to examine together, for each driver that works; 1 for none.
 
     Raises:
         DriverNotFound: no driver is called ``only``.
@@ -54,6 +58,8 @@ def examine(
         for driver in drivers:
             driver.status, driver.hint = "unavailable", torch.remedy
             driver.reason = "not examined: torch cannot be imported"
+    if ranks > 1:
+        finished = _examine_ranks(drivers, ranks, options, seconds, deadline, say) and finished
     well = all(each.status != "broken" and (only is None or each.status == "works") for each in drivers)
     return without_names(
         Findings(
@@ -89,6 +95,26 @@ def _examine(
     for driver in left.values():
         driver.status, driver.reason, driver.hint = "unavailable", f"not examined: {OVER}", LONGER
     return not left
+
+
+def _examine_ranks(
+    drivers: Sequence[Driver],
+    ranks: int,
+    options: Mapping[str, Any],
+    seconds: float,
+    deadline: float,
+    say: Callable[[str], None],
+) -> bool:
+    """Examine ranks of each driver that works, one driver after the other; return False if the time ran out."""
+    for driver in drivers:
+        if driver.status != "works":
+            continue
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        say(f"examining {ranks} ranks of the driver {driver.name}")
+        examine_ranks(driver, ranks, options, min(seconds, left))
+    return True
 
 
 def _take(driver: Driver, told: Told, options: Mapping[str, Any], seconds: float) -> None:

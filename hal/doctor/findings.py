@@ -72,6 +72,27 @@ class Device:
 
 
 @attrs.define
+class Ranks:
+    """Several ranks of a driver, which form a group.
+
+    Attributes:
+        number: number of ranks.
+        devices: torch's name of each rank's device, by rank; empty for a rank that opened none.
+        skipped: why nothing was examined; else empty.
+        checks: checks in the order of execution. A check that fails on any rank fails.
+        latency_us: microseconds of an all_reduce of 8 KiB; None, as below, if the examination ended before measuring.
+        bandwidth_gb_per_s: bytes of an all_reduce of 64 MiB, divided by its duration, in 10**9 per second.
+    """
+
+    number: int
+    devices: list[str] = attrs.Factory(list)
+    skipped: str = ""
+    checks: list[Check] = attrs.Factory(list)
+    latency_us: float | None = None
+    bandwidth_gb_per_s: float | None = None
+
+
+@attrs.define
 class Driver:
     """An installed driver.
 
@@ -90,6 +111,7 @@ class Driver:
         variables: prefixes of the environment variables that affect it.
         probe_ms: duration of its probe in milliseconds.
         devices: devices that were opened.
+        ranks: several ranks together, if they were asked for.
         log: last lines of its process's stderr, if it is broken.
     """
 
@@ -106,6 +128,7 @@ class Driver:
     variables: list[str] = attrs.Factory(list)
     probe_ms: float | None = None
     devices: list[Device] = attrs.Factory(list)
+    ranks: Ranks | None = None
     log: list[str] = attrs.Factory(list)
 
 

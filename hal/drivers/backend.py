@@ -92,7 +92,8 @@ class Backend(BackendResources):
             ``kernels`` has others.
 
     Attributes:
-        mesh: the ranks that this process works with, as ``parallel`` in the configuration asks.
+        mesh: the ranks that this process works with, as ``parallel`` in the configuration asks. The backend closes a
+            mesh that it made itself.
 
     Raises:
         OperationError: a kernel is for an unknown operation, or its signature does not match its operation.
@@ -163,6 +164,7 @@ class Backend(BackendResources):
         self.conditions = MappingProxyType(dict(conditions))
         self.distributed = distributed
         self.mesh = Mesh()
+        self._joined = Mesh()
         self.config = Config(backend=name)
         self._fallback = ReferenceFallbacks(name, lambda: self.config.strict)
         self.table = Table(self.resolve)
@@ -269,6 +271,7 @@ class Backend(BackendResources):
                 f"the backend {self.name} does not work with several devices", "leave parallel out of the configuration"
             )
         self.mesh = connect(config.parallel, self.distributed, self.device.torch.type)
+        self._joined = self.mesh
 
     def splitting_ops(self, config: CompilationConfig) -> set[str]:
         """Return hal's names of the operations at which a phase is split."""
@@ -327,6 +330,12 @@ class Backend(BackendResources):
             right for layouts that torch converts when it copies.
         """
         return weight
+
+    def _free(self) -> None:
+        try:
+            super()._free()
+        finally:
+            self._joined.close()  # An engine closes the mesh that it gave.
 
     def _refuse_operations(self) -> None:
         global _active

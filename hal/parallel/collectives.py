@@ -25,9 +25,25 @@ _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gat
 _scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 
 
+def started(name: str) -> Group:
+    """Return the group ``name``, whose ranks can run collectives.
+
+    Raises:
+        ConfigError: there is no such group.
+        CommunicationError: its ranks are only planned.
+    """
+    found = group_named(name)
+    if found.planned:
+        raise CommunicationError(
+            f"the {found.size} ranks of the group {name!r} are only planned, so that no collective can run",
+            "trace the step, or start the ranks, as `hal generate --tensor-parallel` does",
+        )
+    return found
+
+
 def all_reduce(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_reduce`."""
-    ranks = group_named(group)
+    ranks = started(group)
     if isinstance(x, FakeTensor) and ranks.size > 1:
         summed: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", ranks.process_group.group_name))
         return summed
@@ -39,7 +55,7 @@ def all_reduce(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
 
 def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_gather`."""
-    ranks = group_named(group)
+    ranks = started(group)
     if ranks.size == 1:
         return _copied(x, out)
     if isinstance(x, FakeTensor):
@@ -73,7 +89,7 @@ def all_gather_rows(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
 
 def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.reduce_scatter`."""
-    ranks = group_named(group)
+    ranks = started(group)
     if ranks.size == 1:
         return _copied(x, out)
     if isinstance(x, FakeTensor):

@@ -6,6 +6,8 @@ so that no port has to be chosen.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import attrs
@@ -29,6 +32,8 @@ POLL = 0.05
 """Seconds between two looks at the ranks."""
 TOGETHER = 2.0
 """Seconds that rank 0 gets to show an error that all ranks have."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with which torchrun, too, names the file for the error of a rank."""
 YIELD = 3.0
 """Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
 END = 10.0
@@ -40,23 +45,34 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank() -> int:
+    """Return this process's number among the ranks that were started together; 0 if it is none."""
+    return int(os.environ["RANK"]) if is_rank() else 0
+
+
 @attrs.frozen
 class Failure:
     """The first rank that failed.
 
     Attributes:
         rank: the rank.
-        status: its exit status, negative for the number of a signal.
-        text: what it wrote to stderr; empty for rank 0, whose stderr is this process's.
+        status: its exit status, negative for the number of a signal; None if it did not end in time.
+        text: what it wrote to stderr; empty for rank 0, whose stderr is this process's, and if rank 0 failed with the
+            same error of hal's.
     """
 
     rank: int
-    status: int
+    status: int | None
     text: str
 
 
 def run_ranks(
-    arguments: Sequence[str], ranks: int, *, stdin: bytes | None = None, stdout: IO[Any] | None = None
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    stdin: bytes | None = None,
+    stdout: IO[Any] | None = None,
+    seconds: float | None = None,
 ) -> Failure | None:
     """Run Python in ``ranks`` processes, and wait for all of them.
 
@@ -68,6 +84,7 @@ def run_ranks(
         ranks: the number of processes.
         stdin: what each rank reads from stdin; None for nothing.
         stdout: the file that rank 0 writes to; None for this process's stdout.
+        seconds: the time after which ranks that still run are ended; None for no limit.
 
     Returns:
         The first failure; None if all ranks ended with exit status 0.
@@ -75,18 +92,19 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ExitStack() as stack:
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
+        first = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "error.json"
         stack.callback(_end, started)
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                env={**os.environ, **_variables(rank, ranks, store.port)},
+                env={**os.environ, **_variables(rank, ranks, store.port), **({} if rank else {ERROR_FILE: str(first)})},
                 stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
             )
             started.append((process, errors))
-        return _wait(started)
+        return _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds)
 
 
 def _variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
@@ -111,16 +129,28 @@ def _file_of(content: bytes) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _wait(started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]]) -> Failure | None:
+def _wait(
+    started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]], first: Path, until: float
+) -> Failure | None:
     while True:
         statuses = [process.poll() for process, _ in started]
         if any(statuses):
-            statuses[0] = _ended(started[0][0])  # If all ranks have the same error, rank 0 has shown it.
             rank = next(rank for rank, status in enumerate(statuses) if status)
-            return Failure(rank, statuses[rank] or 0, _text(started[rank][1]))
+            text = _text(started[rank][1])
+            if rank and _ended(started[0][0]) and (shown := _shown(first)) and shown in text:
+                text = ""
+            return Failure(rank, statuses[rank], text)
         if all(status == 0 for status in statuses):
             return None
+        if time.monotonic() > until:
+            rank = statuses.index(None)
+            return Failure(rank, None, _text(started[rank][1]))
         time.sleep(POLL)
+
+
+def _shown(file: Path) -> str:
+    """Return the error of hal's with which rank 0 ended, or an empty string."""
+    return str(json.loads(file.read_text(encoding="utf-8"))["message"]) if file.exists() else ""
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:
@@ -158,6 +188,20 @@ def yielding_to_the_cause() -> Iterator[None]:
         if is_rank():
             time.sleep(YIELD)
         raise
+
+
+def gathered(value: Value, mesh: Mesh) -> list[Value]:
+    """Return the values of all ranks, in their order. Every rank of the mesh calls it.
+
+    Args:
+        value: this rank's value, which can be pickled.
+        mesh: the mesh.
+    """
+    if mesh.size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.size
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def agreed(value: Value, mesh: Mesh) -> Value:

@@ -76,6 +76,18 @@ class Mesh:
             made.append((each, SOLO if each is None else known or _registered(f"{name}{number}", each, timeout)))
         return cls(*(group for _, group in made))
 
+    @classmethod
+    def planned(cls, tensor: int) -> Self:
+        """Return the mesh of rank 0 of ``tensor`` ranks that are not started, to split and trace a model without them.
+
+        Collectives over its groups raise :class:`~hal.errors.CommunicationError`.
+        """
+        if tensor == 1:
+            return cls()
+        made = Group(f"planned{next(_numbers)}", 0, tensor, planned=True)
+        register_group(made)
+        return cls(tensor=made)
+
     def close(self) -> None:
         """Forget the groups. The process groups themselves stay."""
         for each in (self.tensor, self.data, self.expert, self.hosts):

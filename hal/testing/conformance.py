@@ -18,11 +18,12 @@ from hal.testing.devices import closing_cases, device_cases, memory_cases, strea
 from hal.testing.graphs import graph_cases
 from hal.testing.models import limit_cases, model_cases, runner_cases
 from hal.testing.operations import error_cases, leak_cases, operation_cases, rewrite_cases
+from hal.testing.ranks import rank_cases
 from hal.testing.target import Target
 
 AREAS: tuple[ModuleType, ...] = (
     device_cases, stream_cases, memory_cases, operation_cases, rewrite_cases, graph_cases, runner_cases, model_cases,
-    error_cases, limit_cases, leak_cases, closing_cases,
+    error_cases, limit_cases, leak_cases, closing_cases, rank_cases,
 )  # fmt: skip
 """Modules that generate cases."""
 
@@ -44,6 +45,8 @@ class Conformance:
             suite cannot report when they would pass.
         only: patterns of the cases to generate; empty generates all. Use it to test a second configuration of a driver.
         open: returns a new backend at each call, in place of the driver's entry point.
+        ranks: configuration keys, beside those of `config`, for the processes of the area `ranks`; for example options
+            that an environment sets in the process of the tests only.
     """
 
     backend: str
@@ -53,6 +56,7 @@ class Conformance:
     untried: Mapping[str, str] = attrs.field(factory=dict)
     only: Sequence[str] = ()
     open: Callable[[], Backend] | None = None
+    ranks: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         if "backend" in self.config:
@@ -72,7 +76,7 @@ class Conformance:
     @cached_property
     def target(self) -> Target:
         """Return the driver under test."""
-        return Target(self.backend, self.config, self.open)
+        return Target(self.backend, self.config, self.open, self.ranks)
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:

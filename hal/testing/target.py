@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,12 +29,20 @@ class Target:
         name: name of the driver.
         config: configuration that every opened backend shares.
         opener: returns a new backend, in place of the driver's entry point; the suite configures it.
+        ranks: more configuration, for processes of ranks.
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any], opener: Opener | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        opener: Opener | None,
+        ranks: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.name = name
         self._config = dict(config)
         self._opener = opener
+        self._ranks = dict(ranks)
         self._cache: dict[Any, Any] = {}
 
     @cached_property
@@ -87,12 +96,19 @@ class Target:
         if self._cache:
             self.clear_cache()
 
-    def _opened(self, given: Mapping[str, Any], *, activate: bool) -> Backend:
+    def rank_config(self) -> dict[str, Any]:
+        """Return the configuration with which each rank opens the driver."""
+        return {"backend": self.name, **self._merged(self._ranks)}
+
+    def _merged(self, given: Mapping[str, Any]) -> dict[str, Any]:
         merged = {**self._config}
         for key, value in given.items():
             known = merged.get(key)
             merged[key] = {**known, **value} if isinstance(known, Mapping) and isinstance(value, Mapping) else value
-        config = read(Config, {"backend": self.name, **merged}, "configuration")
+        return merged
+
+    def _opened(self, given: Mapping[str, Any], *, activate: bool) -> Backend:
+        config = read(Config, {"backend": self.name, **self._merged(given)}, "configuration")
         if self._opener is None:
             return registry.open_backend(config, activate=activate)
         backend = self._opener()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,40 @@ class TestExplain:
         assert result.exit_code == 2
         assert "error: the backend cpu has no compiler 'graf'" in result.stderr
         assert result.stdout == ""
+
+
+class TestRanks:
+    """``--tensor-parallel`` splits the model between ranks that are not started."""
+
+    @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
+    def test_collectives_of_a_step(self, compiler: str, trained: Path) -> None:
+        lines = TestExplain().run(str(trained), "--backend", "cpu", "--dtype", "bfloat16", "--compiler", compiler,
+                                  "--batch-size", "3", "--tensor-parallel", "2")  # fmt: skip
+        config = hal.Checkpoint.open(trained).config
+        rows = [line.split() for line in lines]
+        # Of two ranks in a ring, each sends the half of a tensor, twice for a sum.
+        hidden = 3 * config["hidden_size"] * 2 / 1024
+        logits = 3 * config["vocab_size"] * 2 / 2 / 1024
+        for of, times in (
+            ("model.embed_tokens", 1), ("model.layers.*.self_attn.o_proj", 4), ("model.layers.*.mlp.down_proj", 4),
+        ):  # fmt: skip
+            assert ["all_reduce", of, str(times), f"{hidden:.4g}", "KiB"] in rows
+        assert ["all_gather", "model.embed_tokens", "1", f"{logits:.4g}", "KiB"] in rows
+        (said,) = (line for line in lines if line.startswith("a step has 10 collectives"))
+        assert f"a rank sends {9 * hidden + logits:.4g} KiB" in said
+        assert "fused" in said
+        assert ("this compiler applies no rewrite" in said) == (compiler == "eager")
+
+    def test_weights_of_a_rank(self, trained: Path) -> None:
+        lines = TestExplain().run(str(trained), "--backend", "cpu", "--dtype", "float32", "--tensor-parallel", "2")
+        whole = sum(4 * math.prod(each.shape) for each in hal.Checkpoint.open(trained).tensors.values()) / 2**20
+        (said,) = (line for line in lines if line.startswith("a rank of 2 holds "))
+        assert said.endswith(f" MiB of the {whole:.1f} MiB of weights")
+        # Norms are not split, and the vocabulary is padded.
+        assert 0.49 <= float(said.split()[5]) / whole < 0.51
+
+    def test_a_number_that_does_not_divide(self, trained: Path) -> None:
+        arguments = ["explain", str(trained), "--backend", "cpu", "--tensor-parallel", "3"]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2
+        assert "3 ranks cannot share 4 heads of 128 elements equally" in result.stderr

@@ -485,3 +485,65 @@ def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, mo
     assert (found["status"], found["reason"], found["hint"]) == (
         "unavailable", "not examined: torch cannot be imported", "reinstall torch",
     )  # fmt: skip
+
+
+class TestRanks:
+    """``--tensor-parallel`` starts ranks of each driver that works."""
+
+    def test_of_the_cpu(self, doctor: Doctor) -> None:
+        result = doctor.run("--backend", "cpu", "--tensor-parallel", "2")
+        assert "cpu: 2 ranks (cpu, cpu)" in result.stdout
+        rows = {
+            line.split()[0]: line.split()[1:] for line in result.stdout.partition("2 ranks (")[2].splitlines() if line
+        }
+        assert [rows[name][0] for name in ("all_reduce", "all_gather", "reduce_scatter")] == ["passed"] * 3
+        assert rows["latency"][1:] == ["us", "all_reduce", "of", "8", "KiB"]
+        assert rows["bandwidth"][1:] == ["GB/s", "all_reduce", "of", "64", "MiB"]
+        assert float(rows["latency"][0]) > 0
+        assert float(rows["bandwidth"][0]) > 0
+
+    def test_a_rank_that_does_not_come(self, doctor: Doctor) -> None:
+        doctor.install({"late": "late_driver:Late"}, late_driver=LATE)
+        found = doctor.driver("late", "--tensor-parallel", "2", "--timeout", "25", code=1)
+        assert found["status"] == "broken"
+        assert "2 ranks: rank 1 did not come within 25 s (rank 1 was opening the driver)" in found["reason"]
+        assert found["ranks"]["devices"] == ["cpu", ""]
+
+    def test_wrong_sums(self, doctor: Doctor) -> None:
+        doctor.install({"late": "late_driver:Wrong"}, late_driver=LATE)
+        found = doctor.driver("late", "--tensor-parallel", "2", code=1)
+        assert found["reason"] == "2 ranks: failed: all_reduce"
+        (check,) = (each for each in found["ranks"]["checks"] if each["outcome"] == "failed")
+        assert check["detail"].startswith("rank 1: all_reduce, torch.float32: ")
+
+    def test_a_driver_of_single_devices(self, doctor: Doctor) -> None:
+        doctor.install({"acme": "acme_driver:Acme"})
+        found = doctor.driver("acme", "--tensor-parallel", "2")
+        assert found["status"] == "works"
+        assert found["ranks"]["skipped"] == "the driver acme names no backend of torch.distributed"
+
+
+LATE = """
+import os, time
+import hal
+from hal.parallel import collectives
+
+class Late(hal.Driver):
+    name, api_version, priority = "late", (2, 0), -5
+
+    def probe(self):
+        return hal.Probe(True, "")
+
+    def open(self, options):
+        if os.environ.get("RANK") == "1":
+            time.sleep(600)
+        return hal.Backend("late", hal.HostDevice(), kernels={}, distributed="gloo")
+
+class Wrong(Late):
+    def open(self, options):
+        def all_reduce(x, group):
+            summed = collectives.all_reduce(x, group)
+            return summed + 1 if os.environ.get("RANK") == "1" else summed
+        return hal.Backend("late", hal.HostDevice(), kernels={"all_reduce": all_reduce}, distributed="gloo")
+"""
+"""A module with drivers of which rank 1 is never opened, or wrong."""

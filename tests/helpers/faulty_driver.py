@@ -5,6 +5,7 @@ A test installs it as the driver ``faulty``; its option ``fault`` selects the ch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,6 +151,24 @@ class FaultyBackend(CpuBackend):
             return REFERENCE["paged_attention"](query, keys, values, *rest)
 
         return {"linear": linear, "store_kv_cache": store_kv_cache, "paged_attention": paged_attention}
+
+    def sums(self) -> dict[str, Any]:
+        """Wrong only between ranks: the fifth sum of a step, after the MLP of the second layer."""
+        counts, right = itertools.count(), self.kernels["all_reduce"]
+
+        def all_reduce(x: Tensor, group: str) -> Tensor:
+            summed: Tensor = right(x, group)
+            return summed * 1.01 if next(counts) % 9 == 4 else summed
+
+        return {"all_reduce": all_reduce}
+
+    def slices(self) -> dict[str, Any]:
+        """Wrong only on rank 1 of several."""
+
+        def silu_and_mul(x: Tensor) -> Tensor:
+            return REFERENCE["silu_and_mul"](x) * (1.01 if self.mesh.tensor.rank == 1 else 1.0)
+
+        return {"silu_and_mul": silu_and_mul}
 
     def stale(self) -> dict[str, Any]:
         """Wrong only in graphs: a replay reads the captured lengths."""

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import rank_processes
 from helpers.ranks import failing, in_ranks
 
 import hal
 from hal import ops
-from hal.errors import ConfigError
-from hal.parallel import SOLO, Group, Mesh, group
+from hal.errors import CommunicationError, ConfigError
+from hal.parallel import SOLO, Group, Mesh, group, groups
 from hal.parallel.collectives import KERNELS
+from hal.parallel.launch import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -50,6 +52,35 @@ def test_names_of_groups() -> None:
         Group("two", 2, 2, object())
     with pytest.raises(ConfigError, match="no process group"):
         Group("two", 0, 2)
+
+
+def test_planned_ranks_run_no_collective(cpu: hal.Backend) -> None:
+    mesh = Mesh.planned(4)
+    try:
+        with hal.open("cpu", mesh=mesh) as backend:
+            assert (mesh.tensor.size, mesh.tensor.rank, mesh.size) == (4, 0, 4)
+            for name in KERNELS:
+                with pytest.raises(CommunicationError, match=r"the 4 ranks of the group .* are only planned"):
+                    getattr(backend.ops, name)(torch.ones(4, 4), mesh.tensor.name)
+        assert group(mesh.tensor.name) is mesh.tensor, "a backend keeps the mesh that it was given"
+    finally:
+        mesh.close()
+    assert Mesh.planned(1) == Mesh()
+
+
+def test_a_backend_closes_the_mesh_that_it_made() -> None:
+    assert rank_processes.run(_groups_of_a_backend, 2) == [([2, 1], ["solo"], [2, 1])] * 2
+
+
+def _groups_of_a_backend(rank: int) -> tuple[list[int], list[str], list[int]]:
+    sizes, names = [], []
+    for _ in range(2):
+        with hal.open({"backend": "cpu", "parallel": {"tensor": 2}}) as backend:
+            summed = ops.all_reduce(torch.full((1, 4), float(rank)), backend.mesh.tensor.name)
+            assert summed.tolist() == [[1.0] * 4]
+            sizes.append(sorted((each.size for each in groups().values()), reverse=True))
+        names.append(sorted(groups()))
+    return sizes[0], names[1], sizes[1]
 
 
 def test_without_other_ranks() -> None:
@@ -103,3 +134,63 @@ def test_an_error_of_all_ranks_is_shown_once(trained: Path) -> None:
     assert ran.returncode == 2
     assert ran.stderr.count("3 ranks cannot share 4 heads of 128 elements equally") == 1
     assert ran.stdout == ""
+
+
+FAILING = """
+import os, sys, time
+order = sys.argv[1].split(",")
+place = order.index(os.environ["RANK"])
+time.sleep(0.6 * place)
+sys.stderr.write(f"error {os.environ['RANK']}")
+sys.exit(3 + int(os.environ["RANK"]))
+"""
+
+
+@pytest.mark.parametrize("order", ["1,0,2", "0,1,2", "2,1,0"])
+def test_of_different_errors_the_first_is_shown(order: str) -> None:
+    failure = run_ranks(["-c", FAILING, order], 3)
+    first = int(order[0])
+    assert failure is not None
+    assert (failure.rank, failure.status, failure.text) == (first, 3 + first, f"error {first}" if first else "")
+
+
+def test_a_time_limit() -> None:
+    start = time.monotonic()
+    failure = run_ranks(["-c", "import os, time; time.sleep(60 * int(os.environ['RANK']))"], 2, seconds=1.5)
+    assert failure is not None
+    assert (failure.rank, failure.status) == (1, None)
+    assert time.monotonic() - start < 30
+
+
+def test_different_errors_of_a_command(trained: Path, tmp_path: Path) -> None:
+    """Rank 1 cannot open its driver, and rank 0 waits for it. Rank 1's error is shown."""
+    (tmp_path / "late.py").write_text(DRIVER)
+    info = tmp_path / "late-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hal.drivers]\nlate = late:Late\n")
+    arguments = ["generate", str(trained), "--prompt", "a", "--backend", "late", "--tensor-parallel", "2"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "hal_command", *arguments], capture_output=True, timeout=200, check=False, text=True,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("rank 1 of 2 failed:\nerror: card 1 is on fire")
+
+
+DRIVER = """
+import os
+import hal
+from hal.errors import DeviceError
+
+class Late(hal.Driver):
+    name, api_version, priority = "late", (2, 0), -5
+
+    def probe(self):
+        return hal.Probe(True, "")
+
+    def open(self, options):
+        if os.environ.get("RANK") == "1":
+            raise DeviceError("card 1 is on fire", "extinguish it")
+        return hal.Backend("late", hal.HostDevice(), kernels={}, distributed="gloo")
+"""

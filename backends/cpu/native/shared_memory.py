@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, distributed
 
 from hal.device.group import Group
-from hal.device.group import group as group_named
 from hal.errors import CommunicationError
 from hal.ops.kernels.kernel_table import Kernel
 from hal.parallel import collectives
@@ -227,7 +226,7 @@ class SharedMemoryKernels:
         return _run(shared, "all_to_all", x, out, tuple(x.shape), x.numel() // shared.size)
 
     def _of(self, name: str) -> SharedMemoryGroup | None:
-        group = group_named(name)
+        group = collectives.started(name)
         if group.size == 1:
             return None
         try:

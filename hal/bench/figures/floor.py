@@ -77,7 +77,7 @@ def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = ()) ->
     model, length = setting.meta, setting.plan.length
     if setting.plan.workload == "decode":
         return decode_bytes(model, setting.dtype, batch_size, length, routings)
-    heads = int(setting.checkpoint.config["num_attention_heads"])
+    heads = int(setting.checkpoint.config["num_attention_heads"]) // setting.backend.mesh.tensor.size
     return prefill_operations(model, heads, batch_size, length, routings)
 
 
@@ -109,14 +109,20 @@ def decode_bytes(
 
 
 def prefill_operations(
-    model: CausalLM, num_heads: int, batch_size: int, tokens: int, routings: Sequence[Routing] = ()
+    model: CausalLM,
+    num_heads: int,
+    batch_size: int,
+    tokens: int,
+    routings: Sequence[Routing] = (),
+    *,
+    cached: int = 0,
 ) -> Work:
     """Return the operations of a prefill: two per projection weight and token, and those of attention.
 
     Each token is multiplied by the weights of the experts that were chosen for it.
 
     The output projection runs for the last token of each sequence only. Causal attention of token ``i`` multiplies with
-    ``i + 1`` keys, in two matmuls.
+    ``cached + i + 1`` keys, in two matmuls.
 
     Raises:
         BenchmarkError: the sparse layers do not correspond to the routings.
@@ -125,7 +131,7 @@ def prefill_operations(
     projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
     inner = projections if model.tied else projections - table  # the output projection has the table's size
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
-    pairs = sum(_causal_pairs(tokens, each.sliding_window) * each.head_dim for each in attentions)
+    pairs = sum(_pairs(cached, tokens, each.sliding_window) * each.head_dim for each in attentions)
     assigned = assigned_elements(model, routings)
     chosen = {"experts": 2 * assigned} if expert_weights(model) else {}
     return Work(
@@ -137,6 +143,11 @@ def prefill_operations(
         },
         "operations",
     )
+
+
+def _pairs(cached: int, tokens: int, window: int | None) -> int:
+    """Return the pairs of a new token and a key, for ``tokens`` new ones after ``cached``."""
+    return _causal_pairs(cached + tokens, window) - _causal_pairs(cached, window)
 
 
 def _causal_pairs(tokens: int, window: int | None) -> int:

@@ -16,6 +16,7 @@ from hal.bench.contenders.random_weights import RandomCheckpoint, meta_model
 from hal.bench.contenders.workload import Inputs
 from hal.bench.plan import Setting
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import shrink
 
 PEERS: Mapping[str, int] = {"SGLang 0.5.23, Qwen3, graph mode": 10}
 """Kernels that other implementations launch per decode layer in bfloat16, according to their sources.
@@ -86,16 +87,24 @@ def _steps(setting: Setting) -> dict[tuple[int, str], Counter[str]]:
     return found
 
 
+def config_of_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a config.json for the first layers of a model."""
+    cut: dict[str, Any] = {**config, "num_hidden_layers": layers}
+    if types := cut.get("layer_types"):
+        cut["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
+    return cut
+
+
 def _cut(setting: Setting, layers: int) -> Setting:
-    config: dict[str, Any] = {**setting.checkpoint.config, "num_hidden_layers": layers}
-    if types := config.get("layer_types"):
-        config["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
+    config = config_of_layers(setting.checkpoint.config, layers)
     meta = meta_model({name: value for name, value in config.items() if name in setting.checkpoint.model_config})
     if len(meta.states) != layers:
         raise BenchmarkError(
             f"--trace needs a model of {layers} layers, but num_hidden_layers={layers} gives {len(meta.states)}",
             "omit --trace",
         )
+    if (tensor := setting.backend.mesh.tensor).size > 1:
+        shrink(meta, tensor)
     checkpoint = setting.checkpoint
     if isinstance(checkpoint, RandomCheckpoint):
         cut: Checkpoint = RandomCheckpoint.of(Path(setting.plan.name).name, config)

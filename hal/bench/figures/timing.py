@@ -18,6 +18,7 @@ def interleave(
     *,
     warm: bool,
     synchronize: Callable[[], None],
+    meet: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time one step of each contender per round, and return seconds by name, in the order of rounds.
@@ -30,6 +31,7 @@ def interleave(
         rounds: number of rounds.
         warm: run an untimed step before each timed one, so that the processor's caches are filled as in a loop.
         synchronize: waits for the device.
+        meet: waits for the other ranks, before a timed step.
         clock: returns seconds.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
@@ -43,6 +45,7 @@ def interleave(
                     each.reset()
                     each.step()
                 each.reset()
+                meet()
                 synchronize()
                 start = clock()
                 each.step()

@@ -15,6 +15,7 @@ import click
 from hal.cli.config_options import COMPILATION_CONFIG, compilation_of
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_file, writing
 
@@ -34,6 +35,7 @@ HELP = {
     "compilation_config": f"{COMPILATION_CONFIG} For all compilers.",
     "repeats": "Timed steps of each contender.",
     "threads": "Number of torch's CPU threads.",
+    "tensor_parallel": "Split hal's model between N ranks, which are started if this process is none.",
     "trace": "Also count kernel launches per layer, on devices that support it.",
     "memory": "Also measure each contender's peak memory, in a separate process.",
     "json_file": "Write all figures to this file.",
@@ -51,6 +53,7 @@ OPTIONS = (
     click.option("--against", multiple=True, metavar="NAME", help=HELP["against"]),
     click.option("--repeats", type=int, default=15, show_default=True, help=HELP["repeats"]),
     click.option("--threads", type=int, help=HELP["threads"]),
+    tensor_parallel(HELP["tensor_parallel"]),
     click.option("--trace", is_flag=True, help=HELP["trace"]),
     click.option("--memory", is_flag=True, help=HELP["memory"]),
     click.option("--json", "json_file", type=FILE, metavar="FILE", help=HELP["json_file"]),
@@ -103,20 +106,26 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     from hal.bench.measurement import run
     from hal.bench.plan import Plan
     from hal.config import CompilationConfig, read
+    from hal.parallel.launch import rank, yielding_to_the_cause
 
     emulate, given = options.pop("emulate"), options.pop("compilation_config")
     compilation = {} if given is None else dict(compilation_of(given))
     read(CompilationConfig, compilation, "--compilation-config")
     plan = Plan(workload=workload, compilation=compilation, **options)
     _warn_of_unread_compilation()
+    first = rank() == 0
     for file in (json_file, plot_file):
-        if file is not None:
+        if file is not None and first:
             check_file(file)
     if plot_file is not None:
         plot.require()
-    with emulated(emulate, plan.backend) as driver_options:
+    if start_ranks(plan.tensor_parallel or 1):
+        return
+    with yielding_to_the_cause(), emulated(emulate, plan.backend) as driver_options:
         plan = attrs.evolve(plan, options=driver_options)
-        result = run(plan, say=lambda text: click.echo(text, err=True))
+        result = run(plan, say=lambda text: click.echo(text, err=True) if first else None)
+    if not first:
+        return
     echo(bench_report.heading(result) + "\n")
     print_table(*bench_report.table(result))
     echo("\n" + "\n".join(f"- {note}" for note in bench_report.notes(result)))

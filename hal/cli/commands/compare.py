@@ -13,6 +13,7 @@ from hal.cli.commands.generate import PROMPTS_FILE, check_prompts, file_name, pr
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import emulated
+from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 BACKENDS = "Two drivers, as cpu,npu; the first is the reference. One driver with --compilers."
 COMPILERS = "Compilers of one backend, as eager,graph,piecewise; the first is the reference."
 EMULATE = "Run drivers with an emulator on an emulated device; sets their option emulator."
+RANKS = (
+    "Compare N ranks that split the model, which are started if this process is none, with one device of the backend."
+)
 SAVE = "Save the first operation out of tolerance to the new folder DIR: its arguments and both results."
 
 
@@ -32,6 +36,7 @@ SAVE = "Save the first operation out of tolerance to the new folder DIR: its arg
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backends", metavar="NAMES", help=BACKENDS)
 @click.option("--compilers", metavar="NAMES", help=COMPILERS)
+@tensor_parallel(RANKS)
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=16, show_default=True, help="Maximum per prompt.")
@@ -46,6 +51,7 @@ def command(
     checkpoint: Path,
     backends: str | None,
     compilers: str | None,
+    tensor_parallel: int | None,
     prompts: Sequence[str],
     prompts_file: BinaryIO | None,
     max_new_tokens: int,
@@ -55,10 +61,11 @@ def command(
     save_to: Path | None,
     as_json: bool,
 ) -> None:
-    """Compare two backends, or compilers of one backend, with the model in the folder CHECKPOINT.
+    """Compare two backends, or compilers or ranks of one backend, with the model in the folder CHECKPOINT.
 
     All prompts run together with greedy decoding. Two backends are compared operation by operation, on equal arguments.
-    Compilers are compared by the KV cache that they write, layer by layer, and by their logits.
+    Compilers are compared by the KV cache that they write, layer by layer, and by their logits. With --tensor-parallel,
+    each rank is compared with one device, to the first operation whose result differs by more than rounding explains.
 
     The exit status is 0 if everything is within tolerance, 1 if not, and 2 if the comparison failed.
     """
@@ -67,13 +74,22 @@ def command(
     from hal.config import Config, read
 
     named, modes = _names(backends, "--backends"), _names(compilers, "--compilers")
-    _check_options(named, modes, save_to, compilation_config)
-    texts = [*prompts, *(prompt_lines(prompts_file.read(), file_name(prompts_file)) if prompts_file else ())]
+    if tensor_parallel is None:
+        _check_options(named, modes, save_to, compilation_config)
+    else:
+        _check_ranks(tensor_parallel, named, modes, save_to, compilation_config)
+    content = b"" if prompts_file is None else prompts_file.read()
+    texts = [*prompts, *(prompt_lines(content, file_name(prompts_file)) if prompts_file else ())]
     check_prompts(texts)
     settings = settings_of(None, dtype, None, compilation_config)
     read(Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     prompted = _prompts(opened, texts, max_new_tokens)
+    if tensor_parallel is not None:
+        if not start_ranks(tensor_parallel, content):
+            name = (named or [settings.get("backend", "auto")])[0]
+            context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)
+        return
     if modes:
         from hal.compare.compare_modes import compare_modes
 
@@ -129,6 +145,53 @@ def _check_options(backends: list[str], modes: list[str], save_to: Path | None, 
             "--compilation-config needs --compilers: two backends are compared eagerly",
             "omit it, or compare --compilers of one backend",
         )
+
+
+def _check_ranks(
+    ranks: int, backends: list[str], modes: list[str], save_to: Path | None, compilation_config: str | None
+) -> None:
+    others = {"--compilers": modes, "--save": save_to, "--compilation-config": compilation_config}
+    if given := [name for name, value in others.items() if value]:
+        raise ConfigError(
+            f"{given[0]} cannot be used with --tensor-parallel: ranks are compared eagerly, by their results",
+            f"omit {given[0]}, or --tensor-parallel",
+        )
+    if len(backends) > 1:
+        raise ConfigError(
+            f"--tensor-parallel compares ranks of one backend, but --backends names {len(backends)}", "name one backend"
+        )
+    if ranks < 2:
+        raise ConfigError("--tensor-parallel 1 gives one rank, which has nothing to be compared with", "give 2 or more")
+
+
+def _ranks_agree(
+    opened: Checkpoint,
+    name: str,
+    settings: Mapping[str, Any],
+    ranks: int,
+    prompts: Prompts,
+    emulate: bool,
+    as_json: bool,
+) -> bool:
+    """Compare this rank with one device. The first rank prints all findings, and returns whether all agree."""
+    from hal.compare import rank_report
+    from hal.compare.compare_ranks import compare_ranks
+    from hal.parallel.launch import gathered, yielding_to_the_cause
+
+    eager = {**settings, "compilation": {}}
+    with yielding_to_the_cause():
+        alone = _open(name, {**eager, "parallel": {}}, emulate)
+        rank = _open(name, {**eager, "parallel": {"tensor": ranks}}, emulate)
+        found = gathered(compare_ranks(opened, alone, rank, prompts), rank.mesh)
+    if not rank.mesh.first:
+        return True  # Rank 0 ends with the status of all.
+    if as_json:
+        echo(json.dumps([rank_report.as_json(each) for each in found], indent=1))
+    else:
+        echo(rank_report.heading(found) + "\n")
+        for line in rank_report.lines(found):
+            echo(line)
+    return all(each.agrees for each in found)
 
 
 def _prompts(checkpoint: Checkpoint, texts: Sequence[str], max_new_tokens: int) -> Prompts:

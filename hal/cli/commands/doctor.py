@@ -9,10 +9,13 @@ import click
 
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.ranks import tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 
 TIMEOUT = "Seconds that the examination of each driver may take."
 TOTAL_TIMEOUT = "Seconds that the whole examination may take.  [default: 3 times --timeout]"
+
+RANKS = "Also start N ranks of each driver that works, and check and time their collectives."
 
 
 @click.command("doctor", cls=ResultCommand)
@@ -20,6 +23,7 @@ TOTAL_TIMEOUT = "Seconds that the whole examination may take.  [default: 3 times
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--json", "as_document", is_flag=True, help="Print one JSON document, for bug reports.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=120, show_default=True, help=TIMEOUT)
+@tensor_parallel(RANKS)
 @click.option("--total-timeout", type=click.FloatRange(min=1), help=TOTAL_TIMEOUT)
 @click.pass_context
 def command(
@@ -28,6 +32,7 @@ def command(
     emulate: bool,
     as_document: bool,
     timeout: float,
+    tensor_parallel: int | None,
     total_timeout: float | None,
 ) -> None:
     """Examine this installation.
@@ -36,6 +41,9 @@ def command(
     available driver. Each driver is examined in a separate process, in parallel, within --timeout and --total-timeout.
     Exits with 1 if an available driver does not work, if the driver named by --backend is not available, or if the time
     ran out.
+
+    With --tensor-parallel, it also starts ranks of each driver that works. They join each other, and all reduce, gather
+    and scatter tensors. A rank that does not come within --timeout is named.
     """
     # These modules do not import torch or a vendor's package; only the child processes do, and they may crash.
     from hal.doctor import doctor_report
@@ -46,7 +54,10 @@ def command(
         backend = backend or os.environ.get("HAL_BACKEND")
     with emulated(emulate, backend) as options:
         total = 3 * timeout if total_timeout is None else total_timeout
-        found = examine(backend, options, timeout, total, say=lambda text: click.echo(f"{text} ...", err=True))
+        found = examine(
+            backend, options, timeout, total, say=lambda text: click.echo(f"{text} ...", err=True),
+            ranks=tensor_parallel or 1,
+        )  # fmt: skip
     if as_document:
         echo(json.dumps(as_json(found), indent=1))
         context.exit(0 if found.ok else 1)
@@ -54,7 +65,7 @@ def command(
     print_table(*doctor_report.packages(found))
     echo()
     print_table(*doctor_report.drivers(found))
-    for title, table in doctor_report.devices(found):
+    for title, table in (*doctor_report.devices(found), *doctor_report.ranks(found)):
         echo(f"\n{title}")
         print_table(*table)
     for driver in found.drivers:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explanation import captures_python, explain_step
+from hal.cli.plan_explanation import explain_devices
+from hal.cli.rank_explanation import explain_ranks, without_ranks
+from hal.cli.ranks import tensor_parallel, with_ranks
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
 from hal.errors import ConfigError
@@ -25,6 +29,11 @@ if TYPE_CHECKING:
     from hal.nn import CausalLM
 
 
+PLANNED = "Split the model between N ranks, and report one of them and its collectives. No ranks are started."
+DEVICES = "Predict steps on N devices from the model's config alone; needs --assume, and takes no other option."
+ASSUME = "Figures of devices and links for --devices: a path ending in .toml or .json."
+
+
 @click.command("explain", cls=ResultCommand, short_help="Show how a decode step is compiled.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
@@ -33,6 +42,9 @@ if TYPE_CHECKING:
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @click.option("--batch-size", type=click.IntRange(min=1), default=2, show_default=True, help="Of the decode step.")
+@tensor_parallel(PLANNED)
+@click.option("--devices", type=click.IntRange(1), metavar="N", help=DEVICES)
+@click.option("--assume", type=click.Path(path_type=Path), metavar="FILE", help=ASSUME)
 @click.option(
     "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph to DIR."
 )
@@ -44,6 +56,9 @@ def command(
     compiler: str | None,
     compilation_config: str | None,
     batch_size: int,
+    tensor_parallel: int | None,
+    devices: int | None,
+    assume: Path | None,
     dump: Path | None,
 ) -> None:
     """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
@@ -52,33 +67,66 @@ def command(
     matching sites where it was skipped, with reasons; the fused operations without a kernel on the backend; where the
     step is split; and, on devices that count them, the launches of a layer before and after. Reports if the compiler
     applies no rewrites.
+
+    With --tensor-parallel, prints a rank's weights, and for each layer the collectives that join its results: how many
+    a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the launches, a
+    copy stands for a collective.
+
+    With --devices, predicts decode steps and a prefill from the config alone, for each way to split the model between
+    that many devices. CHECKPOINT may then be a config.json, or shapes of `hal bench --shapes`.
     """
+    if devices is not None or assume is not None:
+        _predict(checkpoint, devices, assume)
+        return
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
+    from hal.parallel import Mesh
 
     if dump is not None:
         check_folder(dump)
-    settings = settings_of(backend, dtype, compiler, compilation_config)
-    read(hal.Config, settings, "configuration")
+    settings = with_ranks(settings_of(backend, dtype, compiler, compilation_config), tensor_parallel)
+    ranks = read(hal.Config, settings, "configuration").parallel.tensor
+    settings["parallel"] = {"tensor": ranks}  # Groups of ranks that take other batches do not change a step.
     opened = Checkpoint.open(checkpoint)
     with emulated(emulate, backend) as options:
         settings["options"] = {**settings.get("options", {}), **options}
-        on = hal.open(read(hal.Config, settings, "configuration"))
+        on = hal.open(read(hal.Config, settings, "configuration"), mesh=Mesh.planned(ranks))
     model = hal.load_model(opened, on)
     config = on.config.compilation.of("decode")
     echo(f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
                f"{config.compiler}\n")  # fmt: skip
     _layers(opened, model, on)
-    with on.explaining():
-        stages, split = explain_step(model, on, batch_size)
-    _launches(opened, checkpoint, on, batch_size, options)
+    if ranks > 1:
+        explain_ranks(opened, model, on, batch_size)
+    with without_ranks(on):
+        with on.explaining():
+            stages, split = explain_step(model, on, batch_size)
+        _launches(opened, checkpoint, on, batch_size, options)
     if dump is not None and stages:
         with writing(dump):
             _dump(dump, stages, split)
         echo(f"\ngraphs written to {dump}")
     elif dump is not None:
         echo(f"\nno graph to write to {dump}")
+
+
+def _predict(model: Path, devices: int | None, assume: Path | None) -> None:
+    """Predict steps, for which no other option has a meaning."""
+    if devices is None or assume is None:
+        missing = "--devices" if devices is None else "--assume"
+        raise ConfigError(f"{missing} is missing: --devices and --assume need each other", f"add {missing}")
+    context = click.get_current_context()
+    given = [
+        name for name in context.params
+        if name not in ("checkpoint", "devices", "assume")
+        and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]  # fmt: skip
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} has no effect on a prediction", "omit it, or omit --devices and --assume"
+        )
+    explain_devices(model, devices, assume)
 
 
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
@@ -112,7 +160,7 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
     plan = Plan(workload="decode", checkpoint=str(path), backend=on.name, dtype=None if on.config.dtype == "auto" else
                 on.config.dtype, batch_sizes=(size,), length=20, compilers=modes, trace=True,
                 options={**on.config.options, **options}, compilation=kept)  # fmt: skip
-    found = count(prepare(plan), say=lambda text: None)
+    found = count(prepare(plan, mesh=on.mesh), say=lambda text: None)
     echo()
     print_table(
         ("launches", "per layer", "kernels of a layer"),

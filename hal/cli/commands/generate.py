@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +15,10 @@ import attrs
 import click
 from click.core import ParameterSource
 
+from hal.cli import ranks
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.emulation import EMULATE, emulated
-from hal.cli.stdout import ResultCommand, echo, result_stream
+from hal.cli.stdout import ResultCommand, echo
 from hal.errors import BatchError
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ SAMPLING = {
     "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
 
-TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
 STDIN = "<stdin>"
@@ -65,7 +63,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@click.option("--tensor-parallel", type=click.IntRange(1), metavar="N", help=TENSOR_PARALLEL)
+@ranks.tensor_parallel()
 @click.option("--data-parallel", type=click.IntRange(1), metavar="N", help=DATA_PARALLEL)
 def command(
     checkpoint: Path,
@@ -91,7 +89,7 @@ def command(
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import read
-    from hal.parallel.launch import agreed, is_rank, yielding_to_the_cause
+    from hal.parallel.launch import agreed, yielding_to_the_cause
 
     texts, stdin = list(prompts), None
     if prompts_file is not None:
@@ -99,17 +97,15 @@ def command(
         texts += prompt_lines(content, file_name(prompts_file))
         stdin = content if file_name(prompts_file) == STDIN else None
     check_prompts(texts)
-    settings = settings_of(backend, dtype, compiler, compilation_config)
-    given = {"tensor": tensor_parallel, "data": data_parallel}
-    if sizes := {name: size for name, size in given.items() if size is not None}:
-        settings["parallel"] = {**settings.get("parallel", {}), **sizes}
+    settings = ranks.with_ranks(
+        settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel
+    )  # fmt: skip
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)
     tokenizer = opened.tokenizer()
     tokens = [tokenizer.encode(text).ids for text in texts]
-    if (ranks := read(hal.Config, settings, "configuration").parallel.size) > 1 and not is_rank():
-        start_ranks(ranks, stdin)
+    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel.size, stdin):
         return
 
     with yielding_to_the_cause():
@@ -127,26 +123,6 @@ def command(
             _print_notes(params, seed)
         with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
             _print_texts(runner, texts, tokens, params, tokenizer)
-
-
-def start_ranks(ranks: int, stdin: bytes | None) -> None:
-    """Run this process's command in several ranks, and end with the status of the first that fails.
-
-    Args:
-        ranks: the number of ranks.
-        stdin: what this process has read from stdin.
-    """
-    from hal.parallel.launch import run_ranks
-
-    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
-    if failure is None:
-        return
-    if failure.text:
-        click.echo(f"rank {failure.rank} of {ranks} failed:\n{failure.text.rstrip()}", err=True)
-    if failure.status < 0:
-        name = signal.Signals(-failure.status).name
-        click.echo(f"rank {failure.rank} of {ranks} was ended by {name}", err=True)
-    raise SystemExit(failure.status if failure.status > 0 else 128 - failure.status)
 
 
 def _print_texts(

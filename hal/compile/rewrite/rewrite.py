@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import attrs
@@ -227,7 +228,14 @@ def fusions(backend: Backend) -> Sequence[Rewrite]:
     The backend's conditions restrict where they are applied.
     """
     found = [each for each in ops.catalogue().values() if each.fused and each.name in backend.kernels]
-    rewrites = [_conditional(of_operation(each), backend.conditions.get(each.name)) for each in found]
+    return derived(found, backend.conditions)
+
+
+def derived(
+    operations: Iterable[Operation], conditions: Mapping[str, Applicable] = MappingProxyType({})
+) -> Sequence[Rewrite]:
+    """Return the rewrites of fused operations, the largest first, restricted by conditions by operation."""
+    rewrites = [_conditional(of_operation(each), conditions.get(each.name)) for each in operations]
     # An operation that contains another fused one is matched before it.
     return sorted(rewrites, key=lambda each: -prepare(each)[0].calls)
 

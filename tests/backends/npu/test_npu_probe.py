@@ -187,3 +187,11 @@ print([name for name in sys.modules if name.partition(".")[0] in ("torch_npu", "
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HAL_")}
     result = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+
+
+@pytest.mark.parametrize("text", ["first", "", "-1", "1.0"])
+def test_a_local_rank_that_is_no_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", text)
+    with pytest.raises(ConfigError, match=f"the environment variable LOCAL_RANK is '{text}', which is no number"):
+        NpuDriver().probe_for({})
+    assert NpuDriver()._read({"device": 1}).device == 1

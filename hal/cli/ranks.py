@@ -1,0 +1,58 @@
+"""The option ``--tensor-parallel``, and the start of the ranks that it asks for."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from hal.cli.stdout import result_stream
+
+TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
+OPTION = "--tensor-parallel"
+
+
+def tensor_parallel(text: str = TENSOR_PARALLEL) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator that adds the option with a help text. Its value is None if it is not given."""
+    return click.option(OPTION, type=click.IntRange(1), metavar="N", help=text)
+
+
+def with_ranks(
+    settings: Mapping[str, Any], tensor_parallel: int | None, data_parallel: int | None = None
+) -> dict[str, Any]:
+    """Return the settings with the options' values in the place of theirs, where they are given."""
+    given = {"tensor": tensor_parallel, "data": data_parallel}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    return {**settings, "parallel": {**settings.get("parallel", {}), **sizes}} if sizes else dict(settings)
+
+
+def start_ranks(ranks: int, stdin: bytes | None = None) -> bool:
+    """Run this process's command in several ranks, unless it is one of them or the only one.
+
+    Args:
+        ranks: the number of ranks.
+        stdin: what this process has read from stdin.
+
+    Returns:
+        Whether ranks ran the command; if so, this process has nothing left to do.
+
+    Raises:
+        SystemExit: a rank failed. The status is that of the first one.
+    """
+    from hal.parallel.launch import is_rank, run_ranks
+
+    if ranks == 1 or is_rank():
+        return False
+    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
+    if failure is None:
+        return True
+    if failure.text:
+        click.echo(f"rank {failure.rank} of {ranks} failed:\n{failure.text.rstrip()}", err=True)
+    assert failure.status is not None  # There is no time limit.
+    if failure.status < 0:
+        name = signal.Signals(-failure.status).name
+        click.echo(f"rank {failure.rank} of {ranks} was ended by {name}", err=True)
+    raise SystemExit(failure.status if failure.status > 0 else 128 - failure.status)

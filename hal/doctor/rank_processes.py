@@ -1,0 +1,92 @@
+"""Examination of several ranks of a driver: they are started together, and what each of them tells is put together."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cattrs
+
+from hal.doctor.findings import Check, Driver, Ranks
+
+MISSING = "check that as many devices are visible, and that --timeout is long enough to open them"
+
+
+def examine_ranks(driver: Driver, number: int, options: Mapping[str, Any], seconds: float) -> None:
+    """Start ``number`` ranks of a driver, and enter the findings; a driver whose ranks fail is broken.
+
+    Args:
+        driver: a driver that works on one device.
+        number: the number of ranks.
+        options: options in addition to its environment's.
+        seconds: time limit for all ranks together.
+    """
+    from hal.parallel.launch import run_ranks  # imports torch, which works: the driver does
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["-m", "hal.doctor.rank_program", driver.name, json.dumps(dict(options)), folder, str(number),
+                     str(seconds)]  # fmt: skip
+        failure = run_ranks(arguments, number, seconds=seconds)
+        told = [_told(Path(folder) / str(rank)) for rank in range(number)]
+    driver.ranks = found = _together(told)
+    if failure is not None and failure.text:
+        driver.log = failure.text.splitlines()[-40:]
+    if found.skipped or all(each.get("done") for each in told):
+        wrong = [each.name for each in found.checks if each.outcome == "failed"]
+        problem, remedy = (f"failed: {', '.join(wrong)}", "see the checks") if wrong else ("", "")
+    else:
+        problem, remedy = _failure(told, seconds)
+        found.checks.append(Check("ranks", "failed", problem, remedy))
+    if problem:
+        driver.status, driver.reason, driver.hint = "broken", f"{number} ranks: {problem}", remedy
+
+
+def _told(file: Path) -> dict[str, Any]:
+    """Return what a rank wrote last for each key, and the list of its checks."""
+    found: dict[str, Any] = {"checks": []}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        for key, value in json.loads(line).items():
+            if key == "check":
+                found["checks"].append(cattrs.structure(value, Check))
+            else:
+                found[key] = value
+    return found
+
+
+def _together(told: Sequence[Mapping[str, Any]]) -> Ranks:
+    """Return the findings of all ranks. A check that fails on any rank fails."""
+    checks = []
+    for each in zip(*(rank["checks"] for rank in told), strict=False):
+        failed = [(rank, check) for rank, check in enumerate(each) if check.outcome == "failed"]
+        if failed:
+            rank, check = failed[0]
+            checks.append(Check(check.name, "failed", f"rank {rank}: {check.detail}", check.remedy))
+        else:
+            checks.append(each[0])
+    first = told[0]
+    return Ranks(
+        number=len(told),
+        devices=[rank.get("device", "") for rank in told],
+        skipped=next((rank["skipped"] for rank in told if "skipped" in rank), ""),
+        checks=checks,
+        latency_us=first.get("latency_us"),
+        bandwidth_gb_per_s=first.get("bandwidth_gb_per_s"),
+    )
+
+
+def _failure(told: Sequence[Mapping[str, Any]], seconds: float) -> tuple[str, str]:
+    """Return what went wrong first, and what to do. Ranks that did not come are named before those that waited."""
+    joining = [rank for rank, each in enumerate(told) if str(each.get("at", "")).startswith("joining")]
+    absent = [rank for rank, each in enumerate(told) if "at" not in each or each["at"] == "opening the driver"]
+    errors = [(rank, each["failed"]) for rank, each in enumerate(told) if "failed" in each and rank in absent]
+    errors += [(rank, each["failed"]) for rank, each in enumerate(told) if "failed" in each and rank not in absent]
+    if errors and (errors[0][0] in absent or not absent):
+        rank, error = errors[0]
+        return f"rank {rank}, {told[rank]['at']}: {error['problem']}", error["remedy"]
+    late = absent or [rank for rank, each in enumerate(told) if not each.get("done") and rank not in joining]
+    which = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}" if late else "no rank"
+    where = "; ".join(f"rank {rank} was {told[rank].get('at', 'starting Python')}" for rank in late)
+    return f"{which} did not come within {seconds:g} s ({where})" if late else "the ranks did not meet", MISSING

@@ -1,0 +1,145 @@
+"""The checks of collectives and split layers, which every rank of a group runs in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+from hal.checkpoint.weight_bindings import Binding, bindings_of
+from hal.device.group import SOLO, Group
+from hal.drivers.backend import Backend
+from hal.nn import Embedding, Linear, WeightUse
+from hal.nn.decoder import GatedMLP
+from hal.nn.experts import SparseMLP
+from hal.nn.linear import IN, OUT
+from hal.ops.declaration.operation import Operation
+from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.tolerance import assert_agree
+from hal.testing.case import NotApplicable, require
+from hal.testing.target import dtype_name
+
+Check = Callable[[], str]
+"""Returns a digest of this rank's results, or an empty string if the ranks' results need not be equal."""
+
+TOKENS, HIDDEN, WIDTH, VOCABULARY = 6, 64, 128, 101
+LAYERS: Mapping[str, Callable[[], nn.Module]] = {
+    "linear-out": lambda: Linear(HIDDEN, WIDTH, bias=True, shard=OUT, gather=True),
+    "linear-in": lambda: Linear(HIDDEN, WIDTH, bias=True, shard=IN),
+    "gated-mlp": lambda: GatedMLP(HIDDEN, WIDTH),
+    "sparse-mlp": lambda: SparseMLP(HIDDEN, WIDTH, 4, 2, renormalize=True),
+    "embedding": lambda: Embedding(VOCABULARY, HIDDEN),
+}
+"""Layers that ranks split, by name."""
+ROUNDINGS = 4.0
+"""Factor of the tolerance of split layers, whose parts are rounded before they are joined."""
+
+
+def checks(backend: Backend) -> Iterator[tuple[str, Check]]:
+    """Yield names and checks. The group is the one that the backend is in when a check runs."""
+    for operation in ops.catalogue().values():
+        if operation.over_shards is not None:
+            for dtype in backend.limits.dtypes:
+                yield f"operations/{operation.name}/{dtype_name(dtype)}", partial(_operation, backend, operation, dtype)
+    for name in LAYERS:
+        for dtype in backend.limits.dtypes:
+            yield f"layers/{name}/{dtype_name(dtype)}", partial(_layer, backend, name, dtype)
+    yield "graphs/all_reduce", partial(_graph, backend)
+
+
+def _operation(backend: Backend, operation: Operation, dtype: torch.dtype) -> str:
+    """Compare an operation on each sample with what it declares over the ranks' arguments."""
+    group = backend.mesh.tensor
+    assert operation.over_shards is not None
+    found = []
+    done = list[tuple[Any, Any, Sample, Sample]]()
+    seeds = range(group.size)
+    for drawn in zip(*(operation.samples(Draw(dtype, seed=seed)) for seed in seeds), strict=True):
+        shards = [_in_group(sample, group) for sample in drawn]
+        expected = operation.over_shards(shards)
+        if len(expected) != group.size:
+            continue  # rows that the ranks cannot share
+        mine = shards[group.rank]
+        given = tuple(each.to(backend.device.torch) if isinstance(each, Tensor) else each for each in mine)
+        done.append((operation.function(*given), expected[group.rank], given, mine))
+    for result, wanted, given, before in done:  # Only now, so that a rank that fails leaves no other waiting.
+        assert_agree(operation, dtype, result, wanted, times=group.size)
+        for old, new in zip(before, given, strict=True):
+            require(not isinstance(old, Tensor) or torch.equal(old, new.cpu()), "it changed an argument")
+        found.append(result)
+    require(bool(found), f"the ranks can share no sample of {operation.name}")
+    return _digest(found) if operation.name == "all_reduce" else ""
+
+
+def _in_group(sample: Sample, group: Group) -> Sample:
+    return tuple(group.name if isinstance(each, str) and each == SOLO.name else each for each in sample)
+
+
+def _layer(backend: Backend, name: str, dtype: torch.dtype) -> str:
+    """Compare a split layer with the whole one, both on this rank."""
+    group, draw = backend.mesh.tensor, Draw(dtype)
+    whole, part = LAYERS[name](), LAYERS[name]()
+    bindings = bindings_of(part)
+    sources = {
+        piece.source: draw.normal(*piece.source_shape, scale=piece.source_shape[-1] ** -0.5)
+        for binding in bindings_of(whole) for piece in binding.pieces()
+    }  # fmt: skip
+    _fill(backend, bindings_of(whole), sources, dtype, SOLO)
+    for each in part.modules():
+        if callable(split := getattr(each, "split", None)):
+            split(group)
+    _fill(backend, bindings, sources, dtype, group)
+    x = draw.integers(0, VOCABULARY, TOKENS) if name == "embedding" else draw.normal(TOKENS, HIDDEN)
+    mine = x.chunk(group.size, -1)[group.rank] if name == "linear-in" else x
+    with torch.inference_mode():
+        expected, found = whole(x.to(backend.device.torch)), part(mine.contiguous().to(backend.device.torch))
+    assert_agree(None, dtype, found, expected.cpu(), f"the layer {name}", times=ROUNDINGS)
+    return _digest([found])
+
+
+def _fill(
+    backend: Backend, bindings: list[Binding], sources: Mapping[str, Tensor], dtype: torch.dtype, group: Group
+) -> None:
+    """Fill a layer with a rank's part of the sources, as the loader does."""
+    for binding in bindings:
+        ranks = group if hasattr(binding.module, "split") else SOLO
+        tensor = torch.zeros(binding.local_shape(ranks.size), dtype=dtype)
+        for piece in binding.pieces(ranks.rank, ranks.size):
+            taken = tuple(slice(*each) for each in piece.taken)
+            if not (binding.weight.once and ranks.rank > 0):
+                piece.put(tensor, 0, sources[piece.source][taken])
+        placed, consumer = tensor.to(backend.device.torch), binding.weight.consumer
+        if consumer is not None:
+            placed = backend.prepare_weight(placed, WeightUse(consumer.operation, consumer.argument, dtype))
+        binding.set(placed)
+
+
+def _graph(backend: Backend) -> str:
+    """Replay a captured all_reduce with new inputs."""
+    if not backend.graphs:
+        raise NotApplicable("the backend has no graphs")
+    group = backend.mesh.tensor
+    x = torch.ones(4, HIDDEN, dtype=backend.limits.dtypes[0], device=backend.device.torch)
+    graph = backend.graph()
+    try:
+        summed, replays = graph.capture(lambda: ops.all_reduce(x, group.name)), []
+        for factor in (1, 3, 2):
+            x.fill_(factor * (group.rank + 1))
+            graph.replay()
+            backend.device.synchronize()
+            replays.append((factor * group.size * (group.size + 1) / 2, summed.cpu().clone()))
+        for expected, found in replays:
+            require(bool((found == expected).all()), f"a replay gave {found.flatten()[0]}, not {expected}")
+        return _digest([found for _, found in replays])
+    finally:
+        graph.close()
+
+
+def _digest(results: list[Tensor]) -> str:
+    parts = [each.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for each in results if each.numel()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()

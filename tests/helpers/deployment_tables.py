@@ -1,0 +1,98 @@
+"""The generated parts of docs/how-to/plan-a-deployment.md. This file, as a program, writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hal.bench.contenders.shapes import SHAPES
+from hal.bench.prediction.assumptions import Assumptions
+from hal.bench.prediction.deployments import WORKLOADS, Deployment, Planner
+from hal.cli.plan_explanation import figures
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/how-to/plan-a-deployment.md"
+FILES = {name: ROOT / f"backends/npu/assumptions/ascend-{name}.toml" for name in ("910b", "a3")}
+MODELS = {"Qwen3-32B": "qwen3-32b", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
+DEVICES = (2, 4, 8, 16, 32, 64)
+PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def generated() -> dict[str, str]:
+    """Return the generated parts of the page, by name."""
+    return {"assumptions": "\n".join(_assumptions()), "steps": "\n".join(_steps()), "parts": "\n".join(_parts())}
+
+
+def on_the_page() -> dict[str, str]:
+    """Return the parts of the page as they are."""
+    return {
+        found[2]: found[0].removeprefix(found[1]).removesuffix(found[3]).strip("\n")
+        for found in PART.finditer(PAGE.read_text(encoding="utf-8"))
+    }
+
+
+def _assumptions() -> Iterator[str]:
+    read = {name: Assumptions.read(file) for name, file in FILES.items()}
+    shown = {name: figures(each) for name, each in read.items()}
+    yield from _head("figure", *(each.name for each in read.values()), "source")
+    for key in next(iter(shown.values())):
+        sources = dict.fromkeys(read[name].sources.get(key, "") for name in read)
+        said = (
+            "; ".join(f"{name}: {read[name].sources.get(key)}" for name in read)
+            if len(sources) > 1
+            else next(iter(sources))
+        )
+        yield _row(f"`{key}`", *(each[key] for each in shown.values()), said)
+
+
+def _steps() -> Iterator[str]:
+    for model, shapes in MODELS.items():
+        for file in FILES.values():
+            assumed = Assumptions.read(file)
+            planner = Planner(SHAPES[shapes], assumed)
+            yield f"**{model} on {assumed.name}**\n"
+            yield from _head("devices", *(f"{each.name}, ms" for each in WORKLOADS))
+            for number in DEVICES:
+                yield _row(number, *(_step(planner.best(number, each)) for each in WORKLOADS))
+            yield ""
+
+
+def _parts() -> Iterator[str]:
+    workload = next(each for each in WORKLOADS if each.name == "decode 32")
+    yield from _head(
+        "model", "devices", "copies x ranks", "GiB", "memory", "compute", "launches", "collectives", "step", "tokens/s"
+    )  # fmt: skip
+    for model, shapes in MODELS.items():
+        planner = Planner(SHAPES[shapes], Assumptions.read(FILES["910b"]))
+        for number in DEVICES:
+            found = planner.best(number, workload)
+            if found is not None:
+                time = found.time
+                parts = (time.memory, time.compute, time.launches, time.collectives, time.total)
+                yield _row(model, number, _shape(found), f"{found.work.held / 2**30:.1f}",
+                           *(f"{1e3 * each:.1f}" for each in parts), f"{found.tokens_per_second:.0f}")  # fmt: skip
+
+
+def _step(found: Deployment | None) -> str:
+    return "does not fit" if found is None else f"{1e3 * found.time.total:.1f} ({_shape(found)})"
+
+
+def _shape(found: Deployment) -> str:
+    return f"{found.data} x {found.tensor}"
+
+
+def _head(*columns: str) -> Sequence[str]:
+    return [_row(*columns), f"|{'---|' * len(columns)}"]
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    made = generated()
+    text = PART.sub(
+        lambda found: f"{found[1]}\n{made[found[2]].strip()}\n\n{found[3]}", PAGE.read_text(encoding="utf-8")
+    )
+    PAGE.write_text(text, encoding="utf-8")

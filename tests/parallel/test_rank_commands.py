@@ -1,0 +1,128 @@
+"""Tests of commands that start ranks: ``hal compare``, ``hal bench`` and ``hal doctor`` with ``--tensor-parallel``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from helpers import TESTS
+
+from hal.cli import main
+
+FAULTY = "[hal.drivers]\nfaulty = helpers.faulty_driver:FaultyDriver\n"
+PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "3")
+
+
+def run(*arguments: str | Path, status: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("HAL_") or name == "HAL_CACHE_DIR"}
+    kept["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    result = subprocess.run(
+        [sys.executable, "-m", "hal_command", *map(str, arguments)], env=kept | environ, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == status, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> str:
+    """Return the PYTHONPATH with the driver ``faulty``."""
+    info = tmp_path / "site" / "faulty-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(FAULTY)
+    return os.pathsep.join((str(tmp_path / "site"), str(TESTS)))
+
+
+class TestCompare:
+    def test_a_rank_that_computes_its_slice_wrongly(self, faulty: str, trained: Path) -> None:
+        arguments = (
+            "compare",
+            trained,
+            "--backends",
+            "faulty",
+            "--dtype",
+            "float32",
+            "--tensor-parallel",
+            "2",
+            *PROMPTS,
+        )
+        result = run(*arguments, "--json", status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="slices")
+        found = json.loads(result.stdout)
+        assert [each["agrees"] for each in found] == [False, False]
+        calls = [(each["first"]["call"]["operation"], each["first"]["call"]["path"]) for each in found]
+        # Rank 0 sees the mistake after the sum, in which rank 1 has its part.
+        assert calls == [("all_reduce", "model.layers.0.mlp.down_proj"), ("silu_and_mul", "model.layers.0.mlp")]
+        assert all(each["first"]["call"]["step"] == 0 for each in found)
+        assert all(each["compared"] > 100 and each["partial"] == 0 for each in found)
+
+    def test_a_wrong_sum(self, faulty: str, trained: Path) -> None:
+        arguments = (
+            "compare",
+            trained,
+            "--backends",
+            "faulty",
+            "--dtype",
+            "float32",
+            "--tensor-parallel",
+            "2",
+            *PROMPTS,
+        )
+        text = run(*arguments, status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="sums").stdout
+        assert text.startswith(
+            "2 ranks of faulty against one: NOT within rounding (a prefill and 2 decode steps, 6 tokens)"
+        )
+        for rank in (0, 1):
+            assert (
+                f"rank {rank}: the first operation that differs is all_reduce in model.layers.1.mlp.down_proj, step 0"
+                in text
+            )
+
+    @pytest.mark.parametrize(("name", "dtype"), [("trained", "float32"), ("trained_experts", "bfloat16")])
+    def test_ranks_that_agree(self, request: pytest.FixtureRequest, name: str, dtype: str) -> None:
+        checkpoint = request.getfixturevalue(name)
+        result = run("compare", checkpoint, "--backends", "cpu", "--dtype", dtype, "--tensor-parallel", "2", *PROMPTS)
+        assert result.stdout.startswith("2 ranks of cpu against one: within rounding")
+        assert result.stdout.count("no operation differs") == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (("--compilers", "eager,graph"), "--compilers cannot be used with --tensor-parallel"),
+            (("--backends", "cpu,npu"), "--tensor-parallel compares ranks of one backend, but --backends names 2"),
+            (("--save", "there"), "--save cannot be used with --tensor-parallel"),
+        ],
+    )
+    def test_options_that_exclude_it(self, arguments: tuple[str, ...], problem: str, trained: Path) -> None:
+        given = ["compare", str(trained), "--tensor-parallel", "2", *arguments, *PROMPTS]
+        result = CliRunner().invoke(main, given)
+        assert result.exit_code == 2
+        assert problem in result.stderr
+
+
+class TestBench:
+    def test_a_decode_step_of_two_ranks(self, tmp_path: Path) -> None:
+        figures = {}
+        for ranks in (1, 2):
+            file = tmp_path / f"{ranks}.json"
+            result = run(
+                "bench", "decode", "--shapes", "tiny", "--backend", "cpu", "--context", "20", "--repeats", "3",
+                "--compiler", "eager", "--compiler", "graph", "--tensor-parallel", str(ranks), "--json", str(file),
+            )  # fmt: skip
+            figures[ranks] = json.loads(file.read_text(encoding="utf-8"))
+            assert [each["contender"] for each in figures[ranks]["measurements"]] == ["hal eager", "hal graph"]
+            assert ("one of 2 ranks" in result.stdout) == (ranks == 2)
+        work = {ranks: each["floors"][0]["work"]["parts"] for ranks, each in figures.items()}
+        assert work[1]["cache"] == 2 * work[2]["cache"]
+        assert work[1]["weights"] > work[2]["weights"] > work[1]["weights"] / 2  # Norms are not split.
+
+    @pytest.mark.parametrize("option", [("--against", "transformers"), ("--memory",)])
+    def test_what_only_one_device_can_do(self, option: tuple[str, ...]) -> None:
+        arguments: Any = ("bench", "decode", "--shapes", "tiny", "--backend", "cpu", "--tensor-parallel", "2", *option)
+        assert f"{option[0]} cannot be used with several ranks" in run(*arguments, status=2).stderr
