@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import rank_programs
-from helpers.ranks import in_ranks
+from helpers.ranks import started
 
 NPU = {"backend": "npu", "options": {"emulator": "on"}}
 
@@ -23,6 +23,6 @@ NPU = {"backend": "npu", "options": {"emulator": "on"}}
 def test_the_same_tokens(request: pytest.FixtureRequest, tmp_path: Path, name: str, compilers: list[str]) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(request.getfixturevalue(name)), "dtype": "float16"}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = in_ranks("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel={"tensor": 2}, on=NPU)
+    found = started("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel={"tensor": 2}, on=NPU)
     for compiler in compilers:
         assert [rank[compiler] for rank in found] == [alone] * 2, compiler
