@@ -1,9 +1,15 @@
-"""Runs a function of :mod:`helpers.rank_programs` in several ranks, and returns the result of each."""
+"""Runs a function of :mod:`helpers.rank_programs` in several ranks.
+
+:func:`in_ranks` forks the ranks from a server that has imported torch and hal, which takes milliseconds. :func:`started`
+and :func:`failing` start them as ``hal generate`` does, for devices that a forked process cannot open, and for failures.
+"""
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +19,37 @@ import torch
 from hal import ops
 from hal.ops.tolerance import assert_agree
 from hal.parallel.launch import Failure, run_ranks
+from helpers import rank_processes
 
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from helpers.ranks import main; main(*sys.argv[2:])"
+LIMIT = 240.0
+"""Seconds after which forked ranks are ended."""
 
 
-def in_ranks(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Any]:
+def in_ranks(function: str, ranks: int, **arguments: Any) -> list[Any]:
     """Return what ``function`` returns on each rank: tensors, numbers, strings, and lists and dicts of them.
+
+    Args:
+        function: the name of a function in :mod:`helpers.rank_programs`.
+        ranks: the number of ranks.
+        arguments: the function's.
+    """
+    results = rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert rank_processes.LOST not in results, "a rank ended without a result"
+    return [torch.load(io.BytesIO(result), weights_only=True) for result in results]
+
+
+def _forked(rank: int, function: str, arguments: dict[str, Any]) -> bytes:
+    result = io.BytesIO()
+    torch.save(getattr(importlib.import_module("helpers.rank_programs"), function)(**arguments), result)
+    return result.getvalue()
+
+
+def started(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Any]:
+    """Return the same as :func:`in_ranks`, of processes that import torch anew.
 
     Args:
         function: the name of a function in :mod:`helpers.rank_programs`.
@@ -32,7 +63,7 @@ def in_ranks(function: str, ranks: int, folder: Path, **arguments: Any) -> list[
 
 
 def failing(function: str, ranks: int, folder: Path, **arguments: Any) -> Failure | None:
-    """Return the first failure of the ranks; see :func:`in_ranks`."""
+    """Return the first failure of the ranks; see :func:`started`."""
     tests = str(Path(__file__).parents[1])
     return run_ranks(["-c", PROGRAM, tests, function, str(folder), json.dumps(arguments)], ranks)
 
@@ -51,8 +82,6 @@ def check_fused(found: list[Any]) -> None:
 
 def main(function: str, folder: str, arguments: str) -> None:
     """Run one rank."""
-    import os
-
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     programs = importlib.import_module("helpers.rank_programs")
     result = getattr(programs, function)(**json.loads(arguments))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import rank_programs
-from helpers.rank_processes import LOST, run, succeeded
+from helpers.rank_processes import LOST, run
+from helpers.ranks import in_ranks
 from helpers.thorough import MODE
 
 import hal
@@ -19,19 +19,14 @@ from hal.errors import CommunicationError
 EXCHANGES = ["all_gather", "all_to_all", "dispatch"]
 
 
-def _tokens(rank: int, parallel: dict[str, Any], arguments: dict[str, Any]) -> dict[str, list[list[int]]]:
-    torch.set_num_threads(1)
-    return rank_programs.tokens(**arguments, parallel=parallel)
-
-
 def _check(checkpoint: Path, parallel: dict[str, Any], compilers: list[str], **more: Any) -> None:
     """Assert that each rank gets the tokens that one process gives for every prompt."""
     arguments = {"checkpoint": str(checkpoint), "dtype": "float32", **more}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={})["eager"]
     ranks = parallel.get("tensor", 1) * parallel["data"]
-    results = succeeded(run(_tokens, ranks, parallel, {**arguments, "compilers": compilers}, timeout=900.0))
+    found = in_ranks("tokens", ranks, **arguments, compilers=compilers, parallel=parallel)
     for compiler in compilers:
-        assert [each[compiler] for each in results] == [alone] * ranks, compiler
+        assert [each[compiler] for each in found] == [alone] * ranks, compiler
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from hal.parallel.launch import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_are_what_is_declared(tmp_path: Path, ranks: int) -> None:
-    found = in_ranks("collectives", ranks, tmp_path, tensor=ranks, seed=7)
+def test_collectives_are_what_is_declared(ranks: int) -> None:
+    found = in_ranks("collectives", ranks, tensor=ranks, seed=7)
     for name in KERNELS:
         operation = ops.operation(name)
         assert operation.over_shards is not None

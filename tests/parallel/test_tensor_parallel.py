@@ -46,21 +46,19 @@ def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         ("tiny-python-moe-w8a8_dynamic", "float32", 4, COMPILERS),
     ],
 )  # fmt: skip
-def test_the_same_tokens(
-    checkpoints: dict[str, Path], tmp_path: Path, name: str, dtype: str, ranks: int, compilers: list[str]
-) -> None:
+def test_the_same_tokens(checkpoints: dict[str, Path], name: str, dtype: str, ranks: int, compilers: list[str]) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": dtype}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={})["eager"]
-    found = in_ranks("tokens", ranks, tmp_path, **arguments, compilers=compilers, parallel={"tensor": ranks})
+    found = in_ranks("tokens", ranks, **arguments, compilers=compilers, parallel={"tensor": ranks})
     for compiler in compilers:
         assert [rank[compiler] for rank in found] == [alone] * ranks, compiler
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("tiny-python", 2), ("tiny-python-moe", 4)])
-def test_logits_and_memory(checkpoints: dict[str, Path], tmp_path: Path, name: str, ranks: int) -> None:
+def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": "float32"}
     alone = rank_programs.logits(**arguments, parallel={})
-    found = in_ranks("logits", ranks, tmp_path, **arguments, parallel={"tensor": ranks})
+    found = in_ranks("logits", ranks, **arguments, parallel={"tensor": ranks})
     for rank in found:
         torch.testing.assert_close(rank["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
         # The norms, the router and key heads that ranks repeat are whole on each rank.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hal.backends.npu.soc import GENERATIONS
 from helpers import rank_programs
-from helpers.ranks import check_fused, in_ranks
+from helpers.ranks import check_fused, started
 
 import hal
 from hal.cli import explanation
@@ -32,7 +32,7 @@ ALL = ["eager", "graph", "piecewise", "npugraph_ex"]
 def test_the_same_tokens(request: pytest.FixtureRequest, tmp_path: Path, name: str, compilers: list[str]) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(request.getfixturevalue(name)), "dtype": "float16"}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = in_ranks("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel={"tensor": 2}, on=NPU)
+    found = started("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel={"tensor": 2}, on=NPU)
     for compiler in compilers:
         assert [rank[compiler] for rank in found] == [alone] * 2, compiler
 
@@ -55,7 +55,7 @@ def test_whole_experts_on_each_rank(
 ) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(trained_experts), "dtype": "float16"}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = in_ranks("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel=parallel, on=NPU)
+    found = started("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel=parallel, on=NPU)
     for compiler in compilers:
         assert [rank[compiler] for rank in found] == [alone] * 2, compiler
 
@@ -143,7 +143,7 @@ MC2 = {"backend": "npu", "options": {"emulator": "on", "mc2_rows": 2}}
 
 def test_fused_collectives_of_ranks(tmp_path: Path) -> None:
     """One call has a bias, which only the all-reduce takes."""
-    found = in_ranks("fused_collectives", 2, tmp_path, dtype="float16", seed=3, on=MC2)
+    found = started("fused_collectives", 2, tmp_path, dtype="float16", seed=3, on=MC2)
     check_fused(found)
     for name, launches in (
         ("linear_all_reduce", {"MatmulAllReduce": 2}),
@@ -159,7 +159,7 @@ def test_the_same_tokens_with_fused_collectives(trained: Path, tmp_path: Path, c
     """Decode steps of two and four sequences are fused, those of one are not."""
     arguments: dict[str, Any] = {"checkpoint": str(trained), "dtype": "float16"}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = in_ranks(
+    found = started(
         "tokens", 2, tmp_path, **arguments, compilers=[compiler], parallel={"tensor": 2}, on=MC2, count=True
     )  # fmt: skip
     assert [rank[compiler] for rank in found] == [alone] * 2
