@@ -182,10 +182,8 @@ def _function(
 ) -> tuple[list[fx.Node], Callable[..., tuple[Tensor, ...]]]:
     """Return the values that ``nodes`` read from others, and a function from these to ``outputs``."""
     own = set(nodes)
-    needed: list[fx.Node] = []  # Each piece computes sizes again, from tensors.
-    for node in nodes:
-        needed += _numbers_before(node)
-    body = [*dict.fromkeys(needed), *nodes]
+    # Each piece computes sizes again, from tensors, which may be its own.
+    body = list(dict.fromkeys(each for node in nodes for each in (*_numbers_before(node), node)))
     reads = dict.fromkeys(each for node in body for each in node.all_input_nodes if each not in own)
     outside = [each for each in reads if not _is_number(each)]
     inputs = [each for each in outside if each not in constants]
