@@ -94,7 +94,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
 
     Args:
         checkpoint: the checkpoint.
-        model_class: see :func:`load_model`.
+        model_class: see :func:`hal.load_model`.
         tensor: the ranks that split each layer. The model is then this rank's part.
 
     Raises:

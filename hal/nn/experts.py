@@ -122,7 +122,7 @@ class Experts(nn.Module):
             self.group = tensor.name
 
     def distribute(self, mode: ExpertsMode, mesh: Mesh) -> None:
-        """Compute this rank's experts from now on, each of them whole. Called before :meth:`split`.
+        """Compute this rank's experts from now on, each of them whole. Called before ``split``.
 
         Args:
             mode: the way in which tokens reach the ranks of their experts, any but ``split``.

@@ -78,7 +78,7 @@ def over_shards(name: str, shards: list[Any]) -> list[Any]:
     return list(found(shards))
 
 
-def test_without_kernels_ranks_run_the_smaller_operations(tmp_path: Path) -> None:
+def test_without_kernels_ranks_run_the_smaller_operations() -> None:
     check_fused(in_ranks("fused_collectives", 2, dtype="float32", seed=11))
 
 
