@@ -45,8 +45,8 @@ class NpuOptions:
             this format. Supports a head dimension of 128 on A2 and A3. Off by default: the kernel is untested on
             hardware, and CANN 8.5 lacks it.
         mc2_rows: the fewest rows, such as tokens of a step, for which a projection and the collective beside it are one
-            launch. CANN's documents say to use its kernels for prefill and not for decode, without a number; 1000 is
-            the number of vllm-ascend.
+            launch. CANN's documents say to use such kernels in prefill and not in decode, without a number; 1000 is
+            vllm-ascend's for sequence parallelism.
         max_streams: the limit on streams held by all graphs together; None is the device's
             limit without the streams that torch_npu needs.
         static_kernels: the compiler ``npugraph_ex`` has CANN compile kernels for the shapes of each graph, and keeps

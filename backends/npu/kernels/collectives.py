@@ -1,7 +1,8 @@
 """Kernels for projections fused with the collective beside them, which CANN's documents call MC2.
 
-CANN overlaps the product with the communication. Its documents say when to use the kernels: in prefill, not in decode,
-where the products are too small to hide anything. They name no number of rows; vllm-ascend fuses from 1000 tokens on.
+CANN overlaps the product with the communication. Its documents say to use the kernels in prefill, and not in decode,
+without a number of rows. vllm-ascend takes 1000 tokens for its sequence parallelism in dense models, which uses
+npu_mm_reduce_scatter_base.
 
 Sources: torch_npu's documents of npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base
 (op-plugin, docs/context), and CANN's of aclnnMatmulAllReduce, aclnnAllGatherMatmulV2 and aclnnMatmulReduceScatterV2
