@@ -1,8 +1,8 @@
 """Runs a function of :mod:`helpers.rank_programs` in several ranks.
 
 :func:`in_ranks` forks the ranks from a server that has imported torch and hal, which takes milliseconds.
-:func:`started` and :func:`failing` start them as ``hal generate`` does, for devices that a forked process cannot open,
-and for failures.
+:func:`started` and :func:`failing` start them as ``hal generate`` does, for failures, and for devices that a forked
+process cannot open.
 """
 
 from __future__ import annotations

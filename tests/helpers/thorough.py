@@ -120,7 +120,6 @@ CASES = (
     ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens\[(?!trained-compilers0)", MODE),
     ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens_with_fused", PROCESSES),
     ("backends/npu/driver/test_npu_parallel.py", r"test_whole_experts_on_each_rank\[(?!.*\['graph'\])", MODE),
-    ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens_with_fused\w+\[(?!graph)", MODE),
     ("backends/npu/driver/test_npu_pieces.py", r"test_eight_buckets|TestMemory::test_pieces_share_it", AGAIN),
     ("backends/npu/driver/test_npu_pieces.py", r"TestFaults::test_out_of_memory|TestFaults::test_streams", MODE),
     ("backends/npu/driver/test_npu_pieces.py", r"TestMemory::test_a_runner_gives_everything_back", MODE),

@@ -256,11 +256,12 @@ def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:
     assert len(set(names)) == len(names)
     assert {each.area for each in conformance.cases} == {
         "devices", "streams", "events", "memory", "operations", "rewrites", "graphs", "runners", "models", "errors",
-        "limits", "leaks", "closing",
+        "limits", "leaks", "closing", "ranks",
     }  # fmt: skip
     for operation in (each for each in ops.catalogue().values() if each.namespace == "hal"):
         assert f"graphs/replay/{operation.name}" in names
         assert f"leaks/operations/{operation.name}" in names
+        assert (f"ranks/operations/{operation.name}/float32" in names) == (operation.over_shards is not None)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             subject = f"operations/{operation.name}/{str(dtype).removeprefix('torch.')}"
             count = sum(1 for _ in operation.samples(ops.Draw(dtype)))
