@@ -93,7 +93,7 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
     if not distributed.is_initialized():
         try:
             with _explained("join the other ranks"):
-                distributed.init_process_group(backend, timeout=limit)
+                _start(backend, limit)
         except ValueError as error:  # of torch, for a variable that is not set
             raise ConfigError(
                 f"parallel asks for {config.size} ranks, and this process was not started as one of them: {error}",
@@ -110,6 +110,19 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
 
         found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
         return Mesh.of(tensor=found.get_group("tensor"), data=found.get_group("data"), timeout=config.timeout)
+
+
+def _start(backend: str, limit: timedelta) -> None:
+    """Initialize torch.distributed as soon as all ranks are there. Not every backend would notice a missing one."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, ranks = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    store.set(f"hal/joined/{rank}", "")
+    store.wait([f"hal/joined/{each}" for each in range(ranks)], limit)
+    mine = PrefixStore("hal", store)
+    distributed.init_process_group(backend, store=mine, rank=rank, world_size=ranks, timeout=limit)
 
 
 @contextmanager
