@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from hal.config import Config
 from hal.device.graph import Graph
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Compiler
@@ -39,6 +41,26 @@ NATIVE_NAMES = {
     "npu.npu_swiglu": "silu_and_mul",
 }
 """torch_npu's operations and the equivalent operations of hal, for ``compilation.splitting_ops``."""
+
+
+CONNECT_TIMEOUT = 120
+"""The least seconds in which HCCL lets ranks connect. Source: HCCL's HCCL_CONNECT_TIMEOUT.md."""
+
+
+def communication_variables(timeout: int) -> dict[str, str]:
+    """Return the environment variables with which a rank that fails or is late becomes an exception of the others.
+
+    By default, HCCL waits half an hour, and torch_npu's watchdog ends the process without an exception. Sources:
+    HCCL's HCCL_EXEC_TIMEOUT.md, torch_npu's TORCH_HCCL_ASYNC_ERROR_HANDLING.md.
+
+    Args:
+        timeout: the seconds after which a collective fails that a rank has not joined.
+    """
+    return {
+        "HCCL_CONNECT_TIMEOUT": str(max(CONNECT_TIMEOUT, timeout)),
+        "HCCL_EXEC_TIMEOUT": str(timeout),
+        "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0",
+    }
 
 
 class NpuBackend(Backend):
@@ -147,6 +169,18 @@ class NpuBackend(Backend):
             case "quant_linear_static", "deq_scale":
                 return quantized.prepared_deq_scale(weight, use.dtype)
         return weight
+
+    def _join(self, config: Config) -> None:
+        """Join the ranks. HCCL connects them here, so that a rank that ends later is noticed at once."""
+        alone = self.mesh.size == 1
+        if config.parallel.size > 1:
+            for name, value in communication_variables(config.parallel.timeout).items():
+                os.environ.setdefault(name, value)
+        super()._join(config)
+        if alone and self.mesh.tensor.size > 1:
+            with self.explaining():
+                self.kernels["all_reduce"](torch.zeros(1, device=self.device.torch), self.mesh.tensor.name)
+                self.device.synchronize()
 
     def explain(self, error: BaseException) -> HalError | None:
         """Return the HalError for an exception of torch_npu's; None if the device did not cause it."""

@@ -7,7 +7,7 @@ import re
 import torch
 
 from hal.device.graph_base import MEMORY_REMEDY
-from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
+from hal.errors import CaptureError, CommunicationError, DeviceError, DeviceOutOfMemory, HalError
 
 OUT_OF_MEMORY = (200000, 207001, 107002)
 OUT_OF_STREAMS = 207008
@@ -16,8 +16,18 @@ CAPTURE_BROKEN = 507903
 EXECUTION = range(507000, 507900)
 """Codes of execution on the device; higher codes are those of captures."""
 
+OTHER_RANKS = {
+    107020: "another rank did not join a collective in time",
+    507057: "another rank failed or ended",
+}
+"""Codes of collectives that other ranks made fail. Sources: rt_error_codes.h; HCCL's HCCL_EXEC_TIMEOUT.md."""
+RANKS_REMEDY = "look for the first error of another rank; the group cannot be used again, so start the ranks anew"
+
+
 _CODE = re.compile(r"error code(?: is |:\s*)(\d{6})")
 _INNER = re.compile(r"\b(10[0-9]{4}|20[0-9]{4}|50[0-9]{4})\b")
+_HCCL = re.compile(r"\bHccl[A-Z]\w+|\bEI\d{4}\b")
+"""HCCL's functions and error numbers in a text."""
 
 _NOT_CAPTURED = "move it out of the captured function, or keep the value on the device"
 CAPTURE_REMEDIES = {
@@ -75,6 +85,9 @@ def explain(error: BaseException) -> HalError | None:
     for code in codes:
         if code in OUT_OF_MEMORY:
             return DeviceOutOfMemory(f"the NPU has no memory left: CANN error {code}", DeviceOutOfMemory.REMEDY)
+        if code in OTHER_RANKS or _HCCL.search(str(error)):
+            problem = OTHER_RANKS.get(code, "a collective failed, because the ranks called different ones")
+            return CommunicationError(f"{problem}: CANN error {code}; {_hccl_line(error)}", RANKS_REMEDY)
         if code in DEVICE_REMEDIES:
             problem, remedy = DEVICE_REMEDIES[code]
             return DeviceError(f"{problem}: CANN error {code}; {first_line(error)}", remedy)
@@ -106,3 +119,9 @@ def explain_in_capture(error: BaseException) -> HalError | None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, which names the call."""
     return str(error).strip().partition("\n")[0][:300]
+
+
+def _hccl_line(error: BaseException) -> str:
+    """Return the line of an exception's text in which HCCL says what failed, or else its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if _HCCL.search(line)]
+    return lines[0][:300] if lines else first_line(error)

@@ -25,11 +25,11 @@ from hal import ops
 from hal.device.graph import Graph
 from hal.device.host_values import HostValue
 from hal.device.stream import Stream
-from hal.errors import CaptureError, GraphError, HalError, HostValueError
+from hal.errors import CaptureError, CommunicationError, GraphError, HalError, HostValueError
 
 from .capture_watch import HostCall, Watch
 from .device import UPDATING, NpuDevice
-from .failures import explain_in_capture, first_line
+from .failures import explain, explain_in_capture, first_line
 from .lengths import PackedLengths, Update, updates_of
 
 RECOVERY_TIMEOUT = 60
@@ -207,11 +207,18 @@ class NpuGraph(Graph):
             self._recover()
             if not isinstance(error, Exception):
                 raise
-            raise GraphError(
-                f"the host values of a replay could not be set, and its results are invalid: {first_line(error)}",
-                "replay again; if it repeats, run the phase with the compiler eager, and report it",
-            ) from error
+            raise self._replay_error(error, "host values") from error
         self._failures = failures
+
+    def _replay_error(self, error: Exception, what: str) -> HalError:
+        """Return the error of a replay that failed when it set ``what``."""
+        known = explain(error)
+        if isinstance(known, CommunicationError):
+            return known
+        return GraphError(
+            f"the {what} of a replay could not be set, and its results are invalid: {first_line(error)}",
+            "replay again; if it repeats, run the phase with the compiler eager, and report it",
+        )
 
     def _recover(self) -> int:
         """Recover from a failure: release the tasks that still wait, and clear their events for the next replay.

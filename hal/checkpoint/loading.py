@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -209,7 +209,7 @@ def _fill(
     wanted = [TensorSlice(piece.source, piece.taken) for _, piece in pieces]
     wanted += [TensorSlice(name, tuple((0, size) for size in checkpoint.tensors[name].shape)) for name in beside]
     done, total = 0, sum(_nbytes(each, checkpoint) for each in wanted)
-    changed, buffers = False, dict[torch.dtype, WeightBuffers]()
+    changed, buffers = False, _weight_buffers(filling, backend)
     for place, start, values in checkpoint.read_slices(wanted):
         if place < len(pieces):
             each, piece = pieces[place]
@@ -224,8 +224,7 @@ def _fill(
 
 
 def _nbytes(each: TensorSlice, checkpoint: Checkpoint) -> int:
-    size = torch.Size(stop - start for start, stop in each.taken).numel()
-    return size * DTYPES[checkpoint.tensors[each.name].dtype].itemsize
+    return each.numel * DTYPES[checkpoint.tensors[each.name].dtype].itemsize
 
 
 class _Filling:
@@ -235,23 +234,23 @@ class _Filling:
         # A layer that does not know of ranks computes with the whole weight.
         ranks: Group = getattr(backend.mesh, binding.weight.among) if hasattr(binding.module, "split") else SOLO
         self.pieces = binding.pieces(ranks.rank, ranks.size)
-        self._shape = binding.local_shape(ranks.size)
+        self.shape = binding.local_shape(ranks.size)
         self._binding = binding
         self._zero = binding.weight.once and ranks.rank > 0
         self._computing, self._backend = computing, backend
-        self._dtype = binding.dtype(computing)
+        self.dtype = binding.dtype(computing)
         self._left = sum(piece.numel for piece in self.pieces)
         self._tensor: Tensor | None = None
 
-    def put(self, piece: Piece, start: int, values: Tensor, buffers: dict[torch.dtype, WeightBuffers]) -> bool:
+    def put(self, piece: Piece, start: int, values: Tensor, buffers: Mapping[torch.dtype, WeightBuffers]) -> bool:
         """Copy rows of a piece. Return whether this completes the tensor and the backend changes its format."""
         consumer = self._binding.weight.consumer
         if self._tensor is None:
-            shape, device = self._shape, self._backend.device.torch
+            shape, device = self.shape, self._backend.device.torch
             if consumer is None:
-                self._tensor = torch.empty(shape, dtype=self._dtype, device=device)
+                self._tensor = torch.empty(shape, dtype=self.dtype, device=device)
             else:
-                self._tensor = _buffers(buffers, self._dtype, self._backend).take(shape)
+                self._tensor = buffers[self.dtype].take(shape)
         piece.put(self._tensor, start, values)
         self._left -= values.numel()
         if self._left:
@@ -264,14 +263,15 @@ class _Filling:
             return False
         use = WeightUse(consumer.operation, consumer.argument, self._computing)
         prepared = self._backend.prepare_weight(weight, use)
-        self._binding.set(_buffers(buffers, self._dtype, self._backend).replace(weight, prepared))
+        self._binding.set(buffers[self.dtype].replace(weight, prepared))
         return prepared is not weight
 
 
-def _buffers(buffers: dict[torch.dtype, WeightBuffers], dtype: torch.dtype, backend: Backend) -> WeightBuffers:
-    if dtype not in buffers:
-        buffers[dtype] = WeightBuffers(dtype, backend)
-    return buffers[dtype]
+def _weight_buffers(filling: Sequence[_Filling], backend: Backend) -> Mapping[torch.dtype, WeightBuffers]:
+    sizes: dict[torch.dtype, list[int]] = {}
+    for each in filling:
+        sizes.setdefault(each.dtype, []).append(each.shape.numel())
+    return {dtype: WeightBuffers(dtype, backend, found) for dtype, found in sizes.items()}
 
 
 def _prepare_tied(model: CausalLM, bindings: Sequence[Binding], backend: Backend, dtype: torch.dtype) -> bool:

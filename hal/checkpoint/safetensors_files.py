@@ -19,7 +19,10 @@ Item = TypeVar("Item")
 
 INDEX = "model.safetensors.index.json"
 REMAP_BYTES = 32 << 20
-"""A file is mapped again after this many bytes, because pages that were read count as process memory until then."""
+"""A file is mapped again after at most this many bytes: pages that were read count as process memory until then."""
+REMAPS = 64
+"""A file is mapped again after this fraction of what is read in total, so that a small share stays small, too."""
+LEAST_REMAP_BYTES = 1 << 20
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -43,7 +46,7 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """The size on disk."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * _itemsize(self)
 
     @property
     def is_floating_point(self) -> bool:
@@ -148,6 +151,11 @@ class TensorSlice:
     name: str
     taken: tuple[tuple[int, int], ...]
 
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return torch.Size(stop - start for start, stop in self.taken).numel()
+
 
 def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[int, int, Tensor]]:
     """Yield slices file by file, large ones in several ranges of rows. Reads nothing else of a file.
@@ -160,14 +168,17 @@ def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]
         The index of a slice in ``wanted``, the first row of the range, and the rows: a CPU tensor mapped from disk,
         which must be copied before the next is taken.
     """
+    total = sum(each.numel * _itemsize(tensors[each.name]) for each in wanted)
+    limit = min(REMAP_BYTES, max(LEAST_REMAP_BYTES, total // REMAPS))
     by_file: dict[Path, list[tuple[tuple[int, int, int], int]]] = {}
     for place, each in enumerate(wanted):
         info = tensors[each.name]
         by_file.setdefault(info.file, []).extend(
-            ((place, start, stop), (stop - start) * _row_bytes(info)) for start, stop in _row_ranges(each.taken, info)
+            ((place, start, stop), (stop - start) * _row_bytes(info))
+            for start, stop in _row_ranges(each.taken, info, limit)
         )
     for file, parts in by_file.items():
-        for group in _grouped(parts):
+        for group in _grouped(parts, limit):
             with _opened(file) as handle:
                 for place, start, stop in group:
                     yield place, start, _values(handle, wanted[place], tensors[wanted[place].name], start, stop)
@@ -185,14 +196,18 @@ def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
             yield handle.get_slice(name)[start : start + rows]
 
 
+def _itemsize(info: TensorInfo) -> int:
+    return DTYPES[info.dtype].itemsize
+
+
 def _row_bytes(info: TensorInfo) -> int:
     """Return the bytes of a whole row on disk, whose pages are mapped even if only part of it is read."""
-    return math.prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
+    return math.prod(info.shape[1:]) * _itemsize(info)
 
 
-def _row_ranges(taken: tuple[tuple[int, int], ...], info: TensorInfo) -> Iterator[tuple[int, int]]:
+def _row_ranges(taken: tuple[tuple[int, int], ...], info: TensorInfo, limit: int) -> Iterator[tuple[int, int]]:
     count = taken[0][1] - taken[0][0] if taken else 1
-    rows = max(1, REMAP_BYTES // max(1, _row_bytes(info)))
+    rows = max(1, limit // max(1, _row_bytes(info)))
     for start in range(0, max(1, count), rows):
         yield start, min(count, start + rows)
 
@@ -207,14 +222,14 @@ def _values(handle: Any, wanted: TensorSlice, info: TensorInfo, start: int, stop
     return found
 
 
-def _grouped(sized: Iterable[tuple[Item, int]]) -> Iterator[list[Item]]:
-    """Yield items in groups. A group ends as soon as its bytes are enough to map the file again."""
+def _grouped(sized: Iterable[tuple[Item, int]], limit: int = REMAP_BYTES) -> Iterator[list[Item]]:
+    """Yield items in groups. A group ends as soon as its bytes reach the limit. The file is mapped again after it."""
     group: list[Item] = []
     size = 0
     for item, nbytes in sized:
         group.append(item)
         size += nbytes
-        if size >= REMAP_BYTES:
+        if size >= limit:
             yield group
             group, size = [], 0
     if group:

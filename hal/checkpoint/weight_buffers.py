@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -14,24 +15,30 @@ class WeightBuffers:
     """Allocates the tensors in which weights are assembled before a backend converts them.
 
     Successive weights reuse one buffer. Freeing each would fragment the heap.
+
+    Args:
+        dtype: the dtype of the weights.
+        backend: converts them.
+        sizes: the numbers of elements of the weights.
     """
 
     LARGEST = 32 << 20
     """In bytes. A larger weight gets separate memory, which is returned to the system as a whole."""
 
-    def __init__(self, dtype: torch.dtype, backend: Backend) -> None:
+    def __init__(self, dtype: torch.dtype, backend: Backend, sizes: Iterable[int]) -> None:
         self._empty = partial(torch.empty, dtype=dtype, device=backend.device.torch)
         self._prepares = type(backend).prepare_weight is not Backend.prepare_weight
+        self._elements = max((size for size in sizes if size * dtype.itemsize <= self.LARGEST), default=0)
         self._free: Tensor | None = None
         self._taken: dict[int, Tensor] = {}
 
     def take(self, shape: torch.Size) -> Tensor:
         """Return memory for a weight of a shape."""
-        if not self._prepares or shape.numel() * self._empty(0).element_size() > self.LARGEST:
+        if not self._prepares or shape.numel() > self._elements:
             return self._empty(shape)
         memory, self._free = self._free, None
         if memory is None:
-            memory = self._empty(self.LARGEST // self._empty(0).element_size())
+            memory = self._empty(self._elements)
         self._taken[memory.data_ptr()] = memory
         return memory[: shape.numel()].view(shape)
 

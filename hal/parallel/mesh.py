@@ -123,7 +123,7 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
     if not distributed.is_initialized():
         try:
             with _explained("join the other ranks"):
-                distributed.init_process_group(backend, timeout=limit)
+                _start(backend, limit)
         except ValueError as error:  # of torch, for a variable that is not set
             raise ConfigError(
                 f"parallel asks for {config.size} ranks, and this process was not started as one of them: {error}",
@@ -152,6 +152,19 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
 def carries_cpu_tensors(process_group: Any) -> bool:
     """Return whether a process group's collectives take CPU tensors."""
     return "cpu" in str(distributed.get_backend_config(process_group))
+
+
+def _start(backend: str, limit: timedelta) -> None:
+    """Initialize torch.distributed as soon as all ranks are there. Not every backend would notice a missing one."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, ranks = next(rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    store.set(f"hal/joined/{rank}", "")
+    store.wait([f"hal/joined/{each}" for each in range(ranks)], limit)
+    mine = PrefixStore("hal", store)
+    distributed.init_process_group(backend, store=mine, rank=rank, world_size=ranks, timeout=limit)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
 from hal.device.host_values import HostValue
 from hal.device.stream import Stream
-from hal.errors import CaptureError, GraphError, HalError
+from hal.errors import CaptureError, HalError
 from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
 from hal.execution.context import FormContext
 from hal.step import StaticBatch, StepShape
@@ -128,10 +128,7 @@ class CompiledGraph(NpuGraph):
                 self._recover()
                 if not isinstance(error, Exception):
                     raise
-                raise GraphError(
-                    f"the lengths of a replay could not be set, and its results are invalid: {first_line(error)}",
-                    "replay again; if it repeats, run the phase with the compiler eager, and report it",
-                ) from error
+                raise self._replay_error(error, "lengths") from error
             self._failures = failures
 
     def _recover(self) -> int:

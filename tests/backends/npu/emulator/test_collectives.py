@@ -287,6 +287,7 @@ def test_random_calls_on_overlapping_groups(tmp_path: Path, seed: int, count: in
     for each in results:
         assert each["wrong"] == [], f"seed {seed}"
         assert each["done"] >= count
+        assert each["replayed"] > each["replayed in parts"] > count / 10, f"seed {seed}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -5,6 +5,7 @@ A program is a function ``program(rank, ranks, *arguments)`` of a script. `launc
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import os
@@ -197,6 +198,12 @@ class Communicator:
 
     def synchronize(self) -> None:
         cann.aclrtSynchronizeStream(self.stream)
+
+    def on(self, stream: ctypes.c_void_p) -> Communicator:
+        """Return the same communicator, with its calls on another stream."""
+        result = copy.copy(self)
+        result.stream = stream
+        return result
 
     def capture(self) -> _Capture:
         return _Capture(self)

@@ -21,7 +21,10 @@ KINDS = (
     "all_to_all_v",
     "pair",
 )
-Check = tuple[Buffer, np.ndarray, str]
+REPLAYS = 3
+"""How often a graph is replayed."""
+Drawn = tuple[Communicator, int, int]
+"""A group, the seed of a call on it, and a number that all ranks give the call."""
 
 
 def data(rank: int, salt: int, size: int, dtype: str) -> np.ndarray:
@@ -117,13 +120,13 @@ class Draw:
 
 
 def stress(rank: int, ranks: int, folder: str, seed: int, count: int) -> dict[str, Any]:
-    """Run `count` calls; return how many, and descriptions of the wrong ones."""
+    """Run `count` calls; return how many, how many replays, and descriptions of the wrong ones."""
     draws = random.Random(seed)
     world = connect(rank, ranks, folder)
     members = [list(range(ranks)), [0, 1, 2], [1, 2, 3], [3, 1], [0, 2]]
     made = [world, *(world.part(each, number + 1) for number, each in enumerate(members))]
     wrong: list[str] = []
-    done = replays = 0
+    done = replayed = replayed_in_parts = 0
     while done < count:
         batch: list[Draw] = []
         for _ in range(20):
@@ -135,23 +138,48 @@ def stress(rank: int, ranks: int, folder: str, seed: int, count: int) -> dict[st
         for group in filter(None, made):
             group.synchronize()
         wrong += [each for draw in batch for each in draw.wrong()]
-        if draws.random() < 0.5:
-            wrong += _replays(draws, world, done)
-            replays += 1
+        calls = _drawn(draws, made, done)
+        # Half of the graphs have all calls on one stream, in the same order on every rank. The other half are one graph
+        # for each group, on a stream of its own: replays of overlapping groups run at once.
+        streams = [world] * len(calls) if draws.random() < 0.5 else [group for group, _, _ in calls]
+        wrong += _replays(calls, streams)
+        replayed += REPLAYS * len(calls)
+        replayed_in_parts += REPLAYS * sum(group.ranks < ranks for group, _, _ in calls)
     for group in filter(None, reversed(made)):
         group.destroy()
-    return {"done": done, "replays": replays, "wrong": wrong}
+    return {"done": done, "replayed": replayed, "replayed in parts": replayed_in_parts, "wrong": wrong}
 
 
-def _replays(draws: random.Random, world: Communicator, salt: int) -> list[str]:
-    calls = [Draw(random.Random(draws.getrandbits(32)), world, salt + each) for each in range(draws.randrange(1, 5))]
-    with world.capture() as graph:
-        for each in calls:
-            each.call()
-    for _ in range(3):
-        graph.replay()
-    world.synchronize()
-    graph.destroy()
+def _drawn(draws: random.Random, made: list[Communicator | None], salt: int) -> list[Drawn]:
+    """Draw calls, and return those on this rank's groups."""
+    found = []
+    for number in range(draws.randrange(3, 11)):
+        group, state = draws.choice(made), draws.getrandbits(32)
+        if group is not None:
+            found.append((group, state, salt + number))
+    return found
+
+
+def _replays(drawn: list[Drawn], streams: list[Communicator]) -> list[str]:
+    """Capture each call on the stream of the communicator beside it, and replay each graph several times."""
+    calls = [
+        Draw(random.Random(state), group.on(each.stream), salt)
+        for (group, state, salt), each in zip(drawn, streams, strict=True)
+    ]
+    graphs = []
+    for stream in dict.fromkeys(streams):
+        with stream.capture() as graph:
+            for call, each in zip(calls, streams, strict=True):
+                if each is stream:
+                    call.call()
+        graphs.append(graph)
+    for _ in range(REPLAYS):
+        for graph in graphs:
+            graph.replay()
+    for stream in dict.fromkeys(streams):
+        stream.synchronize()
+    for graph in graphs:
+        graph.destroy()
     return [f"replayed {each}" for call in calls for each in call.wrong()]
 
 
