@@ -6,14 +6,13 @@ collective in the model has equal shapes on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
-
 import attrs
-import torch
 
 from hal.device.group import Group
+from hal.drivers.backend import Backend
+from hal.nn import CausalLM
 from hal.parallel.host_values import check_host_group, gather_numbers
-from hal.step import Batch, StepShape
+from hal.step import Batch, StateSpec, StepShape
 from hal.step.padded_batch import extended, padding_batch
 
 
@@ -39,23 +38,19 @@ class Lockstep:
 
     Args:
         hosts: the data ranks; see :class:`hal.parallel.Mesh`.
-        batch_type: the class of the model's batches.
-        block_size: tokens per block of the cache.
-        max_length: the most tokens of a sequence.
-        queries: numbers of queries per sequence whose steps stay uniform.
-        device: the device of the batches.
+        model: its batches are padded.
+        spec: the specification of the model's states.
+        backend: runs the steps.
 
     Raises:
         ConfigError: the process group of ``hosts`` does not carry CPU tensors.
     """
 
-    def __init__(
-        self, hosts: Group, batch_type: type[Batch], *, block_size: int, max_length: int, queries: AbstractSet[int],
-        device: torch.device,
-    ) -> None:  # fmt: skip
+    def __init__(self, hosts: Group, model: CausalLM, spec: StateSpec, backend: Backend) -> None:
         check_host_group(hosts)
-        self._hosts, self._batch_type, self._queries = hosts, batch_type, queries
-        self._block_size, self._max_length, self._device = block_size, max_length, device
+        self._hosts, self._batch_type, self._max_length = hosts, model.batch_type, model.max_length
+        self._queries = frozenset(backend.config.compilation.queries)
+        self._block_size, self._device = spec.block_size, backend.device.torch
 
     def align(self, batch: Batch | None) -> AlignedStep | None:
         """Agree on the shape of the next step. All data ranks call it.

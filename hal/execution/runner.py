@@ -22,12 +22,12 @@ from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
-from hal.execution.check_logits import check_logits
 from hal.execution.context import FormContext, Phase
 from hal.execution.lockstep import Lockstep
 from hal.execution.state_spec import check_fits, spec_of
+from hal.execution.steps import Steps
 from hal.nn import CausalLM
-from hal.step import Batch, Bounds, StateMemory, StepShape
+from hal.step import Batch, Bounds, StateMemory
 from hal.step.batch import DUMMY_BLOCK
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
 from hal.step.prefix_cache import PrefixCache
@@ -86,11 +86,8 @@ class Runner(Closable):
         self._model: CausalLM | None = model
         self._states: StateMemory | None = None
         self._slots: SlotAllocator | None = None
-        self._forms: dict[Phase, Form] = {}
-        self._lockstep: Lockstep | None = None
+        self._steps: Steps | None = None
         self._max_sequences = max_sequences
-        self._warned: set[str] = set()
-        self._checked = False
         with backend.uses:  # The backend stays open until the runner is registered, and closes it from then on.
             try:
                 self._make(model, max_length)
@@ -112,12 +109,10 @@ class Runner(Closable):
         self._bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
         longest = min(model.max_length, self.spec.num_tokens)
         self._max_length = longest if max_length is None else min(longest, max_length)
-        self._queries = frozenset(backend.config.compilation.queries)
+        lockstep = None
         if backend.config.parallel.lockstep:
-            self._lockstep = Lockstep(
-                backend.mesh.hosts, model.batch_type, block_size=self.spec.block_size, max_length=model.max_length,
-                queries=self._queries, device=backend.device.torch,
-            )  # fmt: skip
+            lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
+        self._steps = Steps(model, states, frozenset(backend.config.compilation.queries), lockstep)
         phases: tuple[Phase, ...] = ("decode", "prefill")
         chosen = [phase for phase in phases if backend.config.compilation.of(phase).compiler != EAGER]
         if not chosen:
@@ -126,7 +121,7 @@ class Runner(Closable):
         try:
             with backend.explaining(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
-                    self._forms[phase] = self._make_form(phase)
+                    self._steps.forms[phase] = self._make_form(phase)
         finally:
             backend.leave(token)
 
@@ -151,9 +146,15 @@ class Runner(Closable):
         ))  # fmt: skip
 
     @property
+    def _running(self) -> Steps:
+        if self._steps is None:
+            raise self.uses.error()
+        return self._steps
+
+    @property
     def forms(self) -> Mapping[Phase, Form]:
         """The form of each phase that is not eager."""
-        return MappingProxyType(self._forms)
+        return MappingProxyType({} if self._steps is None else self._steps.forms)
 
     @property
     def slots(self) -> SlotAllocator:
@@ -235,12 +236,10 @@ class Runner(Closable):
             ClosedError: the runner is closed.
         """
         with self.uses:
-            if self._lockstep is None:
-                return False
             token = self.backend.enter()
             try:
                 with self.backend.explaining(), torch.inference_mode():
-                    return self._run_together(self._lockstep, None) is not None
+                    return self._running.idle()
             finally:
                 self.backend.leave(token)
 
@@ -249,66 +248,10 @@ class Runner(Closable):
         with self.backend.explaining(), torch.inference_mode():
             most = self.backend.config.max_prefill_tokens
             if batch.num_tokens <= most or batch.num_tokens == batch.num_sequences:
-                return StepOutput(self._run(batch))
+                return StepOutput(self._running.run(batch))
             parts = batch.split(most)
             # The logits of a step are valid until the next step.
-            return StepOutput(torch.cat([self._run(part).clone() for part in parts]))
-
-    def _run(self, batch: Batch) -> Tensor:
-        if self._lockstep is None:
-            shape = batch.shape
-            return self._run_in(self._form_for(batch, shape), batch, shape)
-        logits = self._run_together(self._lockstep, batch)
-        assert logits is not None, "this rank has a batch"
-        return logits
-
-    def _run_together(self, lockstep: Lockstep, batch: Batch | None) -> Tensor | None:
-        """Run a step of all data ranks, and return the logits of ``batch``; None if no rank has a batch."""
-        step = lockstep.align(batch)
-        if step is None:
-            return None
-        form = self._forms.get("decode" if step.uniform else "prefill")
-        if form is not None:
-            refusal = form.refusal(step.batch, step.shape)
-            if refusal is not None:
-                self._warn(refusal, step.shape)
-            # Forms may pad a step further, so that the ranks use the same one.
-            form = form if lockstep.all_agree(refusal is None) else None
-        return self._run_in(form, step.batch, step.shape)[: step.rows]
-
-    def _run_in(self, form: Form | None, batch: Batch, shape: StepShape) -> Tensor:
-        if form is not None:
-            logits = form.run(batch, shape)
-            if not self._checked:  # Once suffices: the check finds errors of the model's code only.
-                check_logits(self.model, logits, batch)
-                self._checked = True
-            return logits
-        return check_logits(self.model, self.model(batch, self.states.layers), batch)
-
-    def _form_for(self, batch: Batch, shape: StepShape) -> Form | None:
-        """Return the first form that accepts a batch, or None for the model's Python code."""
-        if not self._forms:
-            return None
-        refusal = None
-        decodes = shape.queries in self._queries
-        for phase in ("decode", "prefill") if decodes else ("prefill", "decode"):
-            form = self._forms.get(phase)
-            if form is None:
-                if (phase == "decode") == decodes:
-                    return None  # The configuration makes these steps eager.
-                continue
-            why = form.refusal(batch, shape)
-            if why is None:
-                return form
-            refusal = refusal or why
-        if refusal is not None:
-            self._warn(refusal, shape)
-        return None
-
-    def _warn(self, refusal: str, shape: StepShape) -> None:
-        if refusal not in self._warned:
-            self._warned.add(refusal)
-            log.warning("a step of %s runs eagerly: %s", shape, refusal)
+            return StepOutput(torch.cat([self._running.run(part).clone() for part in parts]))
 
     def _check_closable(self) -> None:
         super()._check_closable()
@@ -323,9 +266,8 @@ class Runner(Closable):
                 self.backend.device.synchronize()  # Steps may still run.
 
     def _let_go(self) -> None:
-        forms = list(self._forms.values())
-        self._forms.clear()
-        self._model = self._states = self._slots = None
+        forms = [] if self._steps is None else list(self._steps.forms.values())
+        self._model = self._states = self._slots = self._steps = None
         with ExitStack() as stack:
             for form in forms:
                 stack.callback(form.close)
