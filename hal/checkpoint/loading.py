@@ -86,7 +86,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
 
     Args:
         checkpoint: the checkpoint.
-        model_class: see :func:`load_model`.
+        model_class: as for :func:`hal.load_model`.
         tensor: the ranks that split each layer. The model is then this rank's part.
 
     Raises:
