@@ -175,7 +175,7 @@ def test_different_errors_of_a_command(trained: Path, tmp_path: Path) -> None:
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert ran.returncode == 2
-    assert ran.stderr.startswith("rank 1 of 2 failed:\nerror: card 1 is on fire")
+    assert ran.stderr.startswith("rank 1 of 2 failed:\nerror: the driver late: card 1 is on fire")
 
 
 DRIVER = """
