@@ -38,11 +38,11 @@ MARK = "hal.emulated"
 
 LIBRARIES = (
     Library("ascendcl", "runtime", needs=()),
-    Library("opapi", "ops", torch=True),
+    Library("hccl", "hccl"),
+    Library("opapi", "ops", needs=("ascendcl", "hccl"), torch=True),
     Library("atb", "atb", needs=("ascendcl", "opapi"), torch=True),
     Library("nnopbase", needs=("ascendcl", "opapi")),
     *(Library(name) for name in ("acl_op_compiler", "acl_tdt_channel", "ge_runner", "graph", "msprofiler", "runtime")),
-    Library("hccl", "hccl"),
     Library("hcomm", needs=("ascendcl", "hccl")),
 )
 

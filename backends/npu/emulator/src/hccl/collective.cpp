@@ -91,12 +91,14 @@ class Execution {
         std::lock_guard lock(communicator->numbering);
         if (lacking() >= 0) return;  // another stream took the number for which the slot was free
         communicator->give_back_slots();
+        uint64_t next = communicator->next;
+        communicator->written[next % slots] = collective.bytes;
+        // If it throws, this rank has not taken the number, so the others learn that the call with it fails.
+        if (collective.put) collective.put(communicator->slot(communicator->rank, next));
         number = communicator->next++;
-        communicator->written[number % slots] = collective.bytes;
         Posting& posting = communicator->outbox(communicator->rank).posted[number % slots];
         posting.call = collective.call;
         if (!collective.counts.empty()) posting.counts = collective.counts[0];
-        if (collective.put) collective.put(communicator->slot(communicator->rank, number));
         communicator->self().posted[number % slots] = number + 1;
         communicator->ring_others();
         phase = collective.combine ? Phase::combine : Phase::take;

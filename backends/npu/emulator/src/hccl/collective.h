@@ -1,13 +1,6 @@
 // Collectives as launches. A rank puts its data where the others can read it; once all ranks have done so, each takes what
 // it needs. Nothing blocks a worker: the launch is asked again whether it can go on.
-//
-// A fused operation uses it as the interfaces of HCCL do:
-//
-//     auto communicator = find_communicator(group, device);
-//     Collective all{.call = {.name = "MatmulAllReduce", .dtype = ..., .count = ...}};
-//     all.put = [=](char* slot) { ... };                  // compute, and write this rank's data
-//     all.take = [=](const Turn& turn) { ... turn.data(rank) ... };
-//     return launch_collective(communicator, stream, std::move(launch), std::move(all));
+// The interfaces of HCCL use it, and so do operations that compute and communicate; see ops/fused_collective.h.
 #pragma once
 
 #include <functional>
@@ -31,6 +24,7 @@ struct Collective {
     Call call;               // must be the same on all ranks
     size_t bytes = 0;        // of this rank's data
     std::vector<Counts> counts = {};  // none or one: what the other ranks see as Turn::counts
+    // Writes this rank's data. If it throws, the call fails on all ranks.
     std::function<void(char* slot)> put = nullptr;
     // Returns why the ranks' counts do not match, or an empty string. All ranks must come to the same result.
     std::function<std::string(const Turn&)> mismatch = nullptr;

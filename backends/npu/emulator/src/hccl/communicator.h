@@ -23,6 +23,7 @@ class Communicator {
     bool is_part = false;                    // of another communicator
     std::chrono::duration<double> limit{0};  // how long a collective waits for other ranks; 0 for ever
     std::atomic<HcclResult> error{HCCL_SUCCESS};  // for HcclGetCommAsyncError
+    size_t buffer_bytes = 0;                 // of each of its buffers; fused operations exchange data through them
 
     // Shared memory. A collective's number selects its slot.
     Control& control() const { return *reinterpret_cast<Control*>(shared.data()); }

@@ -35,15 +35,6 @@ const std::map<uint32_t, Type> types = {
 const char* const reductions[] = {"sum", "prod", "max", "min"};
 
 using Types = std::set<std::string>;
-enum class Product { a2, a3, ascend950, inference, first };
-
-Product product() {
-    const std::string& soc = soc_name();
-    if (soc.starts_with("Ascend950") || soc.starts_with("Ascend910_95")) return Product::ascend950;
-    if (soc.starts_with("Ascend910_93")) return Product::a3;
-    if (soc.starts_with("Ascend910B")) return Product::a2;
-    return soc.starts_with("Ascend310P") ? Product::inference : Product::first;
-}
 
 Types moved() {
     Types all = {"int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"};
@@ -92,6 +83,14 @@ const std::set<std::string> not_on_inference = {"HcclBroadcast", "HcclReduce",  
 const std::set<std::string> not_on_first = {"HcclAllGatherV", "HcclReduceScatterV", "HcclAlltoAllVC", "HcclGroupStart"};
 
 }  // namespace
+
+Product product() {
+    const std::string& soc = soc_name();
+    if (soc.starts_with("Ascend950") || soc.starts_with("Ascend910_95")) return Product::ascend950;
+    if (soc.starts_with("Ascend910_93")) return Product::a3;
+    if (soc.starts_with("Ascend910B")) return Product::a2;
+    return soc.starts_with("Ascend310P") ? Product::inference : Product::first;
+}
 
 size_t size_of(uint32_t dtype) {
     auto found = types.find(dtype);

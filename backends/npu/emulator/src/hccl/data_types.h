@@ -7,6 +7,10 @@
 
 namespace emulator {
 
+// Generations by the documents' tables of products: Atlas A2, A3, Ascend 950, Atlas inference series, and the first.
+enum class Product { a2, a3, ascend950, inference, first };
+Product product();
+
 size_t size_of(uint32_t dtype);  // bytes of an element; 0 for a value that is not one of HcclDataType
 int acl_type(uint32_t dtype);    // the aclDataType
 std::string dtype_name(uint32_t dtype);

@@ -36,6 +36,7 @@ Settings settings_of(const HcclCommConfig* config) {
     }
     settings.name.assign(config->hcclCommName, strnlen(config->hcclCommName, COMM_NAME_MAX_LENGTH - 1));
     if (config->hcclExecTimeOut != HCCL_COMM_EXECTIMEOUT_CONFIG_NOT_SET) settings.limit = config->hcclExecTimeOut;
+    settings.buffer = config->hcclBufferSize;
     return settings;
 }
 

@@ -72,6 +72,20 @@ double seconds(const char* variable, double otherwise) {
     return value;
 }
 
+size_t buffer_of(const Settings& settings) {
+    constexpr size_t mebibyte = size_t{1} << 20;
+    if (settings.buffer != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET) return settings.buffer * mebibyte;
+    const char* text = std::getenv("HCCL_BUFFSIZE");
+    if (!text || !*text) return HCCL_COMM_DEFAULT_BUFFSIZE * mebibyte;
+    char* rest = nullptr;
+    unsigned long value = std::strtoul(text, &rest, 10);
+    if (*rest || value < 1) {
+        DOCUMENTED("hcomm: docs/en/error_codes/EI0001-Config_Error_Invalid_Environment_Variable.md");
+        throw HcclError(HCCL_E_PARA, format("HCCL_BUFFSIZE must be a number of MiB of at least 1, not %s", text));
+    }
+    return value * mebibyte;
+}
+
 }  // namespace
 
 void make_root_info(HcclRootInfo& info) {
@@ -159,6 +173,7 @@ void Rendezvous::publish(const Settings& settings) {
     self.name = settings.name;
     double limit = settings.limit >= 0 ? settings.limit : seconds("HCCL_EXEC_TIMEOUT", 1836);
     self.limit = std::chrono::duration<double>(limit);
+    self.buffer_bytes = buffer_of(settings);
     end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                              std::chrono::duration<double>(seconds("HCCL_CONNECT_TIMEOUT", 120)));
     uint32_t none = 0;

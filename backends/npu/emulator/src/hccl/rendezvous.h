@@ -11,6 +11,7 @@ void make_root_info(HcclRootInfo& info);
 struct Settings {
     std::string name;  // empty for a generated one
     double limit = -1;  // seconds that a collective waits; negative for the value of HCCL_EXEC_TIMEOUT
+    uint32_t buffer = HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET;  // MiB; not set for the value of HCCL_BUFFSIZE
     uint64_t hash = 0;  // of what must be the same on all ranks
 };
 

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kInvalid = 161002;   // ACLNN_ERR_PARAM_INVALID
 constexpr int kInternal = 561000;  // ACLNN_ERR_INNER
+constexpr int kTiling = 561002;    // ACLNN_ERR_INNER_TILING_ERROR
 
 int64_t elements(at::IntArrayRef shape) {
     return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
@@ -20,6 +21,10 @@ int64_t elements(at::IntArrayRef shape) {
 bool is_nz(aclFormat format) {
     return format == ACL_FORMAT_FRACTAL_NZ || format == ACL_FORMAT_FRACTAL_NZ_C0_16 ||
            format == ACL_FORMAT_FRACTAL_NZ_C0_32;
+}
+
+int submit(const aclOpExecutor& executor, aclrtStream stream, Launch made) {
+    return executor.submit ? executor.submit(stream, std::move(made)) : launch(stream, std::move(made));
 }
 
 // FRACTAL_NZ: [..., N1, M1, M0, N0] holds the matrix [..., M, N] in tiles of M0 x N0, padded with zeros.
@@ -152,24 +157,29 @@ void Resizable::set(const at::Tensor& value) const {
     view_.view(-1).narrow(0, 0, value.numel()).copy_(value.reshape(-1));
 }
 
+// Dispatches to ATen's backend kernels only, because the caller handles autograd and views.
+void run_body(const std::function<void()>& body) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    try {
+        body();
+    } catch (const c10::Error& error) {
+        throw std::runtime_error(error.what_without_backtrace());
+    }
+}
+
 DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md; ops-math: docs/zh/context/two_phase_api.md");
-int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind) {
+int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor,
+            const std::function<void(aclOpExecutor&)>& bind) {
     std::string name = std::string("aclnn") + kernel;
     if (!workspace || !executor) return fail(kInvalid, name + ": workspaceSize or executor is null");
     *workspace = 0;
     try {
-        Launch launch = bind();
-        // Dispatches to ATen's backend kernels only, because the caller handles autograd and views.
-        launch.run = [run = std::move(launch.run)] {
-            at::AutoDispatchBelowADInplaceOrView guard;
-            try {
-                run();
-            } catch (const c10::Error& error) {
-                throw std::runtime_error(error.what_without_backtrace());
-            }
-        };
-        *executor = new aclOpExecutor{std::move(launch)};
+        auto made = std::make_unique<aclOpExecutor>();
+        bind(*made);
+        *executor = made.release();
         return 0;
+    } catch (const TilingRefused& error) {
+        return fail(kTiling, name + ": " + describe_refusal(error));
     } catch (const Refused& error) {
         return fail(kInvalid, name + ": " + describe_refusal(error));
     } catch (const c10::Error& error) {
@@ -185,9 +195,9 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
     if (!executor)
         return fail(kInvalid,
                     "the second phase of an aclnn function requires the executor from its first phase, but it is null");
-    if (executor->repeatable) return launch(stream, executor->launch);
+    if (executor->repeatable) return submit(*executor, stream, executor->launch);
     std::unique_ptr<aclOpExecutor> owned(executor);
-    return launch(stream, std::move(owned->launch));
+    return submit(*owned, stream, std::move(owned->launch));
 }
 
 }  // namespace emulator

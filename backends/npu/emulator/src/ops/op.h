@@ -26,6 +26,8 @@
 // The state that the first phase passes to the second.
 struct aclOpExecutor {
     emulator::Launch launch;
+    // Launches it; empty for emulator::launch. See fused_collective.h.
+    std::function<int(aclrtStream, emulator::Launch)> submit = nullptr;
     bool repeatable = false;  // set by aclSetAclOpExecutorRepeatable; otherwise a launch destroys the executor
 };
 
@@ -38,6 +40,11 @@ struct Refused : std::runtime_error {
 
 // Thrown for a call that the hardware accepts and the emulated CANN does not support.
 struct NotEmulated : Refused {
+    using Refused::Refused;
+};
+
+// Thrown for a call that the hardware refuses when it plans the launch. The caller gets ACLNN_ERR_INNER_TILING_ERROR.
+struct TilingRefused : Refused {
     using Refused::Refused;
 };
 
@@ -182,22 +189,32 @@ struct Options {
 };
 
 // Runs `bind`, and converts its exceptions to an error code and a recorded reason.
-int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor, const std::function<Launch()>& bind);
+int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor,
+            const std::function<void(aclOpExecutor&)>& bind);
+// Runs the body of a kernel. Throws std::runtime_error, which becomes a device error.
+void run_body(const std::function<void()>& body);
 // The second phase of every operation.
 int execute(aclOpExecutor* executor, aclrtStream stream);
+
+// Checks bound arguments, and returns a launch that describes them.
+template <class... Arguments>
+Launch describe_launch(const char* kernel, const Options<Arguments...>& options,
+                       const std::tuple<Arguments...>& bound) {
+    if (options.check) std::apply(options.check, bound);
+    Launch launch{.kernel = kernel};
+    std::apply([&](auto&... each) { (describe(launch.operands, each), ...); }, bound);
+    if (options.flops) launch.flops = std::apply(options.flops, bound);
+    return launch;
+}
 
 // The first phase. Outside Entry, so that functions with the same parameters share the instantiation.
 template <class... Arguments>
 int get_workspace_size(const char* kernel, void (*function)(Arguments...), const Options<Arguments...>& options,
                        typename Crossing<Arguments>::Type... handles, uint64_t* workspace, aclOpExecutor** executor) {
-    int code = prepare(kernel, workspace, executor, [&] {
+    int code = prepare(kernel, workspace, executor, [&](aclOpExecutor& made) {
         std::tuple<Arguments...> bound{Arguments(handles)...};
-        if (options.check) std::apply(options.check, bound);
-        Launch launch{.kernel = kernel};
-        std::apply([&](auto&... each) { (describe(launch.operands, each), ...); }, bound);
-        if (options.flops) launch.flops = std::apply(options.flops, bound);
-        launch.run = [function, bound = std::move(bound)] { std::apply(function, bound); };
-        return launch;
+        made.launch = describe_launch(kernel, options, bound);
+        made.launch.run = [function, bound = std::move(bound)] { run_body([&] { std::apply(function, bound); }); };
     });
     if (code == 0) *workspace = options.workspace;
     return code;

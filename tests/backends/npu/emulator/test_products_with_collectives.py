@@ -1,0 +1,545 @@
+"""Tests of operations that compute and communicate in one launch (MC2), against the operations that they fuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from hal.backends.npu.emulator import control, faults, tracing
+from torch import Tensor
+
+SCRIPTS = Path(__file__).parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import hccl  # noqa: E402
+
+HALF, BF16, FLOAT, INT8, INT32 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32
+NZ = 29
+
+Call = Callable[..., Any]
+
+
+def two_ranks() -> list[hccl.Communicator]:
+    """Create a communicator of the devices of this process, whose calls wait for at most 30 s."""
+    device = torch.npu.current_device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HCCL_EXEC_TIMEOUT", "30")
+        found = hccl.of_devices([0, 1])
+    hccl.cann.aclrtSetDevice(device)  # torch_npu remembers the device that it set last
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[hccl.Communicator]]:
+    """Two ranks, the devices of this process."""
+    found = two_ranks()
+    yield found
+    for each in found:
+        each.destroy()
+    hccl.cann.aclrtSetDevice(0)
+
+
+def on_all(call: Call, inputs: list[dict[str, Any]]) -> list[Any]:
+    """Call a function on each device, one after the other, with its inputs; wait for all; return results on the CPU."""
+    results = []
+    for device, arguments in enumerate(inputs):
+        with torch.npu.device(device):
+            results.append(call(**{name: to(value, device) for name, value in arguments.items()}))
+    for device in range(len(inputs)):
+        torch.npu.synchronize(device)
+    return [to(each, "cpu") for each in results]
+
+
+def to(value: Any, device: int | str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(to(each, device) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device if device == "cpu" else f"npu:{device}")  # keeps the strides of a transpose
+
+
+def fails(call: Call, inputs: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Call a function on each device; return the device error of each."""
+    for device, arguments in enumerate(inputs):
+        with torch.npu.device(device):
+            call(**{name: to(value, device) for name, value in arguments.items()})
+    errors = []
+    for device in range(len(inputs)):
+        with pytest.raises(RuntimeError) as error:
+            torch.npu.synchronize(device)
+        errors.append(str(error.value))
+    text = capfd.readouterr().err
+    return [each + text for each in errors]
+
+
+def draw(rank: int, *shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    if dtype == INT8:
+        return torch.randint(-9, 10, shape, generator=generator).to(INT8)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product in float32, rounded once, as torch's operation on the NPU computes it."""
+    wide = x.float() @ weight.float()
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    """The all-reduce of the ranks' tensors: in their order, in float32, rounded once."""
+    wide = parts[0].float()
+    for each in parts[1:]:
+        wide = wide + each.float()
+    return wide.to(parts[0].dtype)
+
+
+def same(found: Tensor, due: Tensor) -> None:
+    assert found.dtype == due.dtype
+    torch.testing.assert_close(found, due, rtol=2e-3 if due.dtype == HALF else 1.6e-2, atol=1e-2)
+
+
+def ranks_of(make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [make(rank) for rank in range(2)]
+
+
+class TestAllReduce:
+    @pytest.mark.parametrize("dtype", [HALF, BF16])
+    @pytest.mark.parametrize("options", ["plain", "bias", "x3", "transposed", "three dimensions", "comm_mode", "k=0"])
+    def test_equals_the_operations_that_it_fuses(
+        self, pair: list[hccl.Communicator], dtype: torch.dtype, options: str
+    ) -> None:
+        k = 0 if options == "k=0" else 48
+
+        def inputs(rank: int) -> dict[str, Any]:
+            shape = (2, 3, k) if options == "three dimensions" else (6, k)
+            made = {"x1": draw(rank, *shape, dtype=dtype), "x2": draw(rank, k, 20, dtype=dtype, seed=1)}
+            if options == "transposed":
+                made["x2"] = draw(rank, 20, k, dtype=dtype, seed=1).t()
+            if options in ("bias", "x3", "k=0"):
+                made["bias"] = draw(rank, 20, dtype=dtype, seed=2)
+            if options == "x3":
+                made["x3"] = draw(rank, 6, 20, dtype=dtype, seed=3)
+            return made
+
+        all_inputs = ranks_of(inputs)
+        extra = {"comm_mode": "ai_cpu"} if options == "comm_mode" else {}
+        found = on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **a, **extra), all_inputs)
+        parts = []
+        for made in all_inputs:
+            part = product(made["x1"], made["x2"], made.get("bias"))
+            parts.append((part.float() + made["x3"].float()).to(dtype) if "x3" in made else part)
+        for each in found:
+            same(each, total(parts))
+        assert torch.equal(found[0], found[1])
+
+    def test_gives_the_bits_of_matmul_and_all_reduce(self, pair: list[hccl.Communicator]) -> None:
+        """A large product, whose all-reduce HCCL shares among the ranks."""
+        size = (300, 64, 200)
+        all_inputs = ranks_of(lambda rank: {"x": draw(rank, *size[:2]), "w": draw(rank, *size[1:], seed=1)})
+        fused = on_all(lambda x, w: torch_npu.npu_mm_all_reduce_base(x, w, pair[0].name), all_inputs)
+        buffers = [torch.empty(0)] * 2
+
+        def apart(x: Tensor, w: Tensor) -> Tensor:
+            result = x @ w
+            torch.npu.synchronize()
+            rank = result.device.index
+            buffers[rank] = result
+            stream = torch.npu.current_stream().npu_stream
+            arguments = result.data_ptr(), result.data_ptr(), hccl.number(result.numel()), hccl.TYPES["float16"], 0
+            hccl.cann.HcclAllReduce(*map(hccl.ctypes.c_void_p, arguments[:2]), *arguments[2:], pair[rank].handle,
+                                    hccl.ctypes.c_void_p(stream))  # fmt: skip
+            return result
+
+        for found, due in zip(fused, on_all(apart, all_inputs), strict=True):
+            assert torch.equal(found, due)
+
+    @pytest.mark.parametrize("shape", [(0, 16, 8), (4, 16, 0)])
+    def test_of_nothing_is_no_launch(self, pair: list[hccl.Communicator], shape: tuple[int, int, int]) -> None:
+        m, k, n = shape
+        with tracing.trace() as trace:  # on one rank, so it must not wait for the other
+            (found,) = on_all(
+                lambda x, w: torch_npu.npu_mm_all_reduce_base(x, w, pair[0].name),
+                [{"x": draw(0, m, k), "w": draw(0, k, n)}],
+            )
+        assert found.shape == (m, n)
+        assert "MatmulAllReduce" not in trace.counts()
+
+    @pytest.mark.parametrize("options", ["packed", "token", "bfloat16", "transposed", "x3", "fractal_nz"])
+    def test_of_int8(self, pair: list[hccl.Communicator], options: str) -> None:
+        m, k, n = 5, 64, 32
+        dtype = BF16 if options == "bfloat16" else HALF
+        scales = draw(7, n, dtype=FLOAT).abs() / 50
+
+        def inputs(rank: int) -> dict[str, Any]:
+            made: dict[str, Any] = {
+                "x1": draw(rank, m, k, dtype=INT8), "x2": draw(rank, k, n, dtype=INT8, seed=1),
+                "bias": draw(rank, n, dtype=INT8).to(INT32), "dequant_scale": scales,
+            }  # fmt: skip
+            if options == "transposed":
+                made["x2"] = draw(rank, n, k, dtype=INT8, seed=1).t()
+            if options == "bfloat16":
+                made["dequant_scale"] = scales.bfloat16()
+            if options == "token":
+                made["pertoken_scale"] = draw(rank, m, dtype=FLOAT, seed=3).abs()
+            if options == "x3":
+                made["x3"] = draw(rank, m, n, seed=4)
+            return made
+
+        def call(**arguments: Any) -> Tensor:
+            if options not in ("token", "bfloat16"):
+                arguments["dequant_scale"] = torch_npu.npu_trans_quant_param(arguments["dequant_scale"])
+            if options == "fractal_nz":
+                arguments["x2"] = torch_npu.npu_format_cast(arguments["x2"].contiguous(), NZ)
+            return torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **arguments)
+
+        all_inputs = ranks_of(inputs)
+        torch.npu.config.allow_internal_format = options == "fractal_nz"
+        try:
+            found = on_all(call, all_inputs)
+        finally:
+            torch.npu.config.allow_internal_format = False
+        parts = []
+        for made in all_inputs:
+            sums = (made["x1"].int() @ made["x2"].int() + made["bias"]).float() * made["dequant_scale"].float()
+            if "pertoken_scale" in made:
+                sums = sums * made["pertoken_scale"].unsqueeze(1)
+            parts.append(sums.to(dtype))
+            if "x3" in made:
+                parts[-1] = (parts[-1].float() + made["x3"].float()).to(dtype)
+        for each in found:
+            same(each, total(parts))
+
+    @pytest.mark.parametrize(
+        ("options", "group_size"), [("tensor", 0), ("channel", 0), ("offset", 0), ("group", 32), ("transposed", 0)]
+    )
+    def test_of_int8_weights(self, pair: list[hccl.Communicator], options: str, group_size: int) -> None:
+        m, k, n = 5, 80, 24
+
+        def inputs(rank: int) -> dict[str, Any]:
+            made: dict[str, Any] = {"x1": draw(rank, m, k), "x2": draw(rank, k, n, dtype=INT8, seed=1)}
+            shape = {"tensor": (1,), "group": (3, n)}.get(options, (n,))
+            made["antiquant_scale"] = draw(rank, *shape, seed=2).abs() / 8
+            if options in ("offset", "group"):
+                made["antiquant_offset"] = draw(rank, *shape, seed=3)
+            if options == "transposed":
+                made["x2"] = draw(rank, n, k, dtype=INT8, seed=1).t()
+            return made
+
+        all_inputs = ranks_of(inputs)
+        options_of = {"antiquant_group_size": group_size, "hcom": pair[0].name}
+        found = on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(**a, **options_of), all_inputs)
+        parts = []
+        for made in all_inputs:
+            factors = [made["antiquant_scale"].float(), made.get("antiquant_offset", torch.zeros(1)).float()]
+            if group_size:
+                factors = [each.repeat_interleave(group_size, 0)[:k] for each in factors]
+            parts.append((made["x1"].float() @ ((made["x2"].float() + factors[1]) * factors[0])).half())
+        for each in found:
+            same(each, total(parts))
+
+
+class TestAllGather:
+    @pytest.mark.parametrize("options", ["plain", "transposed", "no output", "aiv", "zero bias", "n=0"])
+    def test_equals_the_operations_that_it_fuses(self, pair: list[hccl.Communicator], options: str) -> None:
+        n = 0 if options == "n=0" else 24
+
+        def inputs(rank: int) -> dict[str, Any]:
+            made = {"input": draw(rank, 3, 256), "x2": draw(rank, 256, n, seed=1)}
+            if options == "transposed":
+                made["x2"] = draw(rank, n, 256, seed=1).t()
+            if options == "zero bias":
+                made["bias"] = torch.zeros(n, dtype=HALF)
+            return made
+
+        all_inputs = ranks_of(inputs)
+        extra = {"aiv": {"comm_mode": "aiv"}, "no output": {"gather_output": False}}.get(options, {})
+        found = on_all(
+            lambda **a: torch_npu.npu_all_gather_base_mm(hcom=pair[0].name, world_size=2, **a, **extra), all_inputs
+        )
+        whole = torch.cat([made["input"] for made in all_inputs])
+        for (output, gathered), made in zip(found, all_inputs, strict=True):
+            same(output, product(whole, made["x2"]))
+            assert torch.equal(gathered, whole[:0, 0] if options == "no output" else whole)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_of_int8(self, pair: list[hccl.Communicator], packed: bool) -> None:
+        def inputs(rank: int) -> dict[str, Any]:
+            return {
+                "input": draw(rank, 3, 256, dtype=INT8), "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
+                "x1_scale": draw(rank, 3, 1, dtype=FLOAT).abs(), "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
+            }  # fmt: skip
+
+        def call(x2_scale: Tensor, **arguments: Any) -> Any:
+            scale = torch_npu.npu_trans_quant_param(x2_scale) if packed else x2_scale
+            return torch_npu.npu_all_gather_base_mm(
+                hcom=pair[0].name, world_size=2, comm_mode="aiv", x2_scale=scale, **arguments
+            )
+
+        all_inputs = ranks_of(inputs)
+        whole, scales = (torch.cat([made[name] for made in all_inputs]) for name in ("input", "x1_scale"))
+        for (output, gathered), made in zip(on_all(call, all_inputs), all_inputs, strict=True):
+            due = (whole.int() @ made["x2"].int()).float() * scales * made["x2_scale"]
+            same(output, due.to(HALF if packed else BF16))
+            assert torch.equal(gathered, whole)
+
+
+class TestReduceScatter:
+    @pytest.mark.parametrize("options", ["plain", "transposed", "aiv", "aiv bias", "zero bias"])
+    def test_equals_the_operations_that_it_fuses(self, pair: list[hccl.Communicator], options: str) -> None:
+        def inputs(rank: int) -> dict[str, Any]:
+            made = {"input": draw(rank, 6, 256), "x2": draw(rank, 256, 24, seed=1)}
+            if options == "transposed":
+                made["x2"] = draw(rank, 24, 256, seed=1).t()
+            if "bias" in options:
+                made["bias"] = draw(rank, 24, seed=2) * (options != "zero bias")
+            return made
+
+        all_inputs = ranks_of(inputs)
+        extra = {"comm_mode": "aiv"} if "aiv" in options else {}
+        found = on_all(
+            lambda **a: torch_npu.npu_mm_reduce_scatter_base(hcom=pair[0].name, world_size=2, **a, **extra), all_inputs
+        )
+        due = total([product(made["input"], made["x2"], made.get("bias")) for made in all_inputs])
+        for each, part in zip(found, due.chunk(2), strict=True):
+            same(each, part)
+
+    def test_of_int8(self, pair: list[hccl.Communicator]) -> None:
+        def inputs(rank: int) -> dict[str, Any]:
+            return {
+                "input": draw(rank, 4, 256, dtype=INT8), "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
+                "x1_scale": draw(rank, 4, 1, dtype=FLOAT).abs(), "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
+            }  # fmt: skip
+
+        all_inputs = ranks_of(inputs)
+        found = on_all(
+            lambda **a: torch_npu.npu_mm_reduce_scatter_base(
+                hcom=pair[0].name, world_size=2, comm_mode="aiv", output_dtype=HALF, **a
+            ),
+            all_inputs,
+        )
+        parts = [
+            ((m["input"].int() @ m["x2"].int()).float() * m["x1_scale"] * m["x2_scale"]).half() for m in all_inputs
+        ]
+        for each, part in zip(found, total(parts).chunk(2), strict=True):
+            same(each, part)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
+    "MatmulAllReduce": torch_npu.npu_mm_all_reduce_base,
+    "AllGatherMatmul": lambda x, w, name: torch_npu.npu_all_gather_base_mm(x, w, name, 2)[0],
+    "MatmulReduceScatter": lambda x, w, name: torch_npu.npu_mm_reduce_scatter_base(x, w, name, 2),
+}
+
+
+def due_of(name: str, xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
+    if name == "AllGatherMatmul":
+        return [product(torch.cat(xs), w) for w in ws]
+    whole = total([product(x, w) for x, w in zip(xs, ws, strict=True)])
+    return list(whole.chunk(2)) if name == "MatmulReduceScatter" else [whole] * 2
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_graphs_with_other_values(pair: list[hccl.Communicator], name: str) -> None:
+    xs, ws = [draw(rank, 4, 256) for rank in range(2)], [draw(rank, 256, 8, seed=1) for rank in range(2)]
+    held: list[tuple[Tensor, Tensor, Any]] = []
+    for device in range(2):
+        with torch.npu.device(device):
+            x, w, graph = to(xs[device], device), to(ws[device], device), torch.npu.NPUGraph()
+            with torch.npu.graph(graph, stream=torch.npu.Stream(device)):
+                out = CALLS[name](x, w, pair[0].name)
+            held.append((x, out, graph))
+    for seed in (5, 6):
+        changed = [draw(rank, 4, 256, seed=seed) for rank in range(2)]
+        for device, (x, _, graph) in enumerate(held):
+            with torch.npu.device(device):
+                x.copy_(changed[device])
+                graph.replay()
+        for (_, out, _), due in zip(held, due_of(name, changed, ws), strict=True):
+            same(out.cpu(), due)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
+    xs, ws = [draw(rank, 4, 256, seed=seed) for rank in range(2)], [draw(rank, 256, 8, seed=1) for rank in range(2)]
+    all_inputs = [{"x": x, "w": w} for x, w in zip(xs, ws, strict=True)]
+    with control.schedule(seed):
+        for name, call in CALLS.items():
+            found = on_all(lambda x, w, call=call: call(x, w, pair[0].name), all_inputs)
+            for each, due in zip(found, due_of(name, xs, ws), strict=True):
+                same(each, due)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_trace(pair: list[hccl.Communicator], name: str) -> None:
+    all_inputs = ranks_of(lambda rank: {"x": draw(rank, 4, 256), "w": draw(rank, 256, 8)})
+    with tracing.trace() as trace:
+        on_all(lambda x, w: CALLS[name](x, w, pair[0].name), all_inputs)
+    found = [each for each in trace.ran() if each.name == name]
+    assert sorted((each.device, each.rank, each.ranks, each.communicator) for each in found) == [
+        (each.device, each.rank, 2, each.name) for each in pair
+    ]
+    assert {each.flops for each in found} == {2 * 4 * 256 * 8 * (2 if name == "AllGatherMatmul" else 1)}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("reduce", {"hcom": "nobody"}, "HCCL has no communicator nobody on the current device, 0"),
+    ("reduce", {"hcom": ""}, "the name of the group must have 1 to 127 characters, but has 0"),
+    ("reduce", {"reduce_op": "max"}, "reduce_op must be sum, but is max"),
+    ("reduce", {"comm_turn": 1}, "comm_turn must be 0, but is 1"),
+    ("reduce", {"comm_mode": "ccu"}, "comm_mode must be ai_cpu, on Ascend 950 ai_cpu or ccu, but is ccu"),
+    ("reduce", {"x2": draw(0, 256, 8, dtype=BF16)}, "x2 and the output must have the dtype of x1, Half"),
+    ("reduce", {"x1": draw(0, 256, 4).t()}, "x1 must be contiguous; only x2 may be transposed"),
+    ("reduce", {"x2": lambda: draw(0, 256, 16).npu()[:, :8]}, "x2 must be contiguous, or the transpose of"),
+    ("reduce", {"bias": draw(0, 9)}, r"bias must have shape \[8\], but has \[9\]"),
+    ("reduce", {"bias": draw(0, 8, dtype=FLOAT)}, "bias must have the dtype of x1, Half"),
+    ("gather", {"gather_index": 1}, "gather_index must be 0, but is 1"),
+    ("gather", {"world_size": 4}, r"the output must have shape \[8, 8\], but has \[16, 8\]"),
+    ("gather", {"input": draw(0, 4, 255), "x2": draw(0, 255, 8)}, "at least 256 and less than 65535, but is 255"),
+    ("gather", {"input": draw(0, 256, 4).t()}, "x1 must not be transposed; only x2 may be"),
+    ("gather", {"input": draw(0, 4, 256, dtype=FLOAT), "x2": draw(0, 256, 8, dtype=FLOAT)}, "x1 must be one of Half"),
+    ("gather", {"comm_mode": "ccu"}, "comm_mode must be aiv, on Ascend 950 ai_cpu or ccu, but is ccu"),
+    ("gather", {"comm_mode": "aiv", "gather_output": False}, "comm_mode aiv requires gather_output"),
+    ("scatter", {"world_size": 4}, r"the output must have shape \[2, 8\], but has \[1, 8\]"),
+    ("scatter", {"reduce_op": "max"}, "reduce_op must be sum, but is max"),
+    ("scatter", {"comm_turn": 2}, "comm_turn must be 0, but is 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=range(len(REFUSED)))
+def test_a_changed_call_is_refused(
+    pair: list[hccl.Communicator], name: str, changes: dict[str, Any], reason: str
+) -> None:
+    x = "x1" if name == "reduce" else "input"
+    arguments = {x: draw(0, 4, 256), "x2": draw(0, 256, 8), "hcom": pair[0].name}
+    if name != "reduce":
+        arguments["world_size"] = 2
+    functions = {
+        "reduce": torch_npu.npu_mm_all_reduce_base, "gather": torch_npu.npu_all_gather_base_mm,
+        "scatter": torch_npu.npu_mm_reduce_scatter_base,
+    }  # fmt: skip
+    changed = {key: value() if callable(value) else value for key, value in changes.items()}
+    with pytest.raises(RuntimeError, match=reason):
+        on_all(lambda **a: functions[name](**a), [{**arguments, **changed}])
+
+
+def test_an_unknown_group_is_an_error_of_the_tiling(pair: list[hccl.Communicator]) -> None:
+    with pytest.raises(RuntimeError, match="561002"):
+        on_all(
+            lambda x, w: torch_npu.npu_mm_all_reduce_base(x, w, "nobody"), [{"x": draw(0, 4, 8), "w": draw(0, 8, 8)}]
+        )
+
+
+def test_communication_quantized_to_int8_names_itself(pair: list[hccl.Communicator]) -> None:
+    arguments = {
+        "x1": draw(0, 4, 64, dtype=INT8), "x2": draw(0, 64, 8, dtype=INT8), "dequant_scale": draw(0, 8).bfloat16(),
+        "comm_quant_scale_1": draw(0, 8).bfloat16(), "comm_quant_scale_2": draw(0, 8).bfloat16(),
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="no aclnnQuantMatmulAllReduceV3"):
+        on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **a), [arguments])
+
+
+DIFFERENT: dict[str, tuple[list[tuple[int, int]], Callable[[int, Tensor, Tensor, str], Any], str]] = {
+    "counts": (
+        [(4, 8), (6, 8)], lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
+        "rank 0 calls MatmulAllReduce of 32 float16, sum, and rank 1 MatmulAllReduce of 48 float16, sum",
+    ),
+    "shapes": (
+        [(4, 8), (8, 4)], lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
+        "the number of columns of x2 must be the same on all ranks, but is 8 on rank 0 and 4 on rank 1",
+    ),
+    "operations": (
+        [(4, 8), (4, 8)],
+        lambda rank, x, w, name: CALLS["AllGatherMatmul" if rank else "MatmulAllReduce"](x, w, name),
+        "rank 0 calls MatmulAllReduce of 32 float16, sum, and rank 1 AllGatherMatmul of 1024 float16",
+    ),
+    "bias": (
+        [(4, 8), (4, 8)],
+        lambda rank, x, w, name: torch_npu.npu_all_gather_base_mm(x, w, name, 2, bias=x[0, :8].contiguous() * rank),
+        "bias must be zero in this version",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_difference_is_an_error_on_every_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    shapes, call, reason = DIFFERENT[case]
+    ranks = two_ranks()
+    all_inputs = [{"x": draw(rank, m, 256), "w": draw(rank, 256, n)} for rank, (m, n) in enumerate(shapes)]
+    errors = fails(lambda x, w: call(x.device.index, x, w, ranks[0].name), all_inputs, capfd)
+    assert all(reason in each for each in errors), errors
+    for each in ranks:
+        each.destroy()
+
+
+def test_an_injected_fault_reaches_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = two_ranks()
+    all_inputs = ranks_of(lambda rank: {"x": draw(rank, 4, 256), "w": draw(rank, 256, 8)})
+    with faults.execution("MatmulAllReduce"):
+        errors = fails(lambda x, w: CALLS["MatmulAllReduce"](x, w, ranks[0].name), all_inputs, capfd)
+    assert all("MatmulAllReduce: fault injected by emulator.faults" in each for each in errors), errors
+    for each in ranks:
+        each.destroy()
+
+
+SOCS = """
+import sys
+import torch, torch_npu
+sys.path.insert(0, sys.argv[1])
+import hccl
+
+x, w = torch.ones(4, 256, dtype=torch.float16), torch.ones(256, 8, dtype=torch.float16)
+torch.npu.set_device(0)
+ranks = hccl.of_devices([0, 1])
+hccl.cann.aclrtSetDevice(0)
+CALLS = {
+    "reduce": lambda x, w, name: torch_npu.npu_mm_all_reduce_base(x, w, name),
+    "reduce ccu": lambda x, w, name: torch_npu.npu_mm_all_reduce_base(x, w, name, comm_mode="ccu"),
+    "gather": lambda x, w, name: torch_npu.npu_all_gather_base_mm(x, w, name, 2),
+    "gather aiv": lambda x, w, name: torch_npu.npu_all_gather_base_mm(x, w, name, 2, comm_mode="aiv"),
+    "scatter": lambda x, w, name: torch_npu.npu_mm_reduce_scatter_base(x, w, name, 2),
+    "scatter ccu": lambda x, w, name: torch_npu.npu_mm_reduce_scatter_base(x, w, name, 2, comm_mode="ccu"),
+}
+for name, call in CALLS.items():
+    try:
+        for device in range(2):
+            with torch.npu.device(device):
+                call(x.npu(), w.npu(), ranks[0].name)
+        torch.npu.synchronize(0), torch.npu.synchronize(1)
+    except RuntimeError:
+        print(name)
+"""
+REFUSED_BY_SOC = {
+    "Ascend910B3": {"reduce ccu", "scatter ccu"},
+    "Ascend910_9391": {"reduce", "reduce ccu", "scatter ccu"},
+    "Ascend950PR_9599": {"gather aiv"},
+    "Ascend310P3": {"reduce", "reduce ccu", "gather", "gather aiv", "scatter", "scatter ccu"},
+}
+
+
+@pytest.mark.parametrize("soc", REFUSED_BY_SOC)
+def test_what_a_generation_takes(clean: dict[str, str], soc: str) -> None:
+    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')"]
+    command += ["emulate", "--soc", soc, "--devices", "2", "--", sys.executable, "-c", SOCS, str(SCRIPTS)]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == REFUSED_BY_SOC[soc], done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_processes_of_torch_distributed(ranks: int) -> None:
+    """The group's name from torch.distributed, eager and captured, in processes of torchrun."""
+    options = {**json.loads(os.environ["HAL_NPU_EMULATOR_OPTIONS"]), "devices": ranks}
+    environ = {**os.environ, "HAL_NPU_EMULATOR_OPTIONS": json.dumps(options), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command.append(str(SCRIPTS / "torch_mc2.py"))
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(done.stdout.split()) == [f"rank-{rank}-well" for rank in range(ranks)]
