@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 import torch_npu
@@ -388,6 +389,24 @@ def test_the_information_of_another_dispatch(pair: list[hccl.Communicator]) -> N
     assert errors
     for of in ranks:
         of.destroy()
+
+
+def test_their_group_is_for_nothing_else() -> None:
+    ranks, others = two_ranks(), two_ranks()
+    devices = [Device(of, Tokens.draw(of.rank, 4, 0)) for of in ranks]
+    on_all(devices, Device.dispatch)
+    values = [hccl.Buffer(np.zeros(4, np.float32)) for _ in others]
+    with pytest.raises(hccl.Failed, match=r"HcclAllReduce: the group .* is used for the dispatch and combine of"):
+        ranks[0].all_reduce(values[0], values[0], 4)
+    with pytest.raises(hccl.Failed, match=r"HcclSend: the group .* is used for the dispatch and combine of"):
+        ranks[0].send(values[0], 4, 1)
+    others[0].barrier()
+    device = Device(others[0], Tokens.draw(0, 4, 0))
+    with torch.npu.device(0), pytest.raises(RuntimeError, match="is used for other operations: dispatch and combine"):
+        device.dispatch()
+    others[1].barrier()
+    for each in (*ranks, *others):
+        each.destroy()
 
 
 OTHER_SOCS = """

@@ -58,6 +58,14 @@ class Communicator {
     // Launches that are neither captured nor complete.
     std::atomic<int> pending{0};
 
+    // The dispatch and combine of experts' tokens need a communicator that nothing else uses. Returns whether this use is
+    // the first, or the same as the first.
+    enum class Use { none, collectives, experts };
+    bool claim(Use use) {
+        Use found = Use::none;
+        return used.compare_exchange_strong(found, use) || found == use;
+    }
+
     // Ends this rank's part, as HcclCommDestroy does. Must not be called with the machine's lock.
     void close();
     bool is_closed() const { return closed; }
@@ -69,6 +77,7 @@ class Communicator {
     std::vector<std::unique_ptr<Peer>> peers;
     std::shared_ptr<Doorbell> doorbell;
     std::atomic<bool> closed{false};
+    std::atomic<Use> used{Use::none};
 };
 
 using CommunicatorPointer = std::shared_ptr<Communicator>;

@@ -52,6 +52,14 @@ void check_root(const Communicator& communicator, const Call& call) {
     }
 }
 
+void claim(Communicator& communicator, const char* interface) {
+    if (communicator.claim(Communicator::Use::collectives)) return;
+    DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_dispatch_v2.md");
+    throw HcclError(HCCL_E_PARA, std::string(interface) + ": the group " + communicator.name +
+                                     " is used for the dispatch and combine of experts' tokens, and must have no other "
+                                     "operations: use another group");
+}
+
 Operand operand(const void* address, uint64_t count, const Call& call, Access access) {
     size_t bytes = count * size_of(call.dtype);
     if (count && !address) throw HcclError(HCCL_E_PTR, std::string(call.name) + ": a buffer is null");
@@ -66,6 +74,7 @@ Operand operand(const void* address, uint64_t count, const Call& call, Access ac
 HcclResult start(const CommunicatorPointer& communicator, aclrtStream stream, Operand send, Operand receive,
                  Collective collective) {
     join_group(GroupKind::collective, collective.call.name);
+    claim(*communicator, collective.call.name);
     Launch launch;
     launch.kernel = collective.call.name;
     for (auto& each : {send, receive}) {

@@ -26,6 +26,9 @@ Call call_of(const char* interface, uint64_t count, HcclDataType dtype, HcclRedu
 void check(const Call& call);
 void check_root(const Communicator& communicator, const Call& call);
 
+// Throws if the communicator is for the dispatch and combine of experts' tokens.
+void claim(Communicator& communicator, const char* interface);
+
 // A buffer of device memory with `count` elements of the call's type. Throws if it is null.
 Operand operand(const void* address, uint64_t count, const Call& call, Access access);
 

@@ -176,8 +176,9 @@ HcclResult launch_group() {
     return result;
 }
 
-Message message_of(const Communicator& communicator, const char* interface, bool is_send, void* buffer, uint64_t count,
+Message message_of(Communicator& communicator, const char* interface, bool is_send, void* buffer, uint64_t count,
                    HcclDataType dtype, uint32_t other) {
+    claim(communicator, interface);
     check(call_of(interface, count, dtype));
     if (other >= communicator.ranks) {
         throw HcclError(HCCL_E_PARA, std::string(interface) + format(": rank %u is not one of the %u ranks of ", other,

@@ -60,7 +60,7 @@ void require_product(const char* name, std::initializer_list<Product> allowed) {
 }
 
 DOCUMENTED("ops-transformer: mc2 (the parameter group of each operation)");
-CommunicatorPointer find_group(const Text& group) {
+CommunicatorPointer find_group(const Text& group, Communicator::Use use) {
     require_tiling(
         !group.value.empty() && group.value.size() < COMM_NAME_MAX_LENGTH,
         "the name of the group must have 1 to 127 characters, but has " + std::to_string(group.value.size()));
@@ -70,6 +70,10 @@ CommunicatorPointer find_group(const Text& group) {
     require_tiling(found != nullptr, "HCCL has no communicator " + group.value + " on the current device, " +
                                          std::to_string(device) +
                                          ": pass the result of get_hccl_comm_name of a process group of this device");
+    DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_dispatch_v2.md");
+    require_tiling(found->claim(use), "the group " + group.value +
+                                          " is used for other operations: dispatch and combine need a group of their "
+                                          "own, from torch.distributed.new_group");
     return found;
 }
 

@@ -52,8 +52,9 @@ inline void require_tiling(bool condition, const std::string& reason) {
 // Refuses an operation that the documents do not list for this generation.
 void require_product(const char* name, std::initializer_list<Product> allowed);
 
-// Returns the communicator of a name on the current device. Throws TilingRefused if there is none.
-CommunicatorPointer find_group(const Text& group);
+// Returns the communicator of a name on the current device. Throws TilingRefused if there is none, or if it is in use
+// for other operations.
+CommunicatorPointer find_group(const Text& group, Communicator::Use use = Communicator::Use::collectives);
 // Refuses a group whose number of ranks the documents do not list.
 void require_ranks(const Communicator& communicator, std::initializer_list<uint32_t> allowed);
 

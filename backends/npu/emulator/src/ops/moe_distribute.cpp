@@ -125,7 +125,7 @@ CommunicatorPointer check_distribution(const Distribution& d) {
         require_product("this operation without a version", {Product::a2, Product::a3});
     else
         require_product("this operation", {Product::a2, Product::a3, Product::ascend950});
-    auto communicator = find_group(d.group);
+    auto communicator = find_group(d.group, Communicator::Use::experts);
     check_algorithm(d);
     check_ranks(d, *communicator);
     check_experts(d);
