@@ -31,6 +31,7 @@ class Generation:
         experts: whether the kernels for mixtures of experts are available in bfloat16.
         swiglu_quant_nz: whether npu_grouped_matmul_swiglu_quant_v2 takes weights in FRACTAL_NZ.
         weight_quant_nz: whether npu_weight_quant_batchmatmul takes int8 weights in FRACTAL_NZ.
+        distributes_experts: whether npu_moe_distribute_dispatch_v2 takes any number of ranks from 2 on.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Generation:
     experts: bool = True
     swiglu_quant_nz: bool = True
     weight_quant_nz: bool = False
+    distributes_experts: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -56,7 +58,7 @@ class Generation:
 
 GENERATIONS = (
     Generation("A2", "Ascend910B", nz_cache=True, weight_quant_nz=True),
-    Generation("A3", "Ascend910_93", nz_cache=True, weight_quant_nz=True),
+    Generation("A3", "Ascend910_93", nz_cache=True, weight_quant_nz=True, distributes_experts=True),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
     Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),
 )
