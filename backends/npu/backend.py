@@ -24,6 +24,7 @@ from .emulator import is_active, trace
 from .graph import NpuGraph
 from .kernels import experts, fractal, quantized, quantized_experts
 from .kernels.collectives import FusedCollectives
+from .kernels.dispatch import ExpertExchange
 from .kernels.kernels import in_fractal_nz, kernels
 from .options import NpuOptions
 from .soc import Generation
@@ -97,6 +98,9 @@ class NpuBackend(Backend):
             table |= experts.kernels() | self._experts.kernels()
         fused = FusedCollectives(device.torch, generation, options.mc2_rows, options.nz_weights)
         table |= fused.kernels
+        self._exchange = ExpertExchange() if generation.distributes_experts else None
+        if self._exchange is not None:
+            table |= self._exchange.kernels()
         limits = generation.limits(options.max_streams)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
@@ -122,6 +126,12 @@ class NpuBackend(Backend):
         """Activate the backend, and make its device the thread's current one, on which kernels allocate results."""
         super().activate()
         torch_npu.npu.set_device(self.device.torch)
+
+    def configure(self, config: Config) -> None:
+        """Apply a configuration; see :meth:`hal.Backend.configure`. The ranks make a communicator for dispatch."""
+        super().configure(config)
+        if self._exchange is not None and self.config.parallel.experts == "dispatch" and self.mesh.expert.size > 1:
+            self._exchange.join(self.mesh.expert)
 
     def enter(self) -> Any:
         """Enter the backend, and make its device the thread's current one, on which kernels launch."""

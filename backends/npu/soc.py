@@ -35,6 +35,7 @@ class Generation:
         weight_quant_nz: whether npu_weight_quant_batchmatmul takes int8 weights in FRACTAL_NZ.
         all_reduce_ranks: the numbers of ranks for which npu_mm_all_reduce_base is documented.
         row_collective_ranks: those for which npu_all_gather_base_mm and npu_mm_reduce_scatter_base are.
+        distributes_experts: whether npu_moe_distribute_dispatch_v2 takes any number of ranks from 2 on.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Generation:
     weight_quant_nz: bool = False
     all_reduce_ranks: tuple[int, ...] = ()
     row_collective_ranks: tuple[int, ...] = ()
+    distributes_experts: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -69,7 +71,14 @@ GENERATIONS = (
         all_reduce_ranks=ONE_MACHINE,
         row_collective_ranks=ONE_MACHINE,
     ),
-    Generation("A3", "Ascend910_93", nz_cache=True, weight_quant_nz=True, row_collective_ranks=ONE_MACHINE),
+    Generation(
+        "A3",
+        "Ascend910_93",
+        nz_cache=True,
+        weight_quant_nz=True,
+        row_collective_ranks=ONE_MACHINE,
+        distributes_experts=True,
+    ),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
     Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
+from hal.ops.experts.routing import routing
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
@@ -89,6 +90,55 @@ def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
                     found[f"{name} of"].append(x.contiguous())
                     found[name].append(getattr(ops, name)(x, group.name).clone())
     return found
+
+
+def exchange(on: dict[str, Any], width: int, tokens: int, seed: int) -> dict[str, Any]:
+    """Dispatch rows to experts on two NPUs and combine their doubles, eagerly and in a graph.
+
+    Args:
+        on: the configuration's backend and options.
+        width: the width of a row.
+        tokens: each rank's tokens.
+        seed: of all ranks' tokens.
+
+    Returns:
+        What differs, and the launches of the eager call.
+    """
+    wrong, dispatch = [], ops.operation("expert_dispatch")
+    assert dispatch.over_shards is not None
+    with hal.open({**on, "parallel": {"tensor": 2, "experts": "dispatch"}}) as backend, torch.inference_mode():
+        group, rank, device = backend.mesh.expert.name, backend.mesh.expert.rank, backend.device.torch
+        draw = ops.Draw(torch.float16, seed=seed)
+        weights = draw.normal(tokens, 3).abs()
+        on_device = weights.to(device)
+        x = torch.empty(tokens, width, dtype=torch.float16, device=device)
+        experts = torch.empty(tokens, 3, dtype=torch.int32, device=device)
+
+        def step() -> tuple[Tensor, Tensor]:
+            rows, _, sent, received = ops.expert_dispatch(x, experts, 8, group)
+            return rows, ops.expert_combine(rows * 2, experts, on_device, sent, received, 8, group)
+
+        for replay in range(3):
+            shards = [(draw.normal(tokens, width), routing(draw, tokens, 8, 3), 8, group) for _ in range(2)]
+            x.copy_(shards[rank][0])
+            experts.copy_(shards[rank][1])
+            if replay == 0:
+                with backend.counting_launches() as launches:
+                    rows, result = step()
+                graph = backend.graph()
+                outputs = graph.capture(step)
+            else:
+                graph.replay()
+                rows, result = outputs
+            backend.device.synchronize()
+            expected, counts, *_ = dispatch.over_shards(shards)[rank]
+            used = int(counts.sum())
+            doubled = shards[rank][0].float() * 2 * weights.float().sum(1, keepdim=True)
+            if not torch.equal(rows[:used].cpu(), expected[:used]):
+                wrong.append(f"rows of {replay}")
+            if not torch.allclose(result.cpu().float(), doubled, rtol=4e-3, atol=4e-3):
+                wrong.append(f"results of {replay}")
+    return {"wrong": wrong, "launches": list(launches)}
 
 
 def die(checkpoint: str, victim: int, point: str) -> None:

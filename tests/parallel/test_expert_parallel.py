@@ -84,7 +84,7 @@ def _exchange(rank: int, ranks: int, seed: int, native: bool) -> int:
 @pytest.mark.parametrize(
     ("ranks", "seed", "native"),
     [
-        (2, 0, True), (2, 1, False),
+        (2, 0, True), pytest.param(2, 1, False, marks=pytest.mark.thorough(MODE)),
         *(
             pytest.param(ranks, seed, seed % 2 == 0, marks=pytest.mark.thorough(DRAW))
             for ranks in (2, 4) for seed in range(2, 4)
@@ -137,8 +137,8 @@ def _layers(rank: int, tensor: int, data: int, seed: int) -> list[str]:
 @pytest.mark.parametrize(
     ("tensor", "data"),
     [
-        (2, 2), (2, 1), (1, 2),
-        *(pytest.param(*sizes, marks=pytest.mark.thorough(MODE)) for sizes in ((4, 1), (1, 4))),
+        (2, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.thorough(MODE)) for sizes in ((2, 1), (1, 2), (4, 1), (1, 4))),
     ],
 )  # fmt: skip
 def test_layers_are_those_of_one_device(tensor: int, data: int) -> None:
@@ -159,7 +159,11 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize(("mode", "tensor", "data"), list(COLLECTIVES), ids=str)
-@pytest.mark.parametrize("sequences", [None, 1, 8], ids="sequences={}".format)
+@pytest.mark.parametrize(
+    "sequences",
+    [None, *(pytest.param(each, marks=pytest.mark.thorough(MODE)) for each in (1, 8))],
+    ids="sequences={}".format,
+)
 def test_collectives_of_a_layer(
     trained_experts: Path, sequences: int | None, mode: str, tensor: int, data: int
 ) -> None:
@@ -218,12 +222,12 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "dtype", "tensor", "data", "modes", "compilers"),
     [
-        ("trained", "float32", 2, 1, MODES, ["eager", "graph"]),
-        ("trained", "float32", 1, 2, ["dispatch"], ["graph"]),
+        ("trained", "float32", 2, 1, MODES, ["graph"]),
         *(
             pytest.param(*case, MODES, COMPILERS, marks=pytest.mark.thorough(MODE))
             for case in (
-                ("trained", "float32", 1, 2), ("trained", "float32", 4, 1), ("trained", "float32", 2, 2),
+                ("trained", "float32", 2, 1), ("trained", "float32", 1, 2), ("trained", "float32", 4, 1),
+                ("trained", "float32", 2, 2),
                 ("trained", "float32", 1, 4), ("trained", "bfloat16", 2, 1), ("trained", "bfloat16", 2, 2),
                 ("w8a8", "float32", 2, 1), ("w8a8", "float32", 2, 2), ("w8a8_dynamic", "float32", 1, 2),
                 ("w8a8_dynamic", "float32", 4, 1),
@@ -250,7 +254,9 @@ def _memory(rank: int, checkpoint: str, parallel: dict[str, Any]) -> dict[str, A
     return {**found, "logits": found["logits"].tolist()}  # A tensor's memory would end with the rank.
 
 
-@pytest.mark.parametrize("name", ["trained", "w8a8", "w8a8_dynamic"])
+@pytest.mark.parametrize(
+    "name", ["trained", *(pytest.param(each, marks=pytest.mark.thorough(MODE)) for each in ("w8a8", "w8a8_dynamic"))]
+)
 def test_a_rank_reads_and_holds_its_experts_only(checkpoints: dict[str, Path], name: str) -> None:
     path = checkpoints[name]
     alone = _memory(0, str(path), {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hal.backends.npu.kernels.dispatch import serves
 from hal.backends.npu.soc import GENERATIONS
 from helpers import rank_programs
 from helpers.ranks import check_fused, started
@@ -165,3 +166,29 @@ def test_the_same_tokens_with_fused_collectives(trained: Path, tmp_path: Path, c
     assert [rank[compiler] for rank in found] == [alone] * 2
     for rank in found:
         assert rank[f"launches of {compiler}"]["MatmulAllReduce"] >= 8 * 16, "of two projections in four layers"
+
+
+@pytest.mark.parametrize(("width", "native"), [(1024, True), (512, False)])
+def test_dispatch_and_combine_of_an_a3(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, native: bool
+) -> None:
+    """Rows of a documented width take one launch in each direction."""
+    monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')
+    found = started("exchange", 2, tmp_path, on={"backend": "npu"}, width=width, tokens=5, seed=3)
+    for rank in found:
+        assert rank["wrong"] == []
+        launched = [name for name in rank["launches"] if "MoeDistribute" in name]
+        assert len(launched) == (2 if native else 0), rank["launches"]
+
+
+def test_calls_that_dispatch_and_combine_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call beyond the documented limits, or the communicator's buffer, runs the exchange by all_to_all."""
+    given = {"tokens": 8, "width": 2048, "top_k": 8, "num_experts": 64, "ranks": 8, "dtype": torch.bfloat16}
+    assert serves(**given)
+    for name, value in (
+        ("tokens", 0), ("tokens", 513), ("width", 1023), ("width", 7169), ("top_k", 17), ("num_experts", 1024),
+        ("ranks", 1), ("ranks", 385), ("dtype", torch.float32), ("tokens", 512),
+    ):  # fmt: skip
+        assert not serves(**{**given, name: value}), (name, value)
+    monkeypatch.setenv("HCCL_BUFFSIZE", "500")
+    assert serves(**{**given, "tokens": 512})
