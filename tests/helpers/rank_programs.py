@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +9,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
+from helpers import rank_faults
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
@@ -63,6 +60,31 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, int]) -> dict[str, A
             return {"logits": runner.step(batch).logits.clone(), "held": held, "read": read}
 
 
+def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]) -> dict[str, int]:
+    """Load a checkpoint, and return the bytes of its weights, of what was read, and of the peak of memory.
+
+    Args:
+        checkpoint: the folder.
+        warm: the folder of a small checkpoint, loaded before, so that the peak has nothing that is made only once.
+        dtype: the dtype of computation.
+        tensor: the number of ranks.
+        on: the configuration's backend and options.
+    """
+    read = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal read
+        read = done
+
+    with hal.open({**on, "dtype": dtype, "parallel": {"tensor": tensor}}) as backend:
+        hal.load_model(warm, backend)
+        backend.device.reset_peak()
+        before = backend.device.memory_stats().allocated
+        model = hal.load_model(checkpoint, backend, progress=progress)
+        held = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
+        return {"held": held, "read": read, "peak": backend.device.memory_stats().peak - before}
+
+
 def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
     """Call each collective with random tensors of many shapes. Returns the arguments and results by operation."""
     found: dict[str, list[Tensor]] = {}
@@ -80,45 +102,4 @@ def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def die(checkpoint: str, victim: int, point: str) -> None:
-    """Start to generate; one rank kills itself when it loads, captures, or runs its third step."""
-    rank = int(os.environ["RANK"])
-    config = {
-        "backend": "cpu", "dtype": "float32", "parallel": {"tensor": 2, "timeout": 20},
-        "compilation": {"compiler": "graph", "capture_sizes": [1]},
-    }  # fmt: skip
-    with hal.open(config) as backend:
-        if rank == victim and point == "loading":
-            os.kill(os.getpid(), signal.SIGKILL)
-        model = hal.load_model(checkpoint, backend)
-        if rank == victim and point == "capture":
-            os.kill(os.getpid(), signal.SIGKILL)
-        with hal.Runner(model, backend) as runner:
-            for step, _ in enumerate(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=20))):
-                if rank == victim and point == "replay" and step == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def survivor(checkpoint: str, point: str, into: str) -> None:
-    """As :func:`die` with rank 1 as the victim; rank 0 writes the error that it gets, and after how many seconds."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the program that ends the ranks, so that the error is seen
-    start = time.monotonic()
-    try:
-        die(checkpoint, 1, point)
-    except hal.HalError as error:
-        Path(into, "error.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
-
-
-def late(seconds: int, into: str) -> None:
-    """Rank 1 comes to a collective too late. Each rank writes its error."""
-    rank = int(os.environ["RANK"])
-    with hal.open({"backend": "cpu", "parallel": {"tensor": 2, "timeout": seconds}}) as backend:
-        group = backend.mesh.tensor.name
-        ops.all_reduce(torch.ones(1, 4), group)
-        if rank == 1:
-            time.sleep(3 * seconds)
-        start = time.monotonic()
-        try:
-            ops.all_reduce(torch.ones(1, 4), group)
-        except hal.HalError as error:
-            Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
+faulty = rank_faults.faulty
