@@ -37,6 +37,7 @@ def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         ("tiny-python", "float32", 2, COMPILERS),
         ("tiny-python", "float32", 4, [*COMPILERS, "piecewise", "inductor"]),
         ("tiny-python", "bfloat16", 2, [*COMPILERS, "piecewise"]),
+        ("tiny-python", "bfloat16", 4, [*COMPILERS, "piecewise"]),
         ("tiny-python-moe", "float32", 2, COMPILERS),
         ("tiny-python-moe", "float32", 4, [*COMPILERS, "piecewise"]),
         ("tiny-python-w8a8", "float32", 2, COMPILERS),

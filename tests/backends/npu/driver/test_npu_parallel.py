@@ -18,7 +18,10 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NPU = {"backend": "npu", "options": {"emulator": "on"}}
 MODES = ["eager", "graph", "piecewise", "npugraph_ex"]
-FAULTS = [("killed", "loading"), ("raises", "capture"), ("killed", "replay"), ("late", "replay")]
+FAULTS = [
+    ("killed", "joining"), ("killed", "loading"), ("raises", "capture"), ("skips", "capture"), ("killed", "replay"),
+    ("late", "replay"), ("killed", "sampling"), ("raises", "sampling"),
+]  # fmt: skip
 """Faults of a rank, and their points in a job."""
 
 
