@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.ops.experts.routing import routing
+from helpers import rank_faults
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
@@ -73,6 +71,31 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, A
         with hal.Runner(model, on) as runner:
             batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]])
             return {"logits": runner.step(batch).logits.clone(), "held": held, "read": read}
+
+
+def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]) -> dict[str, int]:
+    """Load a checkpoint, and return the bytes of its weights, of what was read, and of the peak of memory.
+
+    Args:
+        checkpoint: the folder.
+        warm: the folder of a small checkpoint, loaded before, so that the peak has nothing that is made only once.
+        dtype: the dtype of computation.
+        tensor: the number of ranks.
+        on: the configuration's backend and options.
+    """
+    read = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal read
+        read = done
+
+    with hal.open({**on, "dtype": dtype, "parallel": {"tensor": tensor}}) as backend:
+        hal.load_model(warm, backend)
+        backend.device.reset_peak()
+        before = backend.device.memory_stats().allocated
+        model = hal.load_model(checkpoint, backend, progress=progress)
+        held = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
+        return {"held": held, "read": read, "peak": backend.device.memory_stats().peak - before}
 
 
 def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
@@ -141,50 +164,6 @@ def exchange(on: dict[str, Any], width: int, tokens: int, seed: int) -> dict[str
     return {"wrong": wrong, "launches": list(launches)}
 
 
-def die(checkpoint: str, victim: int, point: str) -> None:
-    """Start to generate; one rank kills itself when it loads, captures, or runs its third step."""
-    rank = int(os.environ["RANK"])
-    config = {
-        "backend": "cpu", "dtype": "float32", "parallel": {"tensor": 2, "timeout": 20},
-        "compilation": {"compiler": "graph", "capture_sizes": [1]},
-    }  # fmt: skip
-    with hal.open(config) as backend:
-        if rank == victim and point == "loading":
-            os.kill(os.getpid(), signal.SIGKILL)
-        model = hal.load_model(checkpoint, backend)
-        if rank == victim and point == "capture":
-            os.kill(os.getpid(), signal.SIGKILL)
-        with hal.Runner(model, backend) as runner:
-            for step, _ in enumerate(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=20))):
-                if rank == victim and point == "replay" and step == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def survivor(checkpoint: str, point: str, into: str) -> None:
-    """As :func:`die` with rank 1 as the victim; rank 0 writes the error that it gets, and after how many seconds."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the program that ends the ranks, so that the error is seen
-    start = time.monotonic()
-    try:
-        die(checkpoint, 1, point)
-    except hal.HalError as error:
-        Path(into, "error.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
-
-
-def late(seconds: int, into: str) -> None:
-    """Rank 1 comes to a collective too late. Each rank writes its error."""
-    rank = int(os.environ["RANK"])
-    with hal.open({"backend": "cpu", "parallel": {"tensor": 2, "timeout": seconds}}) as backend:
-        group = backend.mesh.tensor.name
-        ops.all_reduce(torch.ones(1, 4), group)
-        if rank == 1:
-            time.sleep(3 * seconds)
-        start = time.monotonic()
-        try:
-            ops.all_reduce(torch.ones(1, 4), group)
-        except hal.HalError as error:
-            Path(into, f"{rank}.txt").write_text(f"{type(error).__name__}\n{time.monotonic() - start}\n{error}")
-
-
 def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, rows: int = 8) -> dict[str, Any]:
     """Call each fused collective. Returns the arguments without the group, the results, and the launches on an NPU.
 
@@ -195,7 +174,7 @@ def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, r
         rows: rows of the arguments.
     """
     found: dict[str, Any] = {}
-    with hal.open({**(on or {"backend": "cpu"}), "parallel": {"tensor": int(os.environ["WORLD_SIZE"])}}) as backend:
+    with hal.open({**(on or {"backend": "cpu"}), "parallel": {"tensor": ranks}}) as backend:
         group = backend.mesh.tensor
         draw = ops.Draw(getattr(torch, dtype), seed=seed + group.rank)
         shared = ops.Draw(getattr(torch, dtype), seed=seed)
@@ -216,3 +195,6 @@ def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, r
                     results.append([each.cpu() for each in (result if isinstance(result, tuple) else (result,))])
             found[operation.name] = {"of": calls, "is": results, "launches": dict(launches)}
     return found
+
+
+faulty = rank_faults.faulty

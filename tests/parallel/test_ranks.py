@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import rank_processes
-from helpers.ranks import failing, in_ranks
+from helpers.ranks import in_ranks
 
 import hal
 from hal import ops
@@ -93,26 +93,6 @@ def test_an_engines_groups() -> None:
         assert backend.mesh.size == 1
         with pytest.raises(ConfigError, match="not started as one"):
             backend.configure(hal.Config(backend="cpu", parallel=hal.ParallelConfig(tensor=2)))
-
-
-@pytest.mark.parametrize("point", ["loading", "capture", "replay"])
-def test_a_rank_that_dies(trained: Path, tmp_path: Path, point: str) -> None:
-    start = time.monotonic()
-    failure = failing("survivor", 2, tmp_path, checkpoint=str(trained), point=point, into=str(tmp_path))
-    assert failure is not None
-    assert (failure.rank, failure.status) == (1, -9)
-    kind, *_ = (tmp_path / "error.txt").read_text(encoding="utf-8").split("\n")
-    assert kind == "CommunicationError"
-    assert time.monotonic() - start < 90
-
-
-def test_a_rank_that_is_late(tmp_path: Path) -> None:
-    failing("late", 2, tmp_path, seconds=3, into=str(tmp_path))
-    kind, seconds, text = (tmp_path / "0.txt").read_text(encoding="utf-8").split("\n", 2)
-    assert kind == "CommunicationError"
-    assert 2 < float(seconds) < 9
-    assert "all_reduce of [1, 4] torch.float32" in text
-    assert "in the group 'tensor" in text
 
 
 def test_the_command(trained: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_programs
-from helpers.ranks import in_ranks
+from helpers import large_checkpoint, rank_programs
+from helpers.checkpoints import random_checkpoint
+from helpers.ranks import in_ranks, started
 
 import hal
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
@@ -36,6 +37,7 @@ def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         ("tiny-python", "float32", 2, COMPILERS),
         ("tiny-python", "float32", 4, [*COMPILERS, "piecewise", "inductor"]),
         ("tiny-python", "bfloat16", 2, [*COMPILERS, "piecewise"]),
+        ("tiny-python", "bfloat16", 4, [*COMPILERS, "piecewise"]),
         ("tiny-python-moe", "float32", 2, COMPILERS),
         ("tiny-python-moe", "float32", 4, [*COMPILERS, "piecewise"]),
         ("tiny-python-w8a8", "float32", 2, COMPILERS),
@@ -65,6 +67,25 @@ def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) 
         assert rank["held"] <= 1.1 * alone["held"] / ranks
         assert rank["read"] <= 1.1 * alone["read"] / ranks
     assert all(torch.equal(rank["logits"], found[0]["logits"]) for rank in found)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
+    """Return a checkpoint whose largest weight is small to it, a small one, and the bytes of the first."""
+    folder = tmp_path_factory.mktemp("large")
+    size = large_checkpoint.write(folder / "large", torch.bfloat16, num_hidden_layers=13, vocab_size=4000)
+    return folder / "large", random_checkpoint(folder / "small"), size
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, ranks: int) -> None:
+    """Without packing for oneDNN, which takes more."""
+    checkpoint, small, size = large
+    on = {"backend": "cpu", "options": {"pack_weights": False}}
+    arguments = {"checkpoint": str(checkpoint), "warm": str(small), "dtype": "bfloat16"}
+    for found in started("peak", ranks, tmp_path, **arguments, tensor=ranks, on=on):
+        assert found["read"] <= found["held"] <= 1.05 * size / ranks
+        assert found["peak"] <= 1.1 * size / ranks, found
 
 
 def test_a_number_of_ranks_that_does_not_divide(checkpoints: dict[str, Path]) -> None:

@@ -1,194 +1,86 @@
-"""Tests of models that ranks split between emulated NPUs: the same tokens as one NPU's, in every mode."""
+"""Tests of models that ranks split between emulated NPUs: one NPU's tokens, memory, and failures of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hal.backends.npu.kernels.dispatch import serves
-from hal.backends.npu.soc import GENERATIONS
-from helpers import rank_programs
-from helpers.ranks import check_fused, started
+from helpers import large_checkpoint, rank_programs
+from helpers.checkpoints import random_checkpoint
+from helpers.fault_checks import check_fault
+from helpers.ranks import started
 
-import hal
-from hal.cli import explanation
-from hal.device.group import forget_group, register_group
-from hal.parallel import Group, Mesh
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NPU = {"backend": "npu", "options": {"emulator": "on"}}
-ALL = ["eager", "graph", "piecewise", "npugraph_ex"]
+MODES = ["eager", "graph", "piecewise", "npugraph_ex"]
+FAULTS = [
+    ("killed", "joining"), ("killed", "loading"), ("raises", "capture"), ("skips", "capture"), ("killed", "replay"),
+    ("late", "replay"), ("killed", "sampling"), ("raises", "sampling"),
+]  # fmt: skip
+"""Faults of a rank, and their points in a job."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a dense checkpoint, one with experts, and the first in W8A8 with static and with dynamic scales."""
+    folder, trained = tmp_path_factory.mktemp("quantized"), repository / "checkpoints" / "tiny-python"
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    quantize_checkpoint(trained, folder / "w8a8", "w8a8", format="modelslim", calibration=text)
+    quantize_checkpoint(trained, folder / "w8a8_dynamic", "w8a8_dynamic", format="compressed-tensors")
+    experts = repository / "checkpoints" / "tiny-python-moe"
+    return {"dense": trained, "experts": experts, **{each: folder / each for each in ("w8a8", "w8a8_dynamic")}}
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Give processes that start from now on as many emulated NPUs."""
+    options = {**json.loads(os.environ["HAL_NPU_EMULATOR_OPTIONS"]), "devices": count}
+    monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", json.dumps(options))
 
 
 @pytest.mark.parametrize(
-    ("name", "compilers"),
+    ("name", "ranks", "compilers"),
     [
-        ("trained", ["eager", "graph"]),
-        ("trained", ["piecewise", "npugraph_ex"]),
-        ("trained_experts", ALL),
+        ("dense", 2, ["eager", "graph"]),
+        ("dense", 2, ["piecewise", "npugraph_ex"]),
+        ("dense", 4, ["graph", "piecewise"]),
+        ("experts", 2, MODES),
+        ("experts", 4, ["graph", "piecewise"]),
+        ("w8a8", 2, ["graph", "npugraph_ex"]),
+        ("w8a8_dynamic", 2, ["eager", "graph", "npugraph_ex"]),
     ],
 )
-def test_the_same_tokens(request: pytest.FixtureRequest, tmp_path: Path, name: str, compilers: list[str]) -> None:
-    arguments: dict[str, Any] = {"checkpoint": str(request.getfixturevalue(name)), "dtype": "float16"}
-    alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = started("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel={"tensor": 2}, on=NPU)
-    for compiler in compilers:
-        assert [rank[compiler] for rank in found] == [alone] * 2, compiler
-
-
-@pytest.mark.parametrize(
-    ("parallel", "compilers"),
-    [
-        ({"tensor": 2, "experts": "dispatch"}, ["graph"]),
-        ({"tensor": 2, "experts": "all_gather"}, ALL),
-        ({"tensor": 2, "experts": "all_to_all"}, ALL),
-        ({"tensor": 2, "experts": "dispatch"}, ALL),
-        ({"data": 2, "experts": "all_gather"}, ALL),
-        ({"data": 2, "experts": "all_to_all"}, ALL),
-        ({"data": 2, "experts": "dispatch"}, ALL),
-    ],
-    ids=str,
-)
-def test_whole_experts_on_each_rank(
-    trained_experts: Path, tmp_path: Path, parallel: dict[str, Any], compilers: list[str]
-) -> None:
-    arguments: dict[str, Any] = {"checkpoint": str(trained_experts), "dtype": "float16"}
-    alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = started("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel=parallel, on=NPU)
-    for compiler in compilers:
-        assert [rank[compiler] for rank in found] == [alone] * 2, compiler
-
-
-@pytest.fixture
-def pair() -> Iterator[Group]:
-    """Yield a group of two ranks of which this process is the first, and alone: it can trace, but not communicate."""
-    made = Group("pair", 0, 2, object())
-    register_group(made)
-    yield made
-    forget_group(made)
-
-
-FUSED = ("all_gather_linear", "linear_all_reduce", "linear_reduce_scatter")
-
-
-@pytest.mark.parametrize(
-    ("options", "applied", "skipped"),
-    [
-        ({"mc2_rows": 4}, 8, {}),
-        ({}, 0, {
-            "at most 4 rows: npu_mm_all_reduce_base is for prefill, from 1000 rows on (option mc2_rows)": 8
-        }),
-        ({"mc2_rows": 0, "nz_weights": True}, 0, {
-            "the weight is in FRACTAL_NZ (option nz_weights), and npu_mm_all_reduce_base takes ND": 8
-        }),
-    ],
-)  # fmt: skip
-def test_where_a_projection_is_fused_with_its_sum(
-    trained: Path, pair: Group, caplog: pytest.LogCaptureFixture, options: dict[str, Any], applied: int,
-    skipped: dict[str, int],
+def test_the_same_tokens(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int,
+    compilers: list[str],
 ) -> None:  # fmt: skip
-    """`hal explain` says so for a step of four sequences."""
-    settings = {"backend": "npu", "dtype": "float16", "options": options}
-    with caplog.at_level("WARNING"), hal.open(settings, mesh=Mesh(tensor=pair)) as backend:
-        model = hal.load_model(str(trained), backend)
-        step, _ = explanation._lowered(model, backend, 4)
-        report = step.report["linear_all_reduce"]
-        assert (len(report.matches), dict(report.reasons)) == (applied, skipped)
-        rows = {name: why for name, _, _, _, why in explanation._rewrites(step, backend)}
-        if applied:
-            assert rows["linear_all_reduce"] == "runs npu_mm_all_reduce_base from 4 rows on"
-        assert not caplog.messages
-    hal.open("cpu")
-
-
-def test_conditions_of_fused_collectives(npu: Callable[..., hal.Backend], pair: Group) -> None:
-    conditions = npu(options={"mc2_rows": 4}).conditions
-    assert set(conditions) == set(FUSED)
-    x, weight, bias = torch.ones(8, 256).half(), torch.ones(16, 256).half(), torch.ones(16).half()
-    three = Group("three", 0, 3, object())
-    register_group(three)
-    try:
-        for name in FUSED:
-            assert conditions[name](x, weight, None, pair.name) is None
-            assert "takes 2, 4 or 8 ranks, not 3" in str(conditions[name](x, weight, None, three.name))
-            wide = conditions[name](x.float(), weight, None, pair.name)
-            assert "takes float16 and bfloat16, not float32" in str(wide)
-    finally:
-        forget_group(three)
-    assert conditions["linear_all_reduce"](x.view(2, 4, 256), weight, bias, pair.name) is None
-    for name in ("all_gather_linear", "linear_reduce_scatter"):
-        assert "takes no bias" in str(conditions[name](x, weight, bias, pair.name))
-        narrow = conditions[name](x[:, :255], weight[:, :255], None, pair.name)
-        assert narrow is not None
-        assert narrow.endswith("takes 256 to 65534 in_features, not 255")
-    assert "2 rows: " in str(conditions["linear_all_reduce"](x[:2], weight, None, pair.name))
-    assert conditions["all_gather_linear"](x[:2], weight, None, pair.name) is None, "both ranks have two rows"
-    assert "0 rows" in str(npu(options={"mc2_rows": 0}).conditions["linear_all_reduce"](x[:0], weight, None, pair.name))
-
-
-@pytest.mark.parametrize(
-    ("prefix", "fused"),
-    [("Ascend910B", FUSED), ("Ascend910_93", FUSED[::2]), ("Ascend310P", ()), ("Ascend950", ())],
-)
-def test_generations_that_fuse(prefix: str, fused: tuple[str, ...]) -> None:
-    from hal.backends.npu.kernels.collectives import FusedCollectives
-
-    (generation,) = (each for each in GENERATIONS if each.prefix == prefix)
-    assert set(FusedCollectives(torch.device("npu", 0), generation, 1000, False).kernels) == set(fused)
-
-
-MC2 = {"backend": "npu", "options": {"emulator": "on", "mc2_rows": 2}}
-
-
-def test_fused_collectives_of_ranks(tmp_path: Path) -> None:
-    """One call has a bias, which only the all-reduce takes."""
-    found = started("fused_collectives", 2, tmp_path, dtype="float16", seed=3, on=MC2)
-    check_fused(found)
-    for name, launches in (
-        ("linear_all_reduce", {"MatmulAllReduce": 2}),
-        ("all_gather_linear", {"AllGatherMatmulV2": 1, "HcclAllGather": 1}),
-        ("linear_reduce_scatter", {"MatmulReduceScatterV2": 1, "HcclReduceScatter": 1}),
-    ):
-        counted = found[0][name]["launches"]
-        assert {launch: counted.get(launch) for launch in launches} == launches
-
-
-@pytest.mark.parametrize("compiler", ["graph", "npugraph_ex", "piecewise"])
-def test_the_same_tokens_with_fused_collectives(trained: Path, tmp_path: Path, compiler: str) -> None:
-    """Decode steps of two and four sequences are fused, those of one are not."""
-    arguments: dict[str, Any] = {"checkpoint": str(trained), "dtype": "float16"}
+    arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": "float16"}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = started(
-        "tokens", 2, tmp_path, **arguments, compilers=[compiler], parallel={"tensor": 2}, on=MC2, count=True
-    )  # fmt: skip
-    assert [rank[compiler] for rank in found] == [alone] * 2
-    for rank in found:
-        assert rank[f"launches of {compiler}"]["MatmulAllReduce"] >= 8 * 16, "of two projections in four layers"
+    devices(monkeypatch, ranks)
+    found = started("tokens", ranks, tmp_path, **arguments, compilers=compilers, parallel={"tensor": ranks}, on=NPU)
+    for compiler in compilers:
+        assert [rank[compiler] for rank in found] == [alone] * ranks, compiler
 
 
-@pytest.mark.parametrize(("width", "native"), [(1024, True), (512, False)])
-def test_dispatch_and_combine_of_an_a3(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, native: bool
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peak_memory_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    devices(monkeypatch, ranks)
+    size = large_checkpoint.write(tmp_path / "large", torch.float16, num_hidden_layers=13, vocab_size=4000)
+    small = random_checkpoint(tmp_path / "small", head_dim=64)
+    arguments = {"checkpoint": str(tmp_path / "large"), "warm": str(small), "dtype": "float16"}
+    for found in started("peak", ranks, tmp_path, **arguments, tensor=ranks, on=NPU):
+        assert found["read"] <= found["held"] <= 1.05 * size / ranks
+        assert found["peak"] <= 1.1 * size / ranks, found
+
+
+@pytest.mark.parametrize(("fault", "point"), FAULTS)
+def test_a_rank_that_fails(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, point: str
 ) -> None:
-    """Rows of a documented width take one launch in each direction."""
-    monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')
-    found = started("exchange", 2, tmp_path, on={"backend": "npu"}, width=width, tokens=5, seed=3)
-    for rank in found:
-        assert rank["wrong"] == []
-        launched = [name for name in rank["launches"] if "MoeDistribute" in name]
-        assert len(launched) == (2 if native else 0), rank["launches"]
-
-
-def test_calls_that_dispatch_and_combine_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call beyond the documented limits, or the communicator's buffer, runs the exchange by all_to_all."""
-    given = {"tokens": 8, "width": 2048, "top_k": 8, "num_experts": 64, "ranks": 8, "dtype": torch.bfloat16}
-    assert serves(**given)
-    for name, value in (
-        ("tokens", 0), ("tokens", 513), ("width", 1023), ("width", 7169), ("top_k", 17), ("num_experts", 1024),
-        ("ranks", 1), ("ranks", 385), ("dtype", torch.float32), ("tokens", 512),
-    ):  # fmt: skip
-        assert not serves(**{**given, name: value}), (name, value)
-    monkeypatch.setenv("HCCL_BUFFSIZE", "500")
-    assert serves(**{**given, "tokens": 512})
+    """The other rank gets a typed error in time, and nothing is left behind."""
+    job = {"checkpoint": str(trained), "on": {**NPU, "dtype": "float16"}, "compiler": "graph"}
+    check_fault(fault, point, tmp_path, monkeypatch, **job)

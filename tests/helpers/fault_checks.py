@@ -1,0 +1,78 @@
+"""Checks what two ranks do if rank 1 has a fault: both get typed errors, in time, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.rank_faults import VICTIM, left_behind
+from helpers.ranks import failing
+
+TIMEOUT = 12
+"""``parallel.timeout`` of faults that are noticed by it, in seconds."""
+SHORT = 6
+"""``parallel.timeout`` of ranks that join: less than the time in which the starting process ends them."""
+LONG = 120
+"""``parallel.timeout`` of the others. On a busy machine, ranks that compile are seconds apart."""
+SLACK = 8.0
+"""Seconds that a busy machine may add."""
+
+AT: dict[str, tuple[str, ...]] = {
+    "joining": ("killed", "raises", "late"),
+    "loading": ("killed", "raises", "late"),
+    "capture": ("killed", "raises", "late", "skips", "shapes"),
+    "replay": ("killed", "interrupted", "late", "skips", "shapes"),
+    "sampling": ("killed", "raises", "late"),
+}
+"""The faults at each point of a job. Joining, loading and sampling have no collective to skip, or to call otherwise."""
+FAULTS = [(fault, point) for point, faults in AT.items() for fault in faults]
+
+
+def check_fault(
+    fault: str, point: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, limit: float = TIMEOUT, **job: Any
+) -> None:
+    """Run a job with a fault of rank 1, and check rank 0's error, its time, and what the ranks leave behind.
+
+    Args:
+        fault: see :class:`helpers.rank_faults.Strike`.
+        point: see :data:`AT`.
+        folder: an empty folder.
+        monkeypatch: sets the ranks' environment.
+        limit: seconds after the fault in which rank 0 fails.
+        job: arguments of :func:`helpers.rank_faults.faulty`.
+    """
+    mark, temporary = uuid.uuid4().hex, folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("RANKS_OF_TEST", mark)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "cache"))  # torch keeps its cache between processes.
+    shared = set(os.listdir("/dev/shm"))
+    timeout = SHORT if point == "joining" else TIMEOUT if fault == "late" else LONG
+    failing("faulty", 2, folder, fault=fault, point=point, into=str(folder), timeout=timeout, **job)
+    ended, struck = time.monotonic(), float((folder / "time.txt").read_text())
+    ranks = [_read(folder / f"{rank}.json") for rank in range(2)]
+
+    assert ranks[0]["error"] == "CommunicationError", ranks
+    assert "remedy: " in ranks[0]["text"]
+    assert -SLACK < ranks[0]["time"] - struck < limit + SLACK, ranks
+    joins_late = (fault, point) == ("late", "joining")  # It may be ended before it gives up.
+    if fault == "killed":
+        assert ranks[VICTIM] == {}
+    else:
+        expected = {"raises": "ValueError", "interrupted": "KeyboardInterrupt"}.get(fault, "CommunicationError")
+        may_end = fault == "skips" or joins_late
+        assert ranks[VICTIM].get("error") in ({expected, None} if may_end else {expected})
+    assert ended - struck < 60
+    assert left_behind(mark) == []
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert list(temporary.iterdir()) == []
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
