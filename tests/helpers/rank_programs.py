@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -164,17 +163,20 @@ def exchange(on: dict[str, Any], width: int, tokens: int, seed: int) -> dict[str
     return {"wrong": wrong, "launches": list(launches)}
 
 
-def fused_collectives(dtype: str, seed: int, on: dict[str, Any] | None = None, rows: int = 8) -> dict[str, Any]:
+def fused_collectives(
+    tensor: int, dtype: str, seed: int, on: dict[str, Any] | None = None, rows: int = 8
+) -> dict[str, Any]:
     """Call each fused collective. Returns the arguments without the group, the results, and the launches on an NPU.
 
     Args:
+        tensor: the number of ranks.
         dtype: the dtype of the tensors.
         seed: of the tensors.
         on: the configuration's backend and options; None for the CPU.
         rows: rows of the arguments.
     """
     found: dict[str, Any] = {}
-    with hal.open({**(on or {"backend": "cpu"}), "parallel": {"tensor": ranks}}) as backend:
+    with hal.open({**(on or {"backend": "cpu"}), "parallel": {"tensor": tensor}}) as backend:
         group = backend.mesh.tensor
         draw = ops.Draw(getattr(torch, dtype), seed=seed + group.rank)
         shared = ops.Draw(getattr(torch, dtype), seed=seed)

@@ -79,7 +79,7 @@ def over_shards(name: str, shards: list[Any]) -> list[Any]:
 
 
 def test_without_kernels_ranks_run_the_smaller_operations() -> None:
-    check_fused(in_ranks("fused_collectives", 2, dtype="float32", seed=11))
+    check_fused(in_ranks("fused_collectives", 2, tensor=2, dtype="float32", seed=11))
 
 
 def test_a_collective_without_a_group_is_refused(forget_operations: None) -> None:

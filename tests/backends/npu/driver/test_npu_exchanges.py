@@ -128,7 +128,7 @@ MC2 = {"backend": "npu", "options": {"emulator": "on", "mc2_rows": 2}}
 
 def test_fused_collectives_of_ranks(tmp_path: Path) -> None:
     """One call has a bias, which only the all-reduce takes."""
-    found = started("fused_collectives", 2, tmp_path, dtype="float16", seed=3, on=MC2)
+    found = started("fused_collectives", 2, tmp_path, tensor=2, dtype="float16", seed=3, on=MC2)
     check_fused(found)
     for name, launches in (
         ("linear_all_reduce", {"MatmulAllReduce": 2}),
