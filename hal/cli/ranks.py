@@ -21,12 +21,15 @@ def tensor_parallel(text: str = TENSOR_PARALLEL) -> Callable[[Callable[..., Any]
 
 
 def with_ranks(
-    settings: Mapping[str, Any], tensor_parallel: int | None, data_parallel: int | None = None
+    settings: Mapping[str, Any],
+    tensor_parallel: int | None,
+    data_parallel: int | None = None,
+    experts: str | None = None,
 ) -> dict[str, Any]:
     """Return the settings with the options' values in the place of theirs, where they are given."""
-    given = {"tensor": tensor_parallel, "data": data_parallel}
-    sizes = {name: size for name, size in given.items() if size is not None}
-    return {**settings, "parallel": {**settings.get("parallel", {}), **sizes}} if sizes else dict(settings)
+    options = {"tensor": tensor_parallel, "data": data_parallel, "experts": experts}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**settings, "parallel": {**settings.get("parallel", {}), **given}} if given else dict(settings)
 
 
 def start_ranks(ranks: int, stdin: bytes | None = None) -> bool:

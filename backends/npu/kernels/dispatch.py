@@ -56,9 +56,14 @@ def serves(tokens: int, width: int, top_k: int, num_experts: int, ranks: int, dt
 
 
 class ExpertExchange:
-    """The kernels, and their communicators."""
+    """The kernels, and their communicators.
 
-    def __init__(self) -> None:
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._names: dict[str, str] = {}
 
     def join(self, group: Group) -> None:
@@ -66,8 +71,8 @@ class ExpertExchange:
         if group.name in self._names:
             return
         process_group: Any = distributed.new_group(backend="hccl")
-        backend = process_group._get_backend(torch.device("npu"))
-        self._names[group.name] = backend.get_hccl_comm_name(group.rank)
+        # torch_npu takes a rank, of which it uses the index of the device.
+        self._names[group.name] = process_group._get_backend(self._device).get_hccl_comm_name(self._device.index)
 
     def kernels(self) -> Mapping[str, Kernel]:
         """Return the kernels, by operation."""

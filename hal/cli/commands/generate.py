@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, get_args
 
 import attrs
 import click
@@ -19,6 +19,7 @@ from hal.cli import ranks
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.stdout import ResultCommand, echo
+from hal.config.settings import ExpertsMode
 from hal.errors import BatchError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ SAMPLING = {
     "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
 
+EXPERTS = "How the ranks share mixtures of experts; by default, each holds a part of every expert."
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
 STDIN = "<stdin>"
@@ -65,6 +67,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @ranks.tensor_parallel()
 @click.option("--data-parallel", type=click.IntRange(1), metavar="N", help=DATA_PARALLEL)
+@click.option("--experts", type=click.Choice(get_args(ExpertsMode)), help=EXPERTS)
 def command(
     checkpoint: Path,
     prompts: Sequence[str],
@@ -77,6 +80,7 @@ def command(
     compilation_config: str | None,
     tensor_parallel: int | None,
     data_parallel: int | None,
+    experts: str | None,
     **sampling: Any,
 ) -> None:
     """Continue prompts with the model in the folder CHECKPOINT.
@@ -98,7 +102,7 @@ def command(
         stdin = content if file_name(prompts_file) == STDIN else None
     check_prompts(texts)
     settings = ranks.with_ranks(
-        settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel
+        settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel, experts
     )  # fmt: skip
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
