@@ -338,13 +338,13 @@ print(most)
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc/self/smaps_rollup")
 def test_only_the_slice_is_read(tmp_path: Path) -> None:
-    """A slice of 64 MiB of a tensor of 256 MiB takes the memory of one piece, 32 MiB, and a few MiB more."""
+    """Reading a slice of 64 MiB of a tensor of 256 MiB takes a few MiB: the file is mapped anew after each 1/64."""
     values = torch.arange(1024.0)[:, None].expand(1024, 1 << 16).contiguous()
     save_file({"large": values}, tmp_path / "model.safetensors")
     write_json(tmp_path / "config.json", {"architectures": ["None"]})
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 16 <= int(result.stdout) < 72
+    assert 1 <= int(result.stdout) < 24
 
 
 def test_the_registered_schemes() -> None:

@@ -160,9 +160,10 @@ def in_fractal_nz(weight: Tensor) -> Tensor:
     Raises:
         ConfigError: torch_npu silently kept the weight's format.
     """
-    if weight.untyped_storage().nbytes() != weight.numel() * weight.element_size():
-        weight = weight.clone()  # torch_npu does not cast a tensor that covers only part of its storage
     cast: Tensor = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
+    if torch_npu.get_npu_format(cast) != FRACTAL_NZ:
+        # torch_npu does not cast a tensor that covers only part of its storage, or has another shape than it.
+        cast = torch_npu.npu_format_cast(weight.clone(), FRACTAL_NZ)
     if torch_npu.get_npu_format(cast) != FRACTAL_NZ:
         raise ConfigError(
             f"the option nz_weights is set, but torch_npu kept a weight of shape {list(weight.shape)} in the format "

@@ -38,14 +38,18 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
 """Layers that ranks split, by name."""
 ROUNDINGS = 4.0
 """Factor of the tolerance of split layers, whose parts are rounded before they are joined."""
+EXCHANGE = ("expert_dispatch", "expert_combine")
+"""Operations that are compared together: what the first passes to the second depends on the kernel."""
 
 
 def checks(backend: Backend) -> Iterator[tuple[str, Check]]:
     """Yield names and checks. The group is the one that the backend is in when a check runs."""
     for operation in ops.catalogue().values():
-        if operation.over_shards is not None:
+        if operation.over_shards is not None and operation.name not in EXCHANGE:
             for dtype in backend.limits.dtypes:
                 yield f"operations/{operation.name}/{dtype_name(dtype)}", partial(_operation, backend, operation, dtype)
+    for dtype in backend.limits.dtypes:
+        yield f"operations/{'+'.join(EXCHANGE)}/{dtype_name(dtype)}", partial(_exchange, backend, dtype)
     for name in LAYERS:
         for dtype in backend.limits.dtypes:
             yield f"layers/{name}/{dtype_name(dtype)}", partial(_layer, backend, name, dtype)
@@ -74,6 +78,30 @@ def _operation(backend: Backend, operation: Operation, dtype: torch.dtype) -> st
         found.append(result)
     require(bool(found), f"the ranks can share no sample of {operation.name}")
     return _digest(found) if operation.name == "all_reduce" else ""
+
+
+def _exchange(backend: Backend, dtype: torch.dtype) -> str:
+    """Dispatch rows to experts, double them, and combine them."""
+    group, done = backend.mesh.tensor, list[tuple[Tensor, ...]]()
+    dispatch, combine = map(ops.operation, EXCHANGE)
+    assert dispatch.over_shards is not None
+    seeds = range(group.size)
+    for drawn in zip(*(dispatch.samples(Draw(dtype, seed=seed)) for seed in seeds), strict=True):
+        shards = [_in_group(sample, group) for sample in drawn]
+        x, experts, num_experts, _ = shards[group.rank]
+        weights = Draw(dtype, seed=group.size + group.rank).normal(*experts.shape).abs()
+        on_device = [each.to(backend.device.torch) for each in (x, experts, weights)]
+        rows, counts, sent, received = ops.expert_dispatch(*on_device[:2], num_experts, group.name)
+        result = ops.expert_combine(rows * 2, *on_device[1:], sent, received, num_experts, group.name)
+        expected, numbers, *_ = dispatch.over_shards(shards)[group.rank]
+        doubled = (x.float() * 2 * weights.float().sum(-1, keepdim=True)).to(dtype)
+        done.append((rows, expected, counts, numbers, result, doubled))
+    for rows, expected, counts, numbers, result, doubled in done:
+        require(torch.equal(counts.cpu(), numbers), f"{counts.tolist()} rows of this rank's experts, not {numbers}")
+        used = int(numbers.sum())  # The rows beyond are unspecified.
+        require(torch.equal(rows[:used].cpu(), expected[:used]), "the dispatched rows are not those of the tokens")
+        assert_agree(combine, dtype, result, doubled)
+    return ""
 
 
 def _in_group(sample: Sample, group: Group) -> Sample:

@@ -59,8 +59,10 @@ def check_replay(cpu: hal.Backend, operation: Operation, arguments: list[Any], w
     arguments = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
     floating = [value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()]
 
+    first = floating[0] if floating else None
+
     def function() -> list[Tensor]:
-        results = operation.function(*[value * 1 if value is floating[0] else value for value in arguments])
+        results = operation.function(*[value * 1 if value is first else value for value in arguments])
         results = results if isinstance(results, tuple) else () if results is None else (results,)
         return [result + 1 for result in results]
 
