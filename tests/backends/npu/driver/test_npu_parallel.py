@@ -45,8 +45,8 @@ def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "compilers"),
     [
-        ("dense", 2, ["eager", "graph"]),
-        ("dense", 2, ["piecewise", "npugraph_ex"]),
+        ("dense", 2, ["graph"]),
+        ("dense", 2, ["eager", "piecewise", "npugraph_ex"]),
         ("dense", 4, ["graph", "piecewise"]),
         ("experts", 2, MODES),
         ("experts", 4, ["graph", "piecewise"]),
