@@ -44,8 +44,8 @@ NATIVE_NAMES = {
 """torch_npu's operations and the equivalent operations of hal, for ``compilation.splitting_ops``."""
 
 
-CONNECT_TIMEOUT = 120
-"""The least seconds in which HCCL lets ranks connect. Source: HCCL's HCCL_CONNECT_TIMEOUT.md."""
+CONNECT_TIMEOUT = 120, 7200
+"""The least and the most seconds that HCCL accepts for ranks to connect. Source: HCCL's HCCL_CONNECT_TIMEOUT.md."""
 
 
 def communication_variables(timeout: int) -> dict[str, str]:
@@ -57,8 +57,9 @@ def communication_variables(timeout: int) -> dict[str, str]:
     Args:
         timeout: the seconds after which a collective fails that a rank has not joined.
     """
+    least, most = CONNECT_TIMEOUT
     return {
-        "HCCL_CONNECT_TIMEOUT": str(max(CONNECT_TIMEOUT, timeout)),
+        "HCCL_CONNECT_TIMEOUT": str(min(max(timeout, least), most)),
         "HCCL_EXEC_TIMEOUT": str(timeout),
         "TORCH_HCCL_ASYNC_ERROR_HANDLING": "0",
     }
@@ -131,7 +132,8 @@ class NpuBackend(Backend):
         """Apply a configuration; see :meth:`hal.Backend.configure`. The ranks make a communicator for dispatch."""
         super().configure(config)
         if self._exchange is not None and self.config.parallel.experts == "dispatch" and self.mesh.expert.size > 1:
-            self._exchange.join(self.mesh.expert)
+            with self.explaining():
+                self._exchange.join(self.mesh.expert)
 
     def enter(self) -> Any:
         """Enter the backend, and make its device the thread's current one, on which kernels launch."""
@@ -187,9 +189,12 @@ class NpuBackend(Backend):
             for name, value in communication_variables(config.parallel.timeout).items():
                 os.environ.setdefault(name, value)
         super()._join(config)
-        if alone and self.mesh.tensor.size > 1:
+        if alone and self.mesh.size > 1:
+            shared = () if config.parallel.experts == "split" else (self.mesh.data, self.mesh.expert)
             with self.explaining():
-                self.kernels["all_reduce"](torch.zeros(1, device=self.device.torch), self.mesh.tensor.name)
+                for group in dict.fromkeys((self.mesh.tensor, *shared)):
+                    if group.size > 1:
+                        self.kernels["all_reduce"](torch.zeros(1, device=self.device.torch), group.name)
                 self.device.synchronize()
 
     def explain(self, error: BaseException) -> HalError | None:

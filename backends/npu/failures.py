@@ -86,7 +86,7 @@ def explain(error: BaseException) -> HalError | None:
         if code in OUT_OF_MEMORY:
             return DeviceOutOfMemory(f"the NPU has no memory left: CANN error {code}", DeviceOutOfMemory.REMEDY)
         if code in OTHER_RANKS or _HCCL.search(str(error)):
-            problem = OTHER_RANKS.get(code, "a collective failed, because the ranks called different ones")
+            problem = OTHER_RANKS.get(code, "a collective failed")
             return CommunicationError(f"{problem}: CANN error {code}; {_hccl_line(error)}", RANKS_REMEDY)
         if code in DEVICE_REMEDIES:
             problem, remedy = DEVICE_REMEDIES[code]

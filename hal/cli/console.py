@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def _failed(problem: str, remedy: str) -> int:
     _tell(text)
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # of the starter of ranks, such as torchrun
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": text}), encoding="utf-8")
+            error = {"message": text, "timestamp": str(int(time.time()))}  # torchrun shows the earliest error
+            Path(file).write_text(json.dumps(error), encoding="utf-8")
     return 2
 
 

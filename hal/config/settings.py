@@ -139,11 +139,6 @@ class ParallelConfig:
         """The number of ranks."""
         return self.tensor * self.data
 
-    @property
-    def lockstep(self) -> bool:
-        """Whether data ranks step together, because their layers exchange tokens."""
-        return self.data > 1 and self.experts != "split"
-
 
 @attrs.frozen
 class Config:

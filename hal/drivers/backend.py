@@ -183,6 +183,11 @@ class Backend(BackendResources):
         """Number of streams that the captured graphs of this backend's runners hold."""
         return len(self.captured_graphs) * self.limits.streams_per_graph
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether the data ranks step together, because their layers exchange tokens."""
+        return self.mesh.data.size > 1 and self.config.parallel.experts != "split"
+
     def compiler(self, name: str) -> Compiler:
         """Return the compiler ``name``, except ``eager``, which has no compiler.
 
@@ -270,7 +275,7 @@ class Backend(BackendResources):
             raise ConfigError(
                 f"the backend {self.name} does not work with several devices", "leave parallel out of the configuration"
             )
-        self.mesh = connect(config.parallel, self.distributed, self.device.torch.type)
+        self.mesh = connect(config.parallel, self.distributed)
         self._joined = self.mesh
 
     def splitting_ops(self, config: CompilationConfig) -> set[str]:

@@ -10,6 +10,7 @@ import attrs
 
 from hal.device.group import Group
 from hal.drivers.backend import Backend
+from hal.errors import BatchError
 from hal.nn import CausalLM
 from hal.parallel.host_values import check_host_group, gather_numbers
 from hal.step import Batch, StateSpec, StepShape
@@ -23,7 +24,7 @@ class AlignedStep:
     Attributes:
         batch: the rank's batch, extended by padding.
         shape: its shape, in which ``tokens`` is the same on all ranks.
-        uniform: whether all sequences of all ranks have the same number of queries.
+        uniform: whether all sequences of all ranks have the same number of queries, one of ``compilation.queries``.
         rows: the rows of logits that the rank asked for, which come first.
     """
 
@@ -62,8 +63,11 @@ class Lockstep:
             This rank's step; None if no rank has a batch.
 
         Raises:
+            BatchError: the batch has no tokens.
             CommunicationError: another rank has ended, or does not come within its timeout.
         """
+        if batch is not None and not batch.num_tokens:
+            raise BatchError("the batch has no tokens, and the data ranks step together", "call Runner.idle instead")
         mine = StepShape(0, 0, 0) if batch is None else batch.shape
         shapes = [StepShape(*each) for each in gather_numbers(self._hosts, attrs.astuple(mine))]
         busy = [each for each in shapes if each.tokens]
@@ -75,9 +79,9 @@ class Lockstep:
         lengths = self._lengths(tokens - mine.tokens, queries if uniform else self._max_length)
         rows = 0 if batch is None else batch.logits_indices.shape[0]
         if lengths:
-            # Where all tokens have logits rows, all still have: some forms run only such steps.
+            # Some forms run only decode steps in which all tokens have logits rows. Others compute no needless ones.
             padding = padding_batch(
-                self._batch_type, lengths, all_logits=rows == mine.tokens, block_size=self._block_size,
+                self._batch_type, lengths, all_logits=uniform and rows == mine.tokens, block_size=self._block_size,
                 device=self._device,
             )  # fmt: skip
             batch = padding if batch is None else extended(batch, padding)

@@ -110,7 +110,7 @@ class Runner(Closable):
         longest = min(model.max_length, self.spec.num_tokens)
         self._max_length = longest if max_length is None else min(longest, max_length)
         lockstep = None
-        if backend.config.parallel.lockstep:
+        if backend.lockstep:
             lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
         self._steps = Steps(model, states, frozenset(backend.config.compilation.queries), lockstep)
         phases: tuple[Phase, ...] = ("decode", "prefill")

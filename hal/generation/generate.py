@@ -59,7 +59,7 @@ def generate(
     A prompt starts as soon as the cache has room for all its tokens. Its tokens do not depend on the other prompts.
 
     With several data ranks, every rank passes the same prompts, and gets the tokens of all. The ranks share the
-    prompts, and exchange the tokens when all are finished.
+    prompts, and exchange the tokens when all are finished, within ``parallel.timeout`` of the first.
 
     Args:
         runner: runs the steps.

@@ -72,7 +72,7 @@ def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
 
 def all_gather_rows(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_gather_rows`."""
-    ranks = group_named(group)
+    ranks = started(group)
     if ranks.size == 1:
         return _copied(x, out)
     if isinstance(x, FakeTensor):
@@ -106,7 +106,7 @@ def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
 
 def all_to_all(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_to_all`."""
-    ranks = group_named(group)
+    ranks = started(group)
     if ranks.size == 1:
         return _copied(x, out)
     if isinstance(x, FakeTensor):

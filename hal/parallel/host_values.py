@@ -52,7 +52,8 @@ def _explained(group: Group, call: Callable[[], Any]) -> None:
         call()
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {group.rank} of {group.size} could not agree on the next step with the other data ranks: "
+            f"rank {group.rank} of {group.size} could not exchange values with the other data ranks: "
             f"{str(error).partition(chr(10))[0]}",
-            "look for the first error of another rank; every rank calls Runner.step or Runner.idle until all are done",
+            "look for the first error of another rank; every rank calls Runner.step or Runner.idle until all are done, "
+            "within parallel.timeout of the others",
         ) from error

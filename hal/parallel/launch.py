@@ -190,17 +190,32 @@ def yielding_to_the_cause() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"this rank could not exchange a value with the others: {str(error).partition(chr(10))[0]}",
+            "look for the first error of another rank",
+        ) from error
+
+
 def gathered(value: Value, mesh: Mesh) -> list[Value]:
     """Return the values of all ranks, in their order. Every rank of the mesh calls it.
 
     Args:
         value: this rank's value, which can be pickled.
         mesh: the mesh.
+
+    Raises:
+        CommunicationError: another rank has ended, or does not come in time.
     """
     if mesh.size == 1:
         return [value]
     values: list[Any] = [None] * mesh.size
-    distributed.all_gather_object(values, value)
+    with _explained():
+        distributed.all_gather_object(values, value)
     return values
 
 
@@ -210,9 +225,13 @@ def agreed(value: Value, mesh: Mesh) -> Value:
     Args:
         value: this rank's value, which can be pickled.
         mesh: the mesh.
+
+    Raises:
+        CommunicationError: another rank has ended, or does not come in time.
     """
     if mesh.size == 1:
         return value
     values = [value]
-    distributed.broadcast_object_list(values, src=0)
+    with _explained():
+        distributed.broadcast_object_list(values, src=0)
     return values[0]

@@ -103,7 +103,7 @@ def _registered(name: str, process_group: Any, timeout: float) -> Group:
     return made
 
 
-def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
+def connect(config: ParallelConfig, backend: str) -> Mesh:
     """Join the ranks that ``torchrun``, ``hal`` or an engine started, and arrange them in a mesh.
 
     Ranks of one tensor group are consecutive, so that they are on one machine if the machine holds as many.
@@ -111,7 +111,6 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
     Args:
         config: the sizes of the mesh.
         backend: the backend of ``torch.distributed``, such as ``gloo``.
-        device_type: the device type of the tensors, such as ``cpu``.
 
     Raises:
         ConfigError: the number of ranks is not the product of the sizes, or no ranks were started.
@@ -136,17 +135,27 @@ def connect(config: ParallelConfig, backend: str, device_type: str) -> Mesh:
             f"start {config.size} ranks, or change parallel.tensor and parallel.data",
         )
     with _explained("make the groups of the mesh"):
-        from torch.distributed.device_mesh import init_device_mesh
-
-        found = init_device_mesh(device_type, (config.data, config.tensor), mesh_dim_names=("data", "tensor"))
-        tensor, data = found.get_group("tensor"), found.get_group("data")
-        expert = hosts = None
-        if config.experts != "split":
-            expert = tensor if config.data == 1 else data if config.tensor == 1 else distributed.group.WORLD
-        if config.data > 1 and not carries_cpu_tensors(data):
-            columns = [list(range(each, config.size, config.tensor)) for each in range(config.tensor)]
+        rows = [[*range(first, first + config.tensor)] for first in range(0, config.size, config.tensor)]
+        columns = [[*range(first, config.size, config.tensor)] for first in range(config.tensor)]
+        tensor, data = _group_among(rows, limit), _group_among(columns, limit)
+        expert = None if config.experts == "split" else distributed.group.WORLD
+        hosts = None
+        if data is not None and not carries_cpu_tensors(data):
             hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
         return Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
+
+
+def _group_among(lists: list[list[int]], limit: timedelta) -> Any:
+    """Return the process group of this rank's list of ranks; None if it is alone. All ranks of the job call it.
+
+    A device mesh of torch would give its groups torch's default time limit.
+    """
+    if len(lists[0]) == 1:
+        return None
+    if len(lists) == 1:
+        return distributed.group.WORLD
+    found, _ = distributed.new_subgroups_by_enumeration(lists, timeout=limit)
+    return found
 
 
 def carries_cpu_tensors(process_group: Any) -> bool:

@@ -504,9 +504,9 @@ class TestRanks:
 
     def test_a_rank_that_does_not_come(self, doctor: Doctor) -> None:
         doctor.install({"late": "late_driver:Late"}, late_driver=LATE)
-        found = doctor.driver("late", "--tensor-parallel", "2", "--timeout", "25", code=1)
+        found = doctor.driver("late", "--tensor-parallel", "2", "--timeout", "40", code=1)
         assert found["status"] == "broken"
-        assert "2 ranks: rank 1 did not come within 25 s (rank 1 was opening the driver)" in found["reason"]
+        assert "2 ranks: rank 1 did not come within 40 s (rank 1 was opening the driver)" in found["reason"]
         assert found["ranks"]["devices"] == ["cpu", ""]
 
     def test_wrong_sums(self, doctor: Doctor) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.rank_faults import VICTIM, left_behind
+from helpers.rank_faults import DIFFERENT, VICTIM, left_behind
 from helpers.ranks import failing
 
 TIMEOUT = 12
@@ -22,6 +23,8 @@ LONG = 120
 """``parallel.timeout`` of the others. On a busy machine, ranks that compile are seconds apart."""
 SLACK = 8.0
 """Seconds that a busy machine may add."""
+GONE = 5.0
+"""Seconds after which nothing of ranks that have ended is left, on a busy machine."""
 
 AT: dict[str, tuple[str, ...]] = {
     "joining": ("killed", "raises", "late"),
@@ -60,7 +63,8 @@ def check_fault(
 
     assert ranks[0]["error"] == "CommunicationError", ranks
     assert "remedy: " in ranks[0]["text"]
-    assert -SLACK < ranks[0]["time"] - struck < limit + SLACK, ranks
+    earliest = -SLACK if (point, fault) in DIFFERENT else 0.0  # The ranks notice a difference in any order.
+    assert earliest <= ranks[0]["time"] - struck < limit + SLACK, ranks
     joins_late = (fault, point) == ("late", "joining")  # It may be ended before it gives up.
     if fault == "killed":
         assert ranks[VICTIM] == {}
@@ -69,9 +73,28 @@ def check_fault(
         may_end = fault == "skips" or joins_late
         assert ranks[VICTIM].get("error") in ({expected, None} if may_end else {expected})
     assert ended - struck < 60
-    assert left_behind(mark) == []
-    assert set(os.listdir("/dev/shm")) <= shared
-    assert list(temporary.iterdir()) == []
+    check_nothing_left(mark, shared, temporary)
+
+
+def check_nothing_left(mark: str, shared: Set[str], temporary: Path) -> None:
+    """Check that ranks leave no process, no shared memory and no temporary file.
+
+    Tests that run at the same time may have shared memory for a moment, so that the check is repeated.
+
+    Args:
+        mark: a text in the environment of the ranks.
+        shared: the names in /dev/shm before the ranks were started.
+        temporary: the ranks' folder of temporary files.
+    """
+    until = time.monotonic() + GONE
+    while (left := _left(mark, shared, temporary)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == []
+
+
+def _left(mark: str, shared: Set[str], temporary: Path) -> list[str]:
+    names = set(os.listdir("/dev/shm")) - shared
+    return [*left_behind(mark), *sorted(names), *map(str, temporary.iterdir())]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hal
 from hal import ops
+from hal.nn import Experts
 from hal.ops.experts.routing import routing
 from helpers import rank_faults
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
+
+
+class _EagerSteps(logging.Handler):
+    """Collects the runner's warnings of steps that no compiled form accepts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "runs eagerly" in record.getMessage():
+            self.found.append(record.getMessage())
 
 
 def tokens(
@@ -27,6 +41,8 @@ def tokens(
 ) -> dict[str, Any]:
     """Generate with each compiler. Returns each prompt's tokens by compiler, and launches by ``launches of`` it.
 
+    Steps that ``graph`` should replay must not run eagerly, which would give the same tokens.
+
     Args:
         checkpoint: the folder.
         dtype: the dtype of computation.
@@ -38,6 +54,8 @@ def tokens(
     """
     found: dict[str, Any] = {}
     for compiler in compilers:
+        eager, log = _EagerSteps(), logging.getLogger("hal.execution")
+        log.addHandler(eager)
         config = {
             **(on or {"backend": "cpu"}), "dtype": dtype, "parallel": parallel,
             "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
@@ -53,11 +71,13 @@ def tokens(
                 for token in hal.generate(runner, given, params):
                     texts[token.prompt].append(token.token_id)
             found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)
+        log.removeHandler(eager)
+        assert compiler != "graph" or not eager.found, eager.found
     return found
 
 
 def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Run one prefill, and return its logits, and the bytes of the weights and of what was read of the files."""
+    """Run one prefill, and return its logits, and the bytes of weights, of experts, and of what was read of files."""
     read = 0
 
     def progress(done: int, total: int) -> None:
@@ -66,10 +86,14 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, A
 
     with hal.open({"backend": "cpu", "dtype": dtype, "parallel": parallel, "options": {"pack_weights": False}}) as on:
         model = hal.load_model(checkpoint, on, progress=progress)
-        held = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
+        held, experts = _nbytes(model), sum(_nbytes(each) for each in model.modules() if isinstance(each, Experts))
         with hal.Runner(model, on) as runner:
             batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]])
-            return {"logits": runner.step(batch).logits.clone(), "held": held, "read": read}
+            return {"logits": runner.step(batch).logits.clone(), "held": held, "experts": experts, "read": read}
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in [*module.parameters(), *module.buffers()])
 
 
 def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]) -> dict[str, int]:
@@ -93,8 +117,7 @@ def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]
         backend.device.reset_peak()
         before = backend.device.memory_stats().allocated
         model = hal.load_model(checkpoint, backend, progress=progress)
-        held = sum(each.numel() * each.element_size() for each in [*model.parameters(), *model.buffers()])
-        return {"held": held, "read": read, "peak": backend.device.memory_stats().peak - before}
+        return {"held": _nbytes(model), "read": read, "peak": backend.device.memory_stats().peak - before}
 
 
 def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:

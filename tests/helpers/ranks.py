@@ -23,8 +23,10 @@ from hal.parallel.launch import Failure, run_ranks
 from helpers import rank_processes
 
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from helpers.ranks import main; main(*sys.argv[2:])"
-LIMIT = 240.0
+LIMIT = 900.0
 """Seconds after which forked ranks are ended."""
+FUSED = {"all_gather_linear", "all_reduce_add_rms_norm", "linear_all_reduce", "linear_reduce_scatter"}
+"""The fused collectives."""
 
 
 def in_ranks(function: str, ranks: int, **arguments: Any) -> list[Any]:
@@ -50,7 +52,7 @@ def _forked(rank: int, function: str, arguments: dict[str, Any]) -> bytes:
 
 
 def started(function: str, ranks: int, folder: Path, **arguments: Any) -> list[Any]:
-    """Return the same as :func:`in_ranks`, of processes that import torch anew.
+    """Return the same as :func:`in_ranks`, from processes that each import torch.
 
     Args:
         function: the name of a function in :mod:`helpers.rank_programs`.
@@ -71,9 +73,11 @@ def failing(function: str, ranks: int, folder: Path, **arguments: Any) -> Failur
 
 def check_fused(found: list[Any]) -> None:
     """Check the results of ``fused_collectives`` in :mod:`helpers.rank_programs`, one for each rank."""
-    for name in found[0]:
+    assert all(set(rank) == FUSED for rank in found)
+    for name in FUSED:
         operation = ops.operation(name)
         assert operation.over_shards is not None
+        assert all(rank[name]["of"] for rank in found), name
         for call, given in enumerate(zip(*(rank[name]["of"] for rank in found), strict=True)):
             expected = operation.over_shards([(*each, "tensor") for each in given])
             for rank, each in zip(found, expected, strict=True):

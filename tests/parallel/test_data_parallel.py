@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 from helpers import rank_programs
-from helpers.rank_processes import LOST, run
+from helpers.rank_processes import LOST, run, succeeded
 from helpers.ranks import in_ranks
 from helpers.thorough import MODE
+from torch import distributed
 
 import hal
-from hal.errors import CommunicationError
+from hal.errors import CommunicationError, ConfigError
+from hal.parallel import Group, Mesh
+from hal.parallel.host_values import check_host_group
 
 EXCHANGES = ["all_gather", "all_to_all", "dispatch"]
+PROMPTS = ([5, 6, 7], [8, 9], [40, 41, 42, 43])
 
 
 def _check(checkpoint: Path, parallel: dict[str, Any], compilers: list[str], **more: Any) -> None:
@@ -74,6 +78,7 @@ def _ends_early(rank: int, checkpoint: str) -> None:
     with hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel}) as backend:
         model = hal.load_model(checkpoint, backend)
         with hal.Runner(model, backend) as runner:
+            assert not runner.idle()  # Both are here now.
             if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             runner.idle()
@@ -83,9 +88,47 @@ def test_a_rank_that_ends_while_another_waits(trained_experts: Path) -> None:
     killed, waiting = run(_ends_early, 2, str(trained_experts))
     assert killed == LOST
     assert isinstance(waiting, CommunicationError)
-    assert "rank 1 of 2 could not agree on the next step" in str(waiting)
+    assert "rank 1 of 2 could not exchange values" in str(waiting)
 
 
-def test_copies_that_do_not_exchange_tokens_are_not_idle_together(trained: Path, cpu: hal.Backend) -> None:
-    with hal.Runner(hal.load_model(trained, cpu), cpu) as runner:
-        assert not runner.idle()
+def _idle_alone(rank: int, checkpoint: str) -> bool | None:
+    with hal.open({"backend": "cpu", "dtype": "float32", "parallel": {"data": 2, "timeout": 20}}) as backend:
+        model = hal.load_model(checkpoint, backend)
+        with hal.Runner(model, backend) as runner:
+            return runner.idle() if rank == 0 else None
+
+
+def test_copies_that_do_not_exchange_tokens_are_not_idle_together(trained: Path) -> None:
+    assert succeeded(run(_idle_alone, 2, str(trained))) == [False, None]
+
+
+def _of_an_engine(rank: int, checkpoint: str) -> tuple[list[str], list[list[int]]]:
+    world, hosts = distributed.group.WORLD, distributed.new_group(backend="gloo")
+    mesh = Mesh.of(data=world, expert=world, hosts=hosts)
+    config = {"backend": "cpu", "dtype": "float32", "parallel": {"experts": "all_gather"}}  # The mesh has the sizes.
+    with hal.open(config, mesh=mesh) as backend, hal.Runner(hal.load_model(checkpoint, backend), backend) as runner:
+        texts: list[list[int]] = [[], [], []]
+        for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=6)):
+            texts[token.prompt].append(token.token_id)
+    names = [each.name.rstrip("0123456789") for each in (mesh.tensor, mesh.data, mesh.expert, mesh.hosts)]
+    mesh.close()
+    return names, texts
+
+
+def test_groups_of_an_engine(trained_experts: Path) -> None:
+    """The hosts agree on steps over a separate group."""
+    alone: list[list[int]] = [[], [], []]
+    with (
+        hal.open({"backend": "cpu", "dtype": "float32"}) as backend,
+        hal.Runner(hal.load_model(str(trained_experts), backend), backend) as runner,
+    ):
+        for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=6)):
+            alone[token.prompt].append(token.token_id)
+    found = succeeded(run(_of_an_engine, 2, str(trained_experts)))
+    assert found == [(["solo", "data", "data", "hosts"], alone)] * 2
+
+
+def test_hosts_that_no_group_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hal.parallel.host_values.carries_cpu_tensors", lambda process_group: False)
+    with pytest.raises(ConfigError, match=r"does not carry CPU tensors\n.*as `hosts`"):
+        check_host_group(Group("pair", 0, 2, object()))

@@ -167,7 +167,7 @@ COLLECTIVES = {
 def test_collectives_of_a_layer(
     trained_experts: Path, sequences: int | None, mode: str, tensor: int, data: int
 ) -> None:
-    """A trace calls no other rank, so that groups may be imagined. No size is fixed by the exchange."""
+    """A trace needs no other rank, so the groups have none. The exchange specializes no size."""
     from hal.device.group import forget_group, register_group
 
     sizes = {"tensor": tensor, "data": data, "expert": tensor * data}
@@ -267,6 +267,9 @@ def test_a_rank_reads_and_holds_its_experts_only(checkpoints: dict[str, Path], n
     for rank in results:
         torch.testing.assert_close(torch.tensor(rank["logits"]), torch.tensor(alone["logits"]), rtol=1e-4, atol=1e-4)
         assert rank["read"] == alone["read"] - of_experts // 2
+        # The scale of an input is for all experts.
+        assert 0 < rank["experts"] <= 0.51 * alone["experts"]
+        assert rank["held"] - rank["experts"] == alone["held"] - alone["experts"]
 
 
 def test_what_cannot_be_shared(trained: Path, trained_experts: Path) -> None:

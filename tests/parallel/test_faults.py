@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import TESTS
 from helpers.checkpoints import write_json
-from helpers.fault_checks import FAULTS, check_fault
-from helpers.rank_faults import left_behind
+from helpers.fault_checks import FAULTS, check_fault, check_nothing_left
 
 CPU = {"backend": "cpu", "dtype": "float32"}
 METADATA = "Metadata-Version: 2.1\nName: faulty-model\nVersion: 1\n"
@@ -75,6 +74,4 @@ def test_in_the_command(
     )  # fmt: skip
     assert (ran.returncode, message in ran.stderr) == (status, True), ran.stderr
     assert time.monotonic() - start < 150
-    assert left_behind(mark) == []
-    assert set(os.listdir("/dev/shm")) <= shared
-    assert list(Path(environment["TMPDIR"]).iterdir()) == []
+    check_nothing_left(mark, shared, Path(environment["TMPDIR"]))

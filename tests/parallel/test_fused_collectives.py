@@ -43,7 +43,7 @@ def pair() -> Iterator[Group]:
 
 
 @pytest.mark.parametrize("operation", COLLECTIVES, ids=lambda each: each.name)
-def test_over_one_rank_the_body_is_meant(operation: ops.Operation) -> None:
+def test_over_one_rank_it_equals_the_reference(operation: ops.Operation) -> None:
     assert operation.over_shards is not None
     for sample in operation.samples(Draw()):
         (found,) = operation.over_shards([sample])

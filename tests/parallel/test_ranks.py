@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import rank_processes
 from helpers.ranks import in_ranks
+from helpers.thorough import PROCESSES
 
 import hal
 from hal import ops
@@ -33,7 +34,8 @@ def test_collectives_are_what_is_declared(ranks: int) -> None:
                 rtol, atol = operation.tolerance[expected.dtype]
                 torch.testing.assert_close(rank[name][index], expected, rtol=rtol, atol=atol * ranks)
         if name not in ("all_to_all", "reduce_scatter"):
-            assert all(map(torch.equal, found[0][name], found[1][name])), "ranks must get the same bits"
+            for rank in found[1:]:
+                assert all(map(torch.equal, found[0][name], rank[name])), "ranks must get the same bits"
 
 
 def test_a_group_of_one_changes_nothing() -> None:
@@ -95,13 +97,37 @@ def test_an_engines_groups() -> None:
             backend.configure(hal.Config(backend="cpu", parallel=hal.ParallelConfig(tensor=2)))
 
 
-def test_the_command(trained: Path) -> None:
-    arguments = ["generate", str(trained), "--prompt", "def main():", "--max-new-tokens", "12", "--backend", "cpu"]
+LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", "hal_command")
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "options"),
+    [
+        ("trained", ("-m", "hal_command"), ("--tensor-parallel", "2")),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough(PROCESSES))
+            for case in (
+                ("trained", ("-m", "hal_command"), ("--data-parallel", "2")),
+                ("trained", LAUNCHED, ("--tensor-parallel", "2")),
+                ("trained_experts", ("-m", "hal_command"), ("--data-parallel", "2", "--experts", "dispatch")),
+                ("trained_experts", ("-m", "hal_command"), ("--tensor-parallel", "2", "--experts", "all_to_all")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_command(
+    request: pytest.FixtureRequest, name: str, program: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    arguments = [
+        "generate", str(request.getfixturevalue(name)), "--prompt", "def main():", "--prompt", "class Stack:",
+        "--max-new-tokens", "12", "--backend", "cpu", "--dtype", "float32",
+    ]  # fmt: skip
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     texts = [
-        subprocess.run([sys.executable, "-m", "hal_command", *arguments, *more], env=environment, capture_output=True,
-                       timeout=200, check=True).stdout
-        for more in ([], ["--tensor-parallel", "2"])
+        subprocess.run([sys.executable, *command, *arguments, *more], env=environment, capture_output=True,
+                       timeout=400, check=True).stdout
+        for command, more in ((("-m", "hal_command"), ()), (program, options))
     ]  # fmt: skip
     assert texts[0] == texts[1] != b""
 
@@ -118,17 +144,29 @@ def test_an_error_of_all_ranks_is_shown_once(trained: Path) -> None:
 
 FAILING = """
 import os, sys, time
-order = sys.argv[1].split(",")
-place = order.index(os.environ["RANK"])
-time.sleep(0.6 * place)
-sys.stderr.write(f"error {os.environ['RANK']}")
-sys.exit(3 + int(os.environ["RANK"]))
+from pathlib import Path
+order, folder, rank = sys.argv[1].split(","), Path(sys.argv[2]), os.environ["RANK"]
+new = folder / f"new-{rank}"
+new.write_text(str(os.getpid()))
+new.rename(folder / rank)
+if place := order.index(rank):  # Until run_ranks has noticed the end of the rank before.
+    before = folder / order[place - 1]
+    while not before.exists():
+        time.sleep(0.01)
+    try:
+        while True:
+            os.kill(int(before.read_text()), 0)
+            time.sleep(0.01)
+    except ProcessLookupError:
+        pass
+sys.stderr.write(f"error {rank}")
+sys.exit(3 + int(rank))
 """
 
 
 @pytest.mark.parametrize("order", ["1,0,2", "0,1,2", "2,1,0"])
-def test_of_different_errors_the_first_is_shown(order: str) -> None:
-    failure = run_ranks(["-c", FAILING, order], 3)
+def test_of_different_errors_the_first_is_shown(order: str, tmp_path: Path) -> None:
+    failure = run_ranks(["-c", FAILING, order, str(tmp_path)], 3, seconds=60)
     first = int(order[0])
     assert failure is not None
     assert (failure.rank, failure.status, failure.text) == (first, 3 + first, f"error {first}" if first else "")
@@ -136,7 +174,7 @@ def test_of_different_errors_the_first_is_shown(order: str) -> None:
 
 def test_a_time_limit() -> None:
     start = time.monotonic()
-    failure = run_ranks(["-c", "import os, time; time.sleep(60 * int(os.environ['RANK']))"], 2, seconds=1.5)
+    failure = run_ranks(["-c", "import os, time; time.sleep(60 * int(os.environ['RANK']))"], 2, seconds=6)
     assert failure is not None
     assert (failure.rank, failure.status) == (1, None)
     assert time.monotonic() - start < 30

@@ -130,7 +130,7 @@ class FusedCollectives:
         size = group_named(group).size
         if size not in supported:
             return f"{launch} takes {_several(supported)} ranks, not {size}"
-        if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", size)) % size:
             return f"{launch} needs the ranks on one machine"
         if x.dtype not in DTYPES:
             return f"{launch} takes float16 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"

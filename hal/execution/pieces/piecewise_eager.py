@@ -124,10 +124,14 @@ class PiecewiseEagerForm(TokenForm):
         )
 
     def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
-        """Reject a batch that takes several runs if the model keeps per-sequence states, which would advance twice."""
+        """Reject a batch that takes several runs where each step must be one."""
         rows = self._wanted[bucket.shape.tokens].shape[0]
-        if self.context.states.spec.num_slots and batch.logits_indices.shape[0] > rows:
+        if batch.logits_indices.shape[0] <= rows:
+            return None
+        if self.context.states.spec.num_slots:
             return f"it requests more than the {rows} captured logits rows, and a second run would advance states twice"
+        if self.context.backend.lockstep:
+            return f"it requests more than the {rows} captured logits rows, and data ranks step together, in one run"
         return None
 
     def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:

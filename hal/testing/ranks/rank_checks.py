@@ -90,9 +90,12 @@ def _exchange(backend: Backend, dtype: torch.dtype) -> str:
         shards = [_in_group(sample, group) for sample in drawn]
         x, experts, num_experts, _ = shards[group.rank]
         weights = Draw(dtype, seed=group.size + group.rank).normal(*experts.shape).abs()
-        on_device = [each.to(backend.device.torch) for each in (x, experts, weights)]
-        rows, counts, sent, received = ops.expert_dispatch(*on_device[:2], num_experts, group.name)
-        result = ops.expert_combine(rows * 2, *on_device[1:], sent, received, num_experts, group.name)
+        device = backend.device.torch
+        chosen = experts.to(device)
+        rows, counts, sent, received = ops.expert_dispatch(x.to(device), chosen, num_experts, group.name)
+        result = ops.expert_combine(
+            rows * 2, chosen, weights.to(device), sent, received, num_experts, group.name
+        )  # fmt: skip
         expected, numbers, *_ = dispatch.over_shards(shards)[group.rank]
         doubled = (x.float() * 2 * weights.float().sum(-1, keepdim=True)).to(dtype)
         done.append((rows, expected, counts, numbers, result, doubled))

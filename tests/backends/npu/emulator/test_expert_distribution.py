@@ -109,7 +109,7 @@ def on_all(devices: list[Device], call: Callable[[Device], Any]) -> list[Any]:
 
 
 def scaled(rows: Tensor, experts: list[int]) -> Tensor:
-    """What stands for the experts' networks: each multiplies by its number plus one."""
+    """Multiply each row by the number of its expert plus one, in place of the expert's network."""
     factors = torch.tensor([expert + 1 for expert in experts], dtype=rows.dtype, device=rows.device)
     return torch.cat([rows[: len(experts)] * factors.unsqueeze(1), rows[len(experts) :]])
 

@@ -1,4 +1,4 @@
-"""Tests that code of others for several devices runs unmodified on emulated NPUs: torch's own, from torch's wheel."""
+"""Tests that unmodified code of torch for several devices, from its wheel, runs on emulated NPUs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 from helpers import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
 PAGE = ROOT / "docs" / "reference" / "tests-of-others.md"
 
 
@@ -26,7 +24,7 @@ def environment(devices: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("ranks", [2])
 def test_tensor_parallelism_and_functional_collectives(ranks: int) -> None:
-    """DTensor's results are those of one device, and compiled functions give what the ranks gave."""
+    """DTensor's results are those of one device, and functional collectives give exact values."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command.append(str(SCRIPTS / "torch_parallel.py"))
     done = subprocess.run(command, env=environment(ranks), capture_output=True, text=True, timeout=400, check=False)
@@ -52,7 +50,7 @@ FAILS = {
     "test_monitored_barrier_allreduce_hang_wait_all_ranks": OTHER_THAN_NCCL,
     "test_nccl_backend_bool_broadcast": BROADCAST,
 }
-"""Tests of torch that fail on NPUs, and why. The page has them, too."""
+"""Tests of torch that fail on NPUs, and the reasons. The page lists the same."""
 
 
 def test_torchs_own_tests() -> None:
