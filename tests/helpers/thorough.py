@@ -274,7 +274,7 @@ CASES = (
     ("parallel/test_faults.py", r"test_in_a_job\[(?!killed-replay)|test_in_the_command", PROCESSES),
     ("parallel/test_fused_collectives.py", r"test_without_kernels_ranks", PROCESSES),
     ("parallel/test_rank_commands.py", r"test_a_wrong_sum|test_ranks_that_agree|TestBench::", PROCESSES),
-    ("parallel/test_tensor_parallel.py", r"test_the_same_tokens\[(?!tiny-python-(float32|moe-w8a8-float32)-2)", MODE),
+    ("parallel/test_tensor_parallel.py", r"test_the_same_tokens\[(?!tiny-python-float32-2)", MODE),
     ("parallel/test_tensor_parallel.py", r"test_logits_and_memory\[tiny-python-2", AGAIN),
     ("parallel/test_tensor_parallel.py", r"test_peak_memory_of_loading", LONG),
     ("parallel/test_ranks.py", r"test_collectives_are\w+\[4", MODE),
