@@ -228,9 +228,9 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
             for case in (
                 ("trained", "float32", 2, 1, MODES, COMPILERS),
                 ("trained", "float32", 4, 1, MODES, ["graph"]),
-                ("trained", "bfloat16", 2, 1, MODES, ["graph", "piecewise"]),
-                ("w8a8", "float32", 2, 2, MODES, ["graph"]),
-                ("w8a8_dynamic", "float32", 4, 1, MODES, ["piecewise"]),
+                ("trained", "bfloat16", 2, 1, MODES, ["graph"]),
+                ("w8a8", "float32", 2, 2, ["all_to_all"], ["graph"]),
+                ("w8a8_dynamic", "float32", 4, 1, ["all_gather"], ["piecewise"]),
             )
         ),
     ],
