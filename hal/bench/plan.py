@@ -145,7 +145,10 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     settings["options"] = {**settings.get("options", {}), **plan.options}
     settings.pop("compilation", None)  # the benchmark sets it
     if mesh is not None or plan.tensor_parallel is not None:
-        settings["parallel"] = {"tensor": plan.tensor_parallel if mesh is None else mesh.tensor.size}
+        settings["parallel"] = {
+            **settings.get("parallel", {}),
+            "tensor": plan.tensor_parallel if mesh is None else mesh.tensor.size,
+        }
     backend = hal.open(read(hal.Config, settings, "configuration"), mesh=mesh)
     served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
     if plan.workload == "prefill":

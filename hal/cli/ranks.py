@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hal.cli.stdout import result_stream
+from hal.errors import ConfigError
 
 TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
 OPTION = "--tensor-parallel"
@@ -30,6 +31,16 @@ def with_ranks(
     options = {"tensor": tensor_parallel, "data": data_parallel, "experts": experts}
     given = {name: value for name, value in options.items() if value is not None}
     return {**settings, "parallel": {**settings.get("parallel", {}), **given}} if given else dict(settings)
+
+
+def check_split(settings: Mapping[str, Any], command: str) -> None:
+    """Raise ConfigError if the settings share whole experts between ranks, which ``command`` does not support."""
+    mode = settings.get("parallel", {}).get("experts", "split")
+    if mode != "split":
+        raise ConfigError(
+            f"hal {command} does not support ranks that share whole experts, and parallel.experts is {mode!r}",
+            "leave parallel.experts, or the variable HAL_PARALLEL__EXPERTS, out",
+        )
 
 
 def start_ranks(ranks: int, stdin: bytes | None = None) -> bool:

@@ -18,6 +18,8 @@ from hal.cli import main
 FAULTY = "[hal.drivers]\nfaulty = helpers.faulty_driver:FaultyDriver\n"
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "3")
 
+COMPARED = ("--backends", "faulty", "--dtype", "float32", "--tensor-parallel", "2", *PROMPTS)
+
 
 def run(*arguments: str | Path, status: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: text for name, text in os.environ.items() if not name.startswith("HAL_") or name == "HAL_CACHE_DIR"}
@@ -40,20 +42,18 @@ def faulty(tmp_path: Path) -> str:
     return os.pathsep.join((str(tmp_path / "site"), str(TESTS)))
 
 
+@pytest.mark.parametrize("command", ["explain", "compare"])
+def test_whole_experts_are_refused(monkeypatch: pytest.MonkeyPatch, trained_experts: Path, command: str) -> None:
+    monkeypatch.setenv("HAL_PARALLEL__EXPERTS", "all_to_all")
+    options = ["--backends", "cpu", "--prompt", "a"] if command == "compare" else ["--backend", "cpu"]
+    result = CliRunner().invoke(main, [command, str(trained_experts), "--tensor-parallel", "2", *options])
+    assert result.exit_code == 2
+    assert f"hal {command} does not support ranks that share whole experts" in result.stderr
+
+
 class TestCompare:
     def test_a_rank_that_computes_its_slice_wrongly(self, faulty: str, trained: Path) -> None:
-        arguments = (
-            "compare",
-            trained,
-            "--backends",
-            "faulty",
-            "--dtype",
-            "float32",
-            "--tensor-parallel",
-            "2",
-            *PROMPTS,
-        )
-        result = run(*arguments, "--json", status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="slices")
+        result = run("compare", trained, *COMPARED, "--json", status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="slices")
         found = json.loads(result.stdout)
         assert [each["agrees"] for each in found] == [False, False]
         calls = [(each["first"]["call"]["operation"], each["first"]["call"]["path"]) for each in found]
@@ -63,18 +63,7 @@ class TestCompare:
         assert all(each["compared"] > 100 and each["partial"] == 0 for each in found)
 
     def test_a_wrong_sum(self, faulty: str, trained: Path) -> None:
-        arguments = (
-            "compare",
-            trained,
-            "--backends",
-            "faulty",
-            "--dtype",
-            "float32",
-            "--tensor-parallel",
-            "2",
-            *PROMPTS,
-        )
-        text = run(*arguments, status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="sums").stdout
+        text = run("compare", trained, *COMPARED, status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="sums").stdout
         assert text.startswith(
             "2 ranks of faulty against one: NOT within rounding (a prefill and 2 decode steps, 6 tokens)"
         )

@@ -13,7 +13,7 @@ from hal.cli.commands.generate import PROMPTS_FILE, check_prompts, file_name, pr
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import emulated
-from hal.cli.ranks import start_ranks, tensor_parallel
+from hal.cli.ranks import check_split, start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError
 
@@ -86,6 +86,7 @@ def command(
     opened = Checkpoint.open(checkpoint)
     prompted = _prompts(opened, texts, max_new_tokens)
     if tensor_parallel is not None:
+        check_split(settings, "compare")
         if not start_ranks(tensor_parallel, content):
             name = (named or [settings.get("backend", "auto")])[0]
             context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)

@@ -16,7 +16,7 @@ from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explanation import captures_python, explain_step
 from hal.cli.plan_explanation import explain_devices
 from hal.cli.rank_explanation import explain_ranks, without_ranks
-from hal.cli.ranks import tensor_parallel, with_ranks
+from hal.cli.ranks import check_split, tensor_parallel, with_ranks
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
 from hal.errors import ConfigError
@@ -86,6 +86,7 @@ def command(
     if dump is not None:
         check_folder(dump)
     settings = with_ranks(settings_of(backend, dtype, compiler, compilation_config), tensor_parallel)
+    check_split(settings, "explain")
     ranks = read(hal.Config, settings, "configuration").parallel.tensor
     settings["parallel"] = {"tensor": ranks}  # Groups of ranks that take other batches do not change a step.
     opened = Checkpoint.open(checkpoint)

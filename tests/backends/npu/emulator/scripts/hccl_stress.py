@@ -139,8 +139,8 @@ def stress(rank: int, ranks: int, folder: str, seed: int, count: int) -> dict[st
             group.synchronize()
         wrong += [each for draw in batch for each in draw.wrong()]
         calls = _drawn(draws, made, done)
-        # Half of the graphs have all calls on one stream, in the same order on every rank. The other half are one graph
-        # for each group, on a stream of its own: replays of overlapping groups run at once.
+        # Half of the time, one graph has all calls on one stream, in the same order on every rank. Otherwise, each
+        # group has its own graph and stream, so that replays of overlapping groups run concurrently.
         streams = [world] * len(calls) if draws.random() < 0.5 else [group for group, _, _ in calls]
         wrong += _replays(calls, streams)
         replayed += REPLAYS * len(calls)
