@@ -18,7 +18,7 @@ from hal.config.settings import ParallelConfig
 from hal.errors import ConfigError, nearest
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Group:
     """Ranks that communicate.
 
@@ -26,7 +26,8 @@ class Group:
         name: the name that collective operations take.
         rank: this process's position in the group, from 0 on.
         size: the number of ranks.
-        process_group: the group of ``torch.distributed``; None if this process is the only rank.
+        process_group: the group of ``torch.distributed``; None if this process is the only rank, and after hal closed
+            the mesh that it made it for.
         timeout: seconds after which a collective that a rank has not joined fails, for kernels that do not use
             ``process_group``, which has its own.
         planned: whether the ranks are not started: a model can be split between them and traced, and collectives fail.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -17,6 +18,12 @@ from hal.errors import CommunicationError, ConfigError
 
 _numbers = itertools.count(1)
 """Numbers of meshes, for the names of their groups. Ranks make their meshes in the same order."""
+_starts = itertools.count(1)
+"""Numbers of the times that this process started torch.distributed, for the keys in the ranks' store."""
+_joined: list[Mesh] = []
+"""The meshes that :func:`connect` made, until they are closed."""
+_started = False
+"""Whether hal started torch.distributed, and so ends it with the last of these meshes."""
 
 
 @attrs.frozen
@@ -35,6 +42,7 @@ class Mesh:
     data: Group = SOLO
     expert: Group = SOLO
     hosts: Group = SOLO
+    _own: tuple[Any, ...] = ()  # The process groups to destroy at the end.
 
     @property
     def size(self) -> int:
@@ -74,7 +82,8 @@ class Mesh:
         for name, each in given.items():
             known = next((group for other, group in made if other is each), None)
             made.append((each, SOLO if each is None else known or _registered(f"{name}{number}", each, timeout)))
-        return cls(*(group for _, group in made))
+        of = [group for _, group in made]
+        return cls(tensor=of[0], data=of[1], expert=of[2], hosts=of[3])
 
     @classmethod
     def planned(cls, tensor: int) -> Self:
@@ -89,9 +98,15 @@ class Mesh:
         return cls(tensor=made)
 
     def close(self) -> None:
-        """Forget the groups. The process groups themselves stay."""
-        for each in (self.tensor, self.data, self.expert, self.hosts):
+        """Forget the groups, and destroy the process groups that hal made. Those of an engine stay."""
+        groups = (self.tensor, self.data, self.expert, self.hosts)
+        for each in groups:
             forget_group(each)
+        if any(each is self for each in _joined):
+            _joined[:] = [each for each in _joined if each is not self]
+            for each in groups:
+                each.process_group = None  # Its threads end with the last reference to it.
+            _destroy(self._own)
 
 
 def _registered(name: str, process_group: Any, timeout: float) -> Group:
@@ -118,11 +133,13 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
     """
     if config.size == 1:
         return Mesh()
+    global _started
     limit = timedelta(seconds=config.timeout)
     if not distributed.is_initialized():
         try:
             with _explained("join the other ranks"):
                 _start(backend, limit)
+            _started = True
         except ValueError as error:  # of torch, for a variable that is not set
             raise ConfigError(
                 f"parallel asks for {config.size} ranks, and this process was not started as one of them: {error}",
@@ -142,7 +159,29 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
         hosts = None
         if data is not None and not carries_cpu_tensors(data):
             hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
-        return Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
+        made = Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
+    own = tuple(each for each in (tensor, data, hosts) if each not in (None, distributed.group.WORLD))
+    _joined.append(attrs.evolve(made, own=own))
+    return _joined[-1]
+
+
+def _destroy(groups: Iterable[Any]) -> None:
+    """Destroy process groups, and all others with the last mesh of a job that hal started."""
+    global _started
+    if distributed.is_initialized():  # An engine may have ended its own before.
+        for each in groups:
+            distributed.destroy_process_group(each)
+        if _started and not _joined:
+            _started = False
+            distributed.destroy_process_group()
+
+
+@atexit.register
+def _leave() -> None:
+    """Close all meshes before Python ends: threads of a process group that then free a tensor would end the process."""
+    for each in list(_joined):
+        each.close()
+    _destroy(())
 
 
 def _group_among(lists: list[list[int]], limit: timedelta) -> Any:
@@ -170,9 +209,9 @@ def _start(backend: str, limit: timedelta) -> None:
 
     store, rank, ranks = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    store.set(f"hal/joined/{rank}", "")
-    store.wait([f"hal/joined/{each}" for each in range(ranks)], limit)
-    mine = PrefixStore("hal", store)
+    mine = PrefixStore(f"hal/{next(_starts)}", store)
+    mine.set(f"joined/{rank}", "")
+    mine.wait([f"joined/{each}" for each in range(ranks)], limit)
     distributed.init_process_group(backend, store=mine, rank=rank, world_size=ranks, timeout=limit)
 
 

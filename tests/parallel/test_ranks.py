@@ -85,6 +85,36 @@ def _groups_of_a_backend(rank: int) -> tuple[list[int], list[str], list[int]]:
     return sizes[0], names[1], sizes[1]
 
 
+OPENED_TWICE = """
+import atexit, os, sys
+
+def threads_of_gloo():
+    return [each for each in os.listdir("/proc/self/task") if "gloo" in open(f"/proc/self/task/{each}/comm").read()]
+
+@atexit.register  # Runs last.
+def check():
+    from torch import distributed
+    if distributed.is_initialized() or threads_of_gloo():
+        os._exit(5)
+
+import torch, hal
+for value in (1, 2):
+    backend = hal.open({"backend": "cpu", "parallel": {"tensor": 2}, "options": {"native": False}})
+    total = backend.ops.all_reduce(torch.tensor([1.0 * value]), backend.mesh.tensor.name)
+    assert total.tolist() == [2 * value] and threads_of_gloo()
+    if value == 1:
+        backend.close()
+        assert not threads_of_gloo()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
+def test_the_process_groups_of_a_backend_end_with_it_and_with_python() -> None:
+    """A thread of gloo that frees a tensor while Python ends would end the process with SIGABRT."""
+    failure = run_ranks(["-c", OPENED_TWICE], 2, seconds=60)
+    assert failure is None, failure
+
+
 def test_without_other_ranks() -> None:
     with pytest.raises(ConfigError, match="asks for 2 ranks, and this process was not started as one of them"):
         hal.open({"backend": "cpu", "parallel": {"tensor": 2}})
