@@ -49,7 +49,7 @@ class HostEvent(Event):
     def __init__(self) -> None:
         self.recorded = 0.0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """Record the current time."""
         self.recorded = time.perf_counter()
 

@@ -21,9 +21,9 @@ class Event:
     def __init__(self, device: torch.device, *, timing: bool = False) -> None:
         self._event = torch.Event(device, enable_timing=timing)
 
-    def record(self, stream: Stream) -> None:
-        """Mark the work enqueued on ``stream`` so far."""
-        self._event.record(stream.torch)
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the work enqueued on ``stream`` so far, or on the current stream of the calling thread."""
+        self._event.record(None if stream is None else stream.torch)
 
     def wait(self, stream: Stream) -> None:
         """Make work enqueued on ``stream`` from now on wait for this event, without blocking the host."""

@@ -21,7 +21,7 @@ from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
-from hal.errors import ConfigError
+from hal.errors import BatchError, ConfigError
 from hal.execution.context import FormContext, Phase
 from hal.execution.lockstep import Lockstep
 from hal.execution.state_spec import check_fits, spec_of
@@ -30,6 +30,7 @@ from hal.nn import CausalLM
 from hal.step import Batch, Bounds, StateMemory
 from hal.step.batch import DUMMY_BLOCK
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
+from hal.step.input_batch import InputBatch
 from hal.step.prefix_cache import PrefixCache
 
 log = logging.getLogger("hal.execution")
@@ -66,6 +67,7 @@ class Runner(Closable):
 
     Attributes:
         spec: the specification of the states.
+        bounds: the ranges of the numbers in a batch.
         blocks: allocates the blocks of per-token states, for :func:`hal.generate` and for engines.
         prefixes: with ``reuse_prefixes``, allocates blocks in place of ``blocks``, and shares those of equal prefixes.
             It keeps used blocks, so an engine must allocate here too. Else None.
@@ -106,7 +108,7 @@ class Runner(Closable):
         self.blocks = BlockAllocator(self.spec.num_blocks)
         self._slots = SlotAllocator(self.spec.num_slots, states.reset_slots)
         self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if backend.config.cache.reuse_prefixes else None
-        self._bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
+        self.bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
         longest = min(model.max_length, self.spec.num_tokens)
         self._max_length = longest if max_length is None else min(longest, max_length)
         lockstep = None
@@ -195,9 +197,29 @@ class Runner(Closable):
                 cached=cached,
                 all_logits=all_logits,
                 device=self.backend.device.torch,
-                bounds=self._bounds,
+                bounds=self.bounds,
                 fields=fields,
             )
+
+    def input_batch(self, max_sequences: int | None = None, max_length: int | None = None) -> InputBatch:
+        """Return an empty input batch for this runner's cache and device.
+
+        Args:
+            max_sequences: the most rows; None for the runner's ``max_sequences``.
+            max_length: the most tokens of a row; None for the runner's ``max_length``.
+
+        Raises:
+            BatchError: neither the runner nor the call has ``max_sequences``.
+            ClosedError: the runner is closed.
+        """
+        self.uses.check_open()
+        most = self._max_sequences if max_sequences is None else max_sequences
+        if most is None:
+            raise BatchError("the runner has no max_sequences", "pass max_sequences to input_batch, or to hal.Runner")
+        return InputBatch(
+            self.model.batch_type, max_sequences=most, max_length=max_length or self._max_length,
+            block_size=self.spec.block_size, device=self.backend.device, bounds=self.bounds,
+        )  # fmt: skip
 
     def step(self, batch: Batch) -> StepOutput:
         """Run the new tokens of all sequences, in steps of at most ``max_prefill_tokens``.

@@ -6,11 +6,12 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 from hal.step.batch import Batch, SlotBatch
 from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
+from hal.step.input_batch import InputBatch
 from hal.step.shape import StepShape
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
 from hal.step.static_batch import StaticBatch
 
 __all__ = [
-    "SEQUENCE", "TOKEN", "Batch", "Bounds", "Field", "SlotBatch", "State", "StateMemory", "StateSpec", "StaticBatch",
-    "StepShape", "field", "fields_of", "host_twin",
+    "SEQUENCE", "TOKEN", "Batch", "Bounds", "Field", "InputBatch", "SlotBatch", "State", "StateMemory", "StateSpec",
+    "StaticBatch", "StepShape", "field", "fields_of", "host_twin",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from hal.errors import BatchError, nearest
 from hal.step.batch_inputs import Bounds, integers_of, length_of, tensor_of
 from hal.step.fields import Padding, field, fields_of, host_twin
 from hal.step.shape import StepShape
+from hal.step.tensor_checks import check_values, checked_fields
 
 DUMMY_BLOCK = 0
 """The block that padding rows write to. No sequence may own it."""
@@ -247,11 +248,36 @@ class Batch:
             query_start_loc_host=starts,
             kv_lens_host=kv_lens,
         )
-        return base if cls is Batch and not fields else cls._extending(base, fields)  # type: ignore[return-value]
+        return base if cls is Batch and not fields else cls.extending(base, fields)  # type: ignore[return-value]
 
     @classmethod
-    def _extending(cls, base: Batch, given: Mapping[str, Any]) -> Self:
-        """Return a batch of this class with the tensors of ``base`` and the fields that the class adds."""
+    def from_tensors(cls, *, block_size: int, bounds: Bounds | None = None, **tensors: Tensor) -> Self:
+        """Make a batch of an engine's tensors, and check them.
+
+        Values on a device are not read, except through the host twins: the host would wait for the device in each step.
+
+        Args:
+            block_size: tokens per block of the cache.
+            bounds: ranges to check the numbers against; those of a runner are ``runner.bounds``.
+            tensors: the fields. Host twins may be left out if the tensors are on the CPU.
+
+        Raises:
+            BatchError: a field is missing or unknown; a tensor has the wrong shape or dtype, or is on another device
+                than the others; or the values contradict each other or are out of range.
+        """
+        given = checked_fields(cls, tensors)
+        base = Batch(**{name: given.pop(name) for name in fields_of(Batch)})
+        base.check()
+        check_values(base, block_size, bounds or Bounds())
+        return base if cls is Batch else cls.extending(base, given)  # type: ignore[return-value]
+
+    @classmethod
+    def extending(cls, base: Batch, given: Mapping[str, Any]) -> Self:
+        """Return a batch of this class with the tensors of ``base``, and the fields that the class adds.
+
+        Raises:
+            BatchError: a field is missing or unknown, or has the wrong shape.
+        """
         declared, known = fields_of(cls), fields_of(Batch)
         own = {name: each for name, each in declared.items() if name not in known}
         for name in given:

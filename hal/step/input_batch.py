@@ -1,0 +1,174 @@
+"""Batches of an engine's sequences, whose rows persist between steps.
+
+:meth:`hal.Batch.build` reads every block of every sequence in each step. An :class:`InputBatch` checks tokens and
+blocks when they arrive, and a step reads what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hal.device.device import Device
+from hal.errors import BatchError
+from hal.step.batch import Batch, SlotBatch
+from hal.step.batch_inputs import Bounds
+from hal.step.sequence_rows import PENDING, SequenceRows
+from hal.step.staging import Staging
+
+_COLUMNS = 8
+"""Block tables have a multiple of so many columns, so that few sizes occur."""
+
+
+class InputBatch(SequenceRows):
+    """The sequences of an engine, and the batches of their steps; :meth:`hal.Runner.input_batch` makes one.
+
+    All fields of a batch reach the device in one copy, from pinned memory. Threading: one thread at a time.
+
+    Args:
+        batch_type: the class of the batches.
+        max_sequences: the most rows.
+        max_length: the most tokens of a row.
+        block_size: tokens per block.
+        device: the device of the batches.
+        bounds: the ranges of token ids and blocks.
+    """
+
+    def __init__(
+        self, batch_type: type[Batch], *, max_sequences: int, max_length: int, block_size: int, device: Device,
+        bounds: Bounds,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            max_sequences=max_sequences, max_length=max_length, block_size=block_size, bounds=bounds,
+            slotted=issubclass(batch_type, SlotBatch), device=device.torch,
+        )  # fmt: skip
+        self._type = batch_type
+        self._staging = Staging(SlotBatch if self._slotted else Batch, device)
+        self._rows, self._ones = np.arange(max_sequences), np.ones(max_sequences, np.int64)
+
+    def batch(
+        self,
+        num_tokens: Sequence[int] | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        num_logits: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Make the batch of a step from the tokens of each row that follow those in the cache.
+
+        The batch is valid until the next call, which overwrites its tensors. After the step, call :meth:`set_cached`
+        or :meth:`advance`.
+
+        Args:
+            num_tokens: the number of new tokens of each sequence; None for one each.
+            rows: the rows of the sequences, in the order of the batch; None for all.
+            num_logits: the number of last new tokens of each sequence to compute logits for, such as 0 in the middle
+                of a prompt; None for 1 each.
+            fields: tensors of the further fields of the batch class.
+
+        Raises:
+            BatchError: there are no sequences, or there is no such row, or it occurs twice; a row has too few tokens or
+                blocks for the step; a number is out of range; or a field is missing or has the wrong shape.
+        """
+        every = self._rows[: self._size]
+        index = every if rows is None else np.asarray(rows, np.int64)
+        size = len(index)
+        counts = self._ones[:size] if num_tokens is None else np.asarray(num_tokens, np.int64)
+        asked = self._ones[:size] if num_logits is None else np.asarray(num_logits, np.int64)
+        self._check_step(index, counts, asked, rows is not None)
+        cached = self._cached[index]
+        ends = cached + counts
+        starts = np.concatenate(([0], counts.cumsum()))
+        total = int(starts[-1])
+        if total == size:
+            of_token, positions = index, cached
+        else:
+            of_token = index.repeat(counts)
+            positions = np.arange(total) - (starts[:-1] - cached).repeat(counts)
+        if num_logits is None:
+            logits = starts[1:] - 1
+        else:
+            behind = asked.cumsum()
+            logits = np.arange(behind[-1]) - (behind - starts[1:]).repeat(asked)
+        needed = -(-int(ends.max()) // self._block_size)
+        columns = min(-(-needed // _COLUMNS) * _COLUMNS, self._columns)
+        layout = self._staging.layout({"tokens": total, "sequences": size, "rows": len(logits), "blocks": columns})
+        host = layout.host
+        host["token_ids"][:] = tokens = self._tokens[of_token, positions]
+        host["positions"][:] = positions
+        block, offset = np.divmod(positions, self._block_size)
+        host["slot_mapping"][:] = self._table[of_token, block] * self._block_size + offset
+        host["block_table"][:] = self._table[:size, :columns] if rows is None else self._table[index, :columns]
+        host["query_start_loc"][:] = starts
+        host["kv_lens"][:] = ends
+        host["logits_indices"][:] = logits
+        if self._slotted:
+            host["slots"][:] = self._slots[index]
+        self._staging.send(layout)
+        if self._pending[index].any():
+            self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
+        if self._type in (Batch, SlotBatch) and not fields:
+            return self._type(**layout.tensors)
+        base = {name: each for name, each in layout.tensors.items() if name != "slots"}
+        slots = {"slots": layout.tensors["slots"]} if self._slotted else {}
+        return self._type.extending(Batch(**base), fields | slots)
+
+    def advance(self, num_tokens: Sequence[int] | None = None, *, rows: Sequence[int] | None = None) -> None:
+        """Count the new tokens of a step as cached. The arguments are those of :meth:`batch`.
+
+        Raises:
+            BatchError: as :meth:`batch`.
+        """
+        index = self._rows[: self._size] if rows is None else np.asarray(rows, np.int64)
+        counts = self._ones[: len(index)] if num_tokens is None else np.asarray(num_tokens, np.int64)
+        self._check_step(index, counts, self._ones[: len(index)], rows is not None)
+        self._cached[index] += counts
+
+    def _check_step(self, index: Any, counts: Any, asked: Any, given: bool) -> None:
+        size = len(index)
+        if not size or not size == len(counts) == len(asked):
+            raise BatchError(
+                f"a batch has {size} rows, {len(counts)} numbers of tokens and {len(asked)} of logits",
+                "pass one of each per sequence, and at least one sequence",
+            )
+        if given and not (index.min() >= 0 and index.max() < self._size and len(np.unique(index)) == size):
+            raise BatchError(
+                f"the rows {index.tolist()!s:.70} are not different ones of the {self._size}",
+                "name rows that add() returned, each once",
+            )
+        ends = self._cached[index] + counts
+        room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
+        wrong = (ends > room) | (counts < 1) | (asked < 0) | (asked > counts)
+        if wrong.any():
+            at = int(wrong.argmax())
+            self._refuse(int(index[at]), int(counts[at]), int(asked[at]))
+
+    def _refuse(self, row: int, count: int, asked: int) -> None:
+        if count < 1:
+            raise BatchError(f"row {row} has no new token", "leave it out, or pass at least one token")
+        if not 0 <= asked <= count:
+            raise BatchError(
+                f"{asked} logits are asked of the {count} new tokens of row {row}", "ask for 0 up to all new tokens"
+            )
+        end, length, blocks = int(self._cached[row]) + count, int(self._lengths[row]), int(self._blocks[row])
+        if end > length:
+            raise BatchError(
+                f"row {row} has {length} tokens, {int(self._cached[row])} of them cached, and {count} are to run",
+                "extend it with its new tokens before the step",
+            )
+        raise BatchError(
+            f"row {row} would have {end} tokens in the cache, but its {blocks} blocks hold {blocks * self._block_size}",
+            "allocate more blocks for it before the step",
+        )
+
+    def _insert_pending(self, token_ids: torch.Tensor, where: Any, of_token: Any) -> None:
+        """Copy the sampled tokens that the host does not know yet into a batch, on the device."""
+        with torch.inference_mode():
+            if where.all() and np.array_equal(of_token, self._rows[: len(of_token)]):
+                token_ids.copy_(self.sampled[: len(of_token)])
+                return
+            places = torch.from_numpy(np.stack((where.nonzero()[0], of_token[where]))).to(token_ids.device)
+            token_ids[places[0]] = self.sampled[places[1]]

@@ -1,0 +1,231 @@
+"""The tokens, blocks and lengths of an engine's sequences, in rows that persist between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hal.errors import BatchError
+from hal.step.batch_inputs import Bounds, integers_of
+
+PENDING = -1
+"""The token id of a token that is still on the device."""
+
+
+class SequenceRows:
+    """Sequences in rows, numbered from 0 without gaps.
+
+    A row has tokens, of which the first ``cached`` are in the cache, and blocks. Everything is checked when it arrives.
+
+    Args:
+        max_sequences: the most rows.
+        max_length: the most tokens of a row.
+        block_size: tokens per block.
+        bounds: the ranges of token ids and blocks.
+        slotted: whether each sequence has a slot.
+        device: the device of pending tokens.
+
+    Attributes:
+        sampled: ``[max_sequences]``, int64, on the device: the last sampled token of each row; see :meth:`put`.
+    """
+
+    def __init__(
+        self, *, max_sequences: int, max_length: int, block_size: int, bounds: Bounds, slotted: bool,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
+        self._bounds, self._slotted = bounds, slotted
+        self._columns = -(-max_length // block_size)
+        self._tokens = np.zeros((max_sequences, max_length), dtype=np.int64)  # The system maps pages on first use.
+        self._table = np.zeros((max_sequences, self._columns), dtype=np.int32)  # Zero after a row's blocks.
+        self._lengths, self._cached, self._blocks, self._slots, self._pending = np.zeros((5, max_sequences), np.int64)
+        self._size = 0
+        self.sampled = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(
+        self, token_ids: Sequence[int], block_ids: Sequence[int] = (), *, cached: int = 0, slot: int | None = None
+    ) -> int:
+        """Add a sequence as the last row, and return its row.
+
+        Args:
+            token_ids: all its tokens so far, at least one.
+            block_ids: its blocks, in order.
+            cached: how many of its tokens are in the cache.
+            slot: the slot of its states; required if and only if the model keeps states per sequence.
+
+        Raises:
+            BatchError: all rows are taken, or as :meth:`extend`.
+        """
+        row = self._size
+        if row == self.max_sequences:
+            raise BatchError(f"all {row} rows are taken", "remove a sequence first, or raise max_sequences")
+        if (slot is not None) != self._slotted:
+            raise BatchError(
+                f"slot is {slot}, and the model keeps {'states' if self._slotted else 'no state'} per sequence",
+                "pass a slot of runner.slots if and only if runner.slots.needed",
+            )
+        self._clear(row)
+        self._size += 1
+        try:
+            self.extend(row, token_ids, block_ids)
+            self.set_cached(row, cached)
+        except BatchError:
+            self._size -= 1
+            raise
+        self._slots[row] = slot or 0
+        return row
+
+    def extend(self, row: int, token_ids: Sequence[int] = (), block_ids: Sequence[int] = ()) -> None:
+        """Append tokens and blocks to a sequence.
+
+        Raises:
+            BatchError: there is no such row; a token or block is out of range; the row has the block already; or there
+                are more tokens or blocks than ``max_length`` allows. The row is unchanged then.
+        """
+        self._check_row(row)
+        start, first = int(self._lengths[row]), int(self._blocks[row])
+        end, last = start + len(token_ids), first + len(block_ids)
+        if end > self.max_length or last > self._columns:
+            raise BatchError(
+                f"row {row} would have {end} tokens in {last} blocks; a row takes {self.max_length} in {self._columns}",
+                "end the sequence, or make the input batch with a larger max_length",
+            )
+        if len(token_ids):
+            tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
+        if len(block_ids):
+            blocks = integers_of(row, "block {}", block_ids, self._bounds.first_block, self._bounds.num_blocks)
+            given = np.fromiter(blocks, np.int32, len(blocks))
+            if len(set(blocks)) < len(blocks) or np.isin(given, self._table[row, :first]).any():
+                raise BatchError(
+                    f"row {row} would have one of the blocks {blocks!s:.70} twice; it would overwrite its own tokens",
+                    "pass each block once per sequence, and only those that are new",
+                )
+            self._table[row, first:last], self._blocks[row] = given, last
+        if len(token_ids):
+            self._tokens[row, start:end], self._lengths[row] = tokens, end
+
+    def extend_pending(self, row: int) -> None:
+        """Append one token that is still on the device: the next batch reads it from :attr:`sampled`.
+
+        Raises:
+            BatchError: there is no such row, or it is full or has a token that is pending.
+        """
+        self._check_row(row)
+        length = int(self._lengths[row])
+        if self._pending[row] or length == self.max_length:
+            raise BatchError(
+                f"row {row} has {'a pending token' if self._pending[row] else f'{length} tokens, the most'}",
+                "resolve the token before the next, or end the sequence",
+            )
+        self._tokens[row, length], self._lengths[row], self._pending[row] = PENDING, length + 1, 1
+
+    def resolve(self, row: int, token_id: int) -> None:
+        """Set the pending token of a row, which the host knows now.
+
+        Raises:
+            BatchError: there is no such row, no token is pending in it, or the token is out of range.
+        """
+        self._check_row(row)
+        if not self._pending[row]:
+            raise BatchError(f"no token of row {row} is pending", "call extend() for other tokens")
+        (token,) = integers_of(row, "token id {}", [token_id], 0, self._bounds.vocab_size)
+        self._tokens[row, self._lengths[row] - 1], self._pending[row] = token, 0
+
+    def put(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Copy sampled tokens of some rows to :attr:`sampled`, on the device and without waiting.
+
+        Args:
+            rows: the rows.
+            tokens: ``[len(rows)]``, integers, on the device.
+        """
+        if list(rows) == list(range(len(rows))):
+            self.sampled[: len(rows)].copy_(tokens)
+        else:
+            self.sampled[torch.tensor(rows, device=self.sampled.device)] = tokens.to(torch.int64)
+
+    def set_cached(self, row: int, cached: int) -> None:
+        """Set how many of a sequence's first tokens are in the cache, such as after a step.
+
+        Raises:
+            BatchError: there is no such row, or it has fewer tokens.
+        """
+        self._check_row(row)
+        if type(cached) is not int or not 0 <= cached <= self._lengths[row]:
+            raise BatchError(
+                f"row {row} has {self._lengths[row]} tokens, and {cached!r:.70} are said to be cached",
+                "pass the number of the sequence's tokens in the cache",
+            )
+        self._cached[row] = cached
+
+    def set_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        """Replace all blocks of a sequence, such as one that is resumed; see :meth:`extend`."""
+        self._check_row(row)
+        before, self._blocks[row] = int(self._blocks[row]), 0
+        try:
+            self.extend(row, (), block_ids)
+        except BatchError:
+            self._blocks[row] = before
+            raise
+        self._table[row, len(block_ids) : before] = 0
+
+    def truncate(self, row: int, length: int) -> None:
+        """Drop the tokens from ``length`` on, such as drafted ones that were rejected. The blocks stay.
+
+        Raises:
+            BatchError: there is no such row, or ``length`` is not 1 to its length.
+        """
+        self._check_row(row)
+        if not 1 <= length <= self._lengths[row]:
+            raise BatchError(f"row {row} has {self._lengths[row]} tokens, not {length}", "pass a length that it has")
+        if length < self._lengths[row]:
+            self._pending[row] = 0
+        self._lengths[row], self._cached[row] = length, min(int(self._cached[row]), length)
+
+    def remove(self, row: int) -> int | None:
+        """Remove a sequence. The last row takes its place; return that row's old number, or None if it was the last.
+
+        Raises:
+            BatchError: there is no such row.
+        """
+        self._check_row(row)
+        self._size -= 1
+        if row == self._size:
+            return None
+        self._move([self._size], [row])
+        return self._size
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Put the rows into another order.
+
+        Args:
+            rows: for each row, the present row that comes there: a permutation.
+
+        Raises:
+            BatchError: ``rows`` is no permutation of the rows.
+        """
+        if sorted(rows) != list(range(self._size)):
+            raise BatchError(f"{rows!s:.70} is no permutation of {self._size} rows", "name each row once")
+        self._move(list(rows), list(range(self._size)))
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        width = int(self._lengths[sources].max())
+        columns = int(max(self._blocks[sources].max(), self._blocks[targets].max()))
+        for array in (self._lengths, self._cached, self._blocks, self._slots, self._pending):
+            array[targets] = array[sources]
+        self._tokens[targets, :width] = self._tokens[sources, :width]
+        self._table[targets, :columns] = self._table[sources, :columns]
+        self.sampled[targets] = self.sampled[sources]
+
+    def _clear(self, row: int) -> None:
+        self._table[row, : self._blocks[row]] = 0
+        self._lengths[row] = self._cached[row] = self._blocks[row] = self._pending[row] = 0
+
+    def _check_row(self, row: int) -> None:
+        if not (type(row) is int and 0 <= row < self._size):
+            raise BatchError(f"there is no row {row!r:.70} among {self._size}", "use the rows that add() returned")
