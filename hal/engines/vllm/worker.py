@@ -1,0 +1,143 @@
+"""The worker: one hal backend, model and runner, which vLLM's scheduler drives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import distributed
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+import hal
+from hal.engines.vllm.model_runner import HalModelRunner
+from hal.errors import ConfigError, ModelError
+from hal.parallel import Mesh
+
+log = logging.getLogger("vllm.hal")
+
+
+class HalWorker(WorkerBase):
+    """Implements vLLM's worker with hal. vLLM decides the blocks' number, hal their layout."""
+
+    def init_device(self) -> None:
+        """Open the backend."""
+        asked = dict((self.vllm_config.additional_config or {}).get("hal", {}))
+        cache = dict(asked.get("cache", {}))
+        if self.cache_config.user_specified_block_size:
+            cache["block_size"] = self.cache_config.block_size
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        longest = self.scheduler_config.max_num_batched_tokens
+        config = {"max_prefill_tokens": longest, **asked, "dtype": dtype, "cache": cache}
+        self.backend = hal.open(config, mesh=self._mesh())
+        self.device = self.backend.device.torch
+        self.cache_config.block_size = self.backend.block_size
+        log.info("hal: %r", self.backend)
+
+    def _mesh(self) -> Mesh | None:
+        size = self.parallel_config.tensor_parallel_size
+        if size == 1:
+            return None
+        distributed.init_process_group(
+            "gloo", init_method=self.distributed_init_method, rank=self.rank, world_size=self.parallel_config.world_size
+        )
+        return Mesh.of(tensor=distributed.group.WORLD)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the checkpoint.
+
+        Raises:
+            ConfigError: vLLM asks for weights without a checkpoint.
+        """
+        if load_dummy_weights:
+            raise ConfigError("hal loads no dummy weights", "pass a checkpoint, without load_format=dummy")
+        self.model = hal.load_model(self.model_config.model, self.backend)
+
+    def get_model(self) -> Any:
+        """Return the model."""
+        return self.model
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return that text is generated."""
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
+        """Return what each layer keeps for a token, in vLLM's classes.
+
+        Raises:
+            ModelError: a layer keeps a state for each sequence.
+        """
+        dtype = next(self.model.parameters()).dtype
+        return {
+            f"layers.{index}": _spec_of(index, states, self.backend.block_size, dtype)
+            for index, states in enumerate(self.model.states)
+        }
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Return any layout of vLLM's, since hal has its own."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return [next(iter(KVCacheLayout)).name]
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes for the cache: those asked for, or what the weights leave of the share vLLM may use."""
+        asked = self.cache_config.kv_cache_memory_bytes
+        if asked is not None:
+            return int(asked)
+        stats = self.backend.device.memory_stats()
+        share = int(stats.total * self.cache_config.gpu_memory_utilization)
+        return max(0, min(stats.free, share - stats.allocated))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the runner with as many blocks as vLLM decided. Block 0 is vLLM's null block, and hal's dummy block."""
+        config = self.backend.config
+        tokens = (kv_cache_config.num_blocks - 1) * self.backend.block_size
+        self.backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=tokens)))
+        runner = hal.Runner(
+            self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
+            max_length=self.model_config.max_model_len,
+        )  # fmt: skip
+        self.model_runner = HalModelRunner(self.vllm_config, runner)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Return no times: the runner has captured and compiled already."""
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step."""
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Choose the tokens of the last step."""
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Do nothing: the runner takes any shorter length."""
+
+    def synchronize_device(self) -> None:
+        """Wait for the device."""
+        self.backend.device.synchronize()
+
+    def shutdown(self) -> None:
+        """Close the backend."""
+        self.backend.close()
+
+
+def _spec_of(index: int, states: Mapping[str, hal.State], block_size: int, dtype: Any) -> KVCacheSpec:
+    if any(state.per is not hal.step.TOKEN for state in states.values()):
+        raise ModelError(
+            f"layer {index} keeps a state for each sequence, which hal's worker for vLLM does not support",
+            "run the model with hal.generate",
+        )
+    first, *others = states.values()
+    if others and all(each == first for each in others) and len(others) == 1 and len(first.shape) == 2:
+        sizes = {"num_kv_heads": first.shape[0], "head_size": first.shape[1]}
+        if first.window is None:
+            return FullAttentionSpec(block_size=block_size, dtype=first.dtype or dtype, **sizes)
+        return SlidingWindowSpec(
+            block_size=block_size, dtype=first.dtype or dtype, sliding_window=first.window, **sizes
+        )  # fmt: skip
+    entries = sum(state.shape[-1] for state in states.values())
+    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=entries, dtype=dtype)

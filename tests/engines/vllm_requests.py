@@ -1,0 +1,111 @@
+"""Runs random requests through vLLM, and compares their tokens with hal.generate's, or with those of a request alone.
+
+Arguments: JSON with ``checkpoint``, ``hal`` (hal's configuration), ``dtype``, ``block`` (tokens per block), ``seed``,
+``requests`` and ``out``, the file for the result. Started by test_vllm.py in a process of its own, because vLLM takes one engine per process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+import hal
+from hal.engines.vllm.worker import HalWorker
+
+LONGEST, CACHED = 704, 1024
+COUNTS: Counter[str] = Counter()
+"""Steps with prompts and running sequences, chunks of prompts, resumed requests, and prompts with a cached prefix."""
+
+
+class CountingWorker(HalWorker):
+    """Counts what the scheduler asks for."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Count, and run the step."""
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        decoding = {name for name, done in zip(cached.req_ids, cached.num_output_tokens, strict=True) if done}
+        scheduled = scheduler_output.num_scheduled_tokens
+        if scheduled:
+            COUNTS["mixed"] += bool(decoding) and len(decoding) < len(scheduled)
+            COUNTS["decode"] += len(decoding) == len(scheduled)
+            COUNTS["chunks"] += len(cached.req_ids) - len(decoding)
+            COUNTS["resumed"] += len(cached.resumed_req_ids)
+            COUNTS["resumed"] += sum(bool(len(each.prefill_token_ids or ()) > len(each.prompt_token_ids)) for each in new)
+            COUNTS["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
+        return super().execute_model(scheduler_output)
+
+
+def main() -> None:
+    """Run the requests, compare, and write what was found."""
+    asked = json.loads(sys.argv[1])
+    draw = random.Random(asked["seed"])
+    vocabulary = json.loads((Path(asked["checkpoint"]) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    prefixes = [[draw.randrange(5, vocabulary) for _ in range(200)] for _ in range(3)]
+    prompts, params, plain = [], [], []
+    for index in range(asked["requests"]):
+        length = draw.choice((draw.randint(1, 40), draw.randint(1, 600)))
+        prompt = [draw.randrange(5, vocabulary) for _ in range(length)]
+        if draw.random() < 0.4:
+            prefix = draw.choice(prefixes)
+            prompt = (prefix + prompt)[:600]
+        prompts.append(prompt)
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw.randint(1, 40), "ignore_eos": True}
+        kind = draw.choice(("greedy",) * 5 + ("seed", "penalties", "logprobs", "prompt logprobs", "regex"))
+        if kind == "seed":
+            given |= {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": index}
+        elif kind == "penalties":
+            given |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+        elif kind == "logprobs":
+            given |= {"logprobs": 3}
+        elif kind == "prompt logprobs":
+            given |= {"prompt_logprobs": 1}
+        elif kind == "regex":
+            given |= {"structured_outputs": StructuredOutputsParams(regex=r"[a-f]{3}[0-9]{2,4}")}
+            given["ignore_eos"] = False
+        params.append(SamplingParams(**given))
+        plain.append(kind in ("greedy", "logprobs", "prompt logprobs"))
+        COUNTS[kind] += 1
+    same = {
+        "model": asked["checkpoint"], "max_model_len": LONGEST, "block_size": asked["block"], "dtype": asked["dtype"],
+        "worker_cls": f"{__name__}.CountingWorker",
+        "tensor_parallel_size": asked.get("ranks", 1),
+    }  # fmt: skip
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    engine = LLM(
+        **same, additional_config={"hal": asked["hal"]}, max_num_seqs=8, max_num_batched_tokens=96,
+        num_gpu_blocks_override=CACHED // asked["block"], enable_prefix_caching=True,
+    )  # fmt: skip
+    found = engine.generate(given, params, use_tqdm=False)
+    counts = dict(COUNTS)
+    wrong: list[str] = []
+    # The plain ones against hal.generate.
+    backend = hal.open({**asked["hal"], "dtype": asked["dtype"], "cache": {"num_tokens": 8192}})
+    runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
+    chosen = [index for index, each in enumerate(plain) if each]
+    expected: dict[int, list[int]] = {index: [] for index in chosen}
+    wanted = [hal.SamplingParams(max_new_tokens=params[index].max_tokens) for index in chosen]
+    for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
+        expected[chosen[token.prompt]].append(token.token_id)
+    # The others against the same request without company, by the same sampler.
+    for index, each in enumerate(plain):
+        if not each:
+            (alone,) = engine.generate([given[index]], [params[index]], use_tqdm=False)
+            expected[index] = list(alone.outputs[0].token_ids)
+    for index, output in enumerate(found):
+        tokens = list(output.outputs[0].token_ids)
+        if tokens != expected[index]:
+            at = next((k for k, pair in enumerate(zip(tokens, expected[index], strict=False)) if pair[0] != pair[1]), -1)
+            wrong.append(f"request {index} ({params[index]}) differs at token {at}: {tokens} and {expected[index]}")
+        if params[index].prompt_logprobs is not None:
+            count = len(output.prompt_logprobs)
+            if count != len(prompts[index]):
+                wrong.append(f"request {index} has {count} log-probabilities for {len(prompts[index])} tokens")
+    Path(asked["out"]).write_text(json.dumps({"counts": counts, "wrong": wrong, "requests": len(found)}))
+
