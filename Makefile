@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 CHECKPOINT ?= checkpoints/tiny-python
 # For the CUDA driver on the emulated CUDA: torch for CUDA, in an environment of its own.
 CUDA_VENV ?= $(VENV)/cuda
+VLLM ?= 0.32.0
+VLLM_VENV ?= $(VENV)/vllm-$(VLLM)
 CUDA_TESTS ?= tests/backends/cuda/emulated $(wildcard tests/backends/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
@@ -13,7 +15,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-all thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated
+.PHONY: demo check test test-all thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm
 
 # The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -76,6 +78,10 @@ test-cuda-emulated: $(CUDA_VENV)/.test
 	PYTHONPATH=tests/backends/cuda $(CUDA_VENV)/bin/python -m emulated \
 	  pytest -q -p emulated.plugin -n auto --maxprocesses 8 --dist worksteal $(CUDA_TESTS)
 
+# hal inside vLLM, built without kernels of its own: no part of `make test`, since it installs some 2 GB.
+test-vllm: $(VLLM_VENV)/.test
+	$(VLLM_VENV)/bin/python -m pytest -q tests/engines
+
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
 
@@ -129,4 +135,14 @@ $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	  transformers
 	$(PIP) --no-deps flashinfer-python==0.7.2.post1 apache-tvm-ffi
 	$(PIP) einops ninja nvidia-ml-py requests tabulate
+	touch $@
+
+$(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(VLLM_VENV)/.test: setup.cfg pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(PIP) torch==2.13.0 'setuptools<81' setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(PIP) --no-build-isolation --no-binary vllm \
+	  vllm==$(VLLM) torch==2.13.0
+	$(PIP) --editable '.[testing]'
+	$(PIP) --no-deps torch-npu==2.13.0
 	touch $@

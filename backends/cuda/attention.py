@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hal.errors import CaptureError
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step.batch import one_query_each
+from hal.step.shape import one_query_each
 
 PAGE = 256
 """torch's flash attention 2 reads a cache in place if the block size is a multiple of this number of tokens."""

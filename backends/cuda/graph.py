@@ -24,7 +24,7 @@ from hal.device.stream import Stream
 from hal.errors import GraphError, HalError, HostValueError
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step.batch import one_query_each
+from hal.step.shape import one_query_each
 
 from .failures import explain_in_capture
 

@@ -14,6 +14,9 @@ from hal.config.settings import Config
 from hal.config.text import parse_json
 from hal.errors import ConfigError
 
+ENGINES = frozenset({"HAL_VLLM"})
+"""Variables that activate hal in an engine, and are not keys."""
+
 
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
     """Read ``HAL_*`` variables into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets ``num_tokens`` of the table ``cache``.
@@ -26,7 +29,7 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
     mapping: dict[str, Any] = {}
     wholes: set[tuple[str, ...]] = set()
     for variable, text in sorted(environ.items()):
-        if not variable.startswith("HAL_") or variable == CACHE_DIR:
+        if not variable.startswith("HAL_") or variable in {CACHE_DIR, *ENGINES}:
             continue
         if any(_option_of(variable, driver) for driver in drivers):
             continue

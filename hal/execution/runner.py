@@ -21,9 +21,10 @@ from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
-from hal.errors import BatchError, ConfigError
+from hal.errors import BatchError
 from hal.execution.context import FormContext, Phase
 from hal.execution.lockstep import Lockstep
+from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, spec_of
 from hal.execution.steps import Steps
 from hal.nn import CausalLM
@@ -100,7 +101,7 @@ class Runner(Closable):
 
     def _make(self, model: CausalLM, max_length: int | None) -> None:
         backend = self.backend
-        _check_placed(model, backend)
+        check_placed(model, backend)
         self.spec = spec_of(model, backend)
         check_fits(self.spec, backend)
         with backend.explaining():
@@ -299,17 +300,3 @@ class Runner(Closable):
         gc.collect()
         with CAPTURING:  # Emptying the cache may disturb another thread's capture.
             self.backend.device.empty_cache()
-
-
-def _check_placed(model: CausalLM, backend: Backend) -> None:
-    if model.prepared_by not in (None, backend.name):
-        raise ConfigError(
-            f"the model's weights were prepared by the backend {model.prepared_by}, not by {backend.name}",
-            f"load the model again, on the backend {backend.name}",
-        )
-    device = next(model.parameters()).device
-    if device != backend.device.torch:
-        raise ConfigError(
-            f"the model is on {device}, and the backend {backend.name} on {backend.device.torch}",
-            "load the model on the backend of the runner, or move it there",
-        )

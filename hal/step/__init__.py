@@ -3,11 +3,12 @@
 Code that counts tokens, pads a batch, or tracks the memory that a model writes reads these declarations.
 """
 
-from hal.step.batch import Batch, SlotBatch
+from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.input_batch import InputBatch
 from hal.step.shape import StepShape
+from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
 from hal.step.static_batch import StaticBatch
 

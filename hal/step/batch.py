@@ -303,24 +303,3 @@ class Batch:
                 )
             values[name] = tensor.to(device="cpu" if each.twin_of else device, dtype=each.dtype)
         return cls(**values)
-
-
-@attrs.frozen(eq=False)
-class SlotBatch(Batch):
-    """A batch for a model that keeps a state per sequence.
-
-    Attributes:
-        slots: ``[sequences]``, int32: the slot of each sequence, from ``runner.slots``; the dummy slot for padding.
-    """
-
-    slots: Tensor = field("sequences", torch.int32, pad=DUMMY_SLOT)
-
-
-def one_query_each(tokens: int, starts: list[int]) -> bool:
-    """Return whether every sequence has exactly one query.
-
-    Args:
-        tokens: the number of queries.
-        starts: the values of ``query_start_loc``.
-    """
-    return starts == list(range(tokens + 1))

@@ -14,9 +14,10 @@ import torch
 
 from hal.device.device import Device
 from hal.errors import BatchError
-from hal.step.batch import Batch, SlotBatch
+from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
 from hal.step.sequence_rows import PENDING, SequenceRows
+from hal.step.slot_batch import SlotBatch
 from hal.step.staging import Staging
 
 _COLUMNS = 8

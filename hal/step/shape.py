@@ -47,3 +47,13 @@ class StepShape:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def one_query_each(tokens: int, starts: list[int]) -> bool:
+    """Return whether every sequence has exactly one query.
+
+    Args:
+        tokens: the number of queries.
+        starts: the values of ``query_start_loc``.
+    """
+    return starts == list(range(tokens + 1))

@@ -19,7 +19,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import hal
 from hal import ops
+from hal.device.host_device import HostDevice
 from hal.ops import Operation
+from hal.step import Bounds, InputBatch
 
 LAYERS = 28
 
@@ -177,3 +179,33 @@ def test_memory_while_loading(benchmark: BenchmarkFixture, tmp_path: Path) -> No
 
     peak = benchmark.pedantic(load, rounds=3)
     report(benchmark, weights_mb=round(weights / 1e6), peak_over_weights=round(peak / weights, 3))
+
+
+def test_the_batch_of_a_decode_step(benchmark: BenchmarkFixture) -> None:
+    """Make the batch of 32 sequences of 4,000 tokens: from lists, and from rows that persist. In milliseconds."""
+    size, length, block = 32, 4000, 64
+    bounds = Bounds(32_000, 1, 4000, 8192)
+    blocks = [list(range(1 + 100 * row, 64 + 100 * row)) for row in range(size)]
+    inputs = InputBatch(
+        hal.Batch, max_sequences=64, max_length=8192, block_size=block, device=HostDevice(), bounds=bounds
+    )
+    for row in range(size):
+        inputs.add([7] * length, blocks[row], cached=length - 1)
+    every, cached = list(range(size)), [length - 1] * size
+
+    def milliseconds(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(50):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        return round(statistics.median(times) * 1e3, 3)
+
+    def build() -> hal.Batch:
+        return hal.Batch.build([[7]] * size, blocks, block_size=block, cached=cached, bounds=bounds)
+
+    report(
+        benchmark, of_lists=milliseconds(build), of_rows=milliseconds(inputs.batch),
+        of_named_rows=milliseconds(lambda: inputs.batch(rows=every)),
+    )  # fmt: skip
+    benchmark(inputs.batch)

@@ -1,7 +1,7 @@
 """Runs random requests through vLLM, and compares their tokens with hal.generate's, or with those of a request alone.
 
-Arguments: JSON with ``checkpoint``, ``hal`` (hal's configuration), ``dtype``, ``block`` (tokens per block), ``seed``,
-``requests`` and ``out``, the file for the result. Started by test_vllm.py in a process of its own, because vLLM takes one engine per process.
+The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``dtype``, ``block`` (tokens per block),
+``seed``, ``requests``, and ``out``, the file for the result. test_vllm.py starts it in a process of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class CountingWorker(HalWorker):
             COUNTS["decode"] += len(decoding) == len(scheduled)
             COUNTS["chunks"] += len(cached.req_ids) - len(decoding)
             COUNTS["resumed"] += len(cached.resumed_req_ids)
-            COUNTS["resumed"] += sum(bool(len(each.prefill_token_ids or ()) > len(each.prompt_token_ids)) for each in new)
+            COUNTS["resumed"] += sum(
+                bool(len(each.prefill_token_ids or ()) > len(each.prompt_token_ids)) for each in new
+            )
             COUNTS["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
         return super().execute_model(scheduler_output)
 
@@ -101,11 +103,12 @@ def main() -> None:
     for index, output in enumerate(found):
         tokens = list(output.outputs[0].token_ids)
         if tokens != expected[index]:
-            at = next((k for k, pair in enumerate(zip(tokens, expected[index], strict=False)) if pair[0] != pair[1]), -1)
+            at = next(
+                (k for k, pair in enumerate(zip(tokens, expected[index], strict=False)) if pair[0] != pair[1]), -1
+            )
             wrong.append(f"request {index} ({params[index]}) differs at token {at}: {tokens} and {expected[index]}")
         if params[index].prompt_logprobs is not None:
             count = len(output.prompt_logprobs)
             if count != len(prompts[index]):
                 wrong.append(f"request {index} has {count} log-probabilities for {len(prompts[index])} tokens")
     Path(asked["out"]).write_text(json.dumps({"counts": counts, "wrong": wrong, "requests": len(found)}))
-

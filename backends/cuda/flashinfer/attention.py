@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step.batch import one_query_each
+from hal.step.shape import one_query_each
 
 from .plans import Arguments, GraphPlan, Plan, Shape, blocks_at, pages_of
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from hal import ops
 from hal.errors import CaptureError, OperationError
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step.batch import one_query_each
+from hal.step.shape import one_query_each
 
 from ..lengths import launch_runs
 from ..soc import BLOCK_SIZES

@@ -55,34 +55,31 @@ class HalModelRunner:
             stop == len(each.prompt) + len(each.outputs) for each, stop in zip(requests, stops, strict=True)
         ]  # the others are in the middle of their prompts
         scores = [each.to_score(stop) for each, stop in zip(requests, stops, strict=True)]
-        if any(scores):
-            asked = [count if score else int(last) for count, score, last in zip(counts, scores, finishes, strict=True)]
-        else:
-            asked = [int(each) for each in finishes]
-        uniform = all(count == 1 for count in counts)
+        asked = [count if score else int(last) for count, score, last in zip(counts, scores, finishes, strict=True)]
         batch = self.requests.inputs.batch(
-            None if uniform else counts, rows=self.requests.rows(names), num_logits=None if all(finishes) and not any(scores) else asked
-        )  # fmt: skip
+            None if set(counts) == {1} else counts,
+            rows=self.requests.rows(names),
+            num_logits=None if set(asked) == {1} else asked,
+        )
         logits = self.runner.step(batch).logits
         if any(scores):
-            logits = self._score(requests, counts, scores, asked, finishes, logits)
+            logits = self._score(requests, scores, asked, finishes, logits)
         self.requests.advance(names, counts)
         self._step = _Step(scheduled, names, [row for row, last in enumerate(finishes) if last], logits)
         return None
 
     def _score(
-        self, requests: list[Request], counts: list[int], scores: list[int], asked: list[int], finishes: list[bool],
-        logits: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self, requests: list[Request], scores: list[int], asked: list[int], finishes: list[bool], logits: Tensor
+    ) -> Tensor:
         """Keep the log-probabilities of prompts, and return the logits of the rows that get a token."""
         kept, start = [], 0
         with self.runner.backend.explaining(), torch.inference_mode():
-            for request, count, score, rows, last in zip(requests, counts, scores, asked, finishes, strict=True):
+            for request, score, rows, last in zip(requests, scores, asked, finishes, strict=True):
                 if score:
                     first = max(request.scored - request.computed, 0)
                     begin = request.computed + first + 1
                     targets = torch.tensor(request.prompt[begin : begin + score], device=self._device)
-                    at = start + rows - count + first
+                    at = start + first
                     logprobs = self._sampler.compute_logprobs(logits[at : at + score])
                     found = self._sampler.gather_logprobs(logprobs, request.params.prompt_logprobs, targets)
                     request.prompt_logprobs.append(found.to_cpu_nonblocking())
