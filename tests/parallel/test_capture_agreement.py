@@ -11,6 +11,7 @@ import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
 from hal.backends.cpu.tape import Tape
 from helpers.rank_processes import run, succeeded
+from helpers.thorough import MODE
 from torch import distributed
 
 import hal
@@ -42,9 +43,7 @@ class _Short(CpuBackend):
         return _FailingTape(self._whole) if self.lacks == "memory" and self.made == 2 else super().graph()
 
 
-def _generate(
-    rank: int, checkpoint: str, lacks: str, parallel: dict[str, Any]
-) -> tuple[list[list[int]], list[int]]:
+def _generate(rank: int, checkpoint: str, lacks: str, parallel: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
     """Return the tokens of each prompt, and the captured sizes."""
     torch.set_num_threads(1)
     with _Short(lacks if rank == 1 else "") as backend:
@@ -68,9 +67,14 @@ def _generate(
     ("lacks", "parallel", "sizes"),
     [
         ("memory", {"data": 2, "experts": "all_gather"}, [2, 8]),
-        ("streams", {"data": 2, "experts": "all_to_all"}, []),
-        ("memory", {"tensor": 2}, [2, 8]),
-        ("streams", {"tensor": 2}, []),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough(MODE))
+            for case in (
+                ("streams", {"data": 2, "experts": "all_to_all"}, []),
+                ("memory", {"tensor": 2}, [2, 8]),
+                ("streams", {"tensor": 2}, []),
+            )
+        ),
     ],
 )
 def test_all_ranks_leave_out_what_one_cannot_capture(

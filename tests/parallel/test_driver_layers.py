@@ -10,6 +10,7 @@ import pytest
 import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
 from helpers.rank_processes import run, succeeded
+from helpers.thorough import MODE
 from torch import Tensor, nn
 
 import hal
@@ -78,7 +79,10 @@ def _own_layers(rank: int, checkpoint: str, replaced: type[nn.Module], own: type
         return [each.token_id for each in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=6))]
 
 
-@pytest.mark.parametrize(("replaced", "own"), [(GroupedLinear, _OwnProduct), (Experts, _OwnExperts)])
+@pytest.mark.parametrize(
+    ("replaced", "own"),
+    [(GroupedLinear, _OwnProduct), pytest.param(Experts, _OwnExperts, marks=pytest.mark.thorough(MODE))],
+)
 def test_layers_of_a_driver(trained_experts: Path, replaced: type[nn.Module], own: type[nn.Module]) -> None:
     alone = _own_layers(0, str(trained_experts), GroupedLinear, _OwnProduct, "")
     for mode in ("split", "all_gather"):
@@ -91,9 +95,12 @@ def test_layers_of_a_driver(trained_experts: Path, replaced: type[nn.Module], ow
         (GroupedLinear, _OwnDeclaration, "all_gather", "experts of _OwnDeclaration, which does not declare its weight"),
         (Experts, _AllExperts, "all_gather", "experts of _AllExperts, whose forward replaces that of hal.nn.Experts"),
         (GroupedLinear, _WithoutShard, "split", "_WithoutShard whose weight is declared to be shared in another way"),
-        (GroupedLinear, _WithoutShard, "all_gather", "_WithoutShard whose weight is declared to be shared in another"),
+        pytest.param(
+            GroupedLinear, _WithoutShard, "all_gather", "_WithoutShard whose weight is declared to be shared",
+            marks=pytest.mark.thorough(MODE),
+        ),
     ],
-)
+)  # fmt: skip
 def test_layers_of_a_driver_that_ranks_cannot_share(
     trained_experts: Path, replaced: type[nn.Module], own: type[nn.Module], mode: str, message: str
 ) -> None:
