@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
 from hal.execution.context import FormContext, Phase
-from hal.execution.lockstep import Lockstep
+from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.state_spec import check_fits, spec_of
 from hal.execution.steps import Steps
 from hal.nn import CausalLM
@@ -117,11 +117,12 @@ class Runner(Closable):
         chosen = [phase for phase in phases if backend.config.compilation.of(phase).compiler != EAGER]
         if not chosen:
             return
+        all_agree = agreement(backend, lockstep)
         token = backend.enter()
         try:
             with backend.explaining(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
-                    self._steps.forms[phase] = self._make_form(phase)
+                    self._steps.forms[phase] = self._make_form(phase, all_agree)
         finally:
             backend.leave(token)
 
@@ -139,10 +140,10 @@ class Runner(Closable):
             raise self.uses.error()
         return self._states
 
-    def _make_form(self, phase: Phase) -> Form:
+    def _make_form(self, phase: Phase, all_agree: Callable[[bool], bool]) -> Form:
         config = self.backend.config.compilation.of(phase)
         return self.backend.compiler(config.compiler).make(FormContext(
-            self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length
+            self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
         ))  # fmt: skip
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import nullcontext
 from typing import Any
@@ -101,7 +102,8 @@ def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]
 
     Args:
         checkpoint: the folder.
-        warm: the folder of a small checkpoint, loaded before, so that the peak has nothing that is made only once.
+        warm: the folder of a small checkpoint, loaded before, so that the peak has nothing that is made only once, such
+            as the kernels for each shape.
         dtype: the dtype of computation.
         tensor: the number of ranks.
         on: the configuration's backend and options.
@@ -114,6 +116,8 @@ def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]
 
     with hal.open({**on, "dtype": dtype, "parallel": {"tensor": tensor}}) as backend:
         hal.load_model(warm, backend)
+        gc.collect()
+        backend.device.empty_cache()
         backend.device.reset_peak()
         before = backend.device.memory_stats().allocated
         model = hal.load_model(checkpoint, backend, progress=progress)

@@ -213,6 +213,7 @@ CASES = (
     ("bench/test_prediction.py", r"test_a_config_without_weights|test_a_step|test_what_does_not_fit", AGAIN),
     ("checkpoint/test_loading.py", r"test_peak_memory\[float32", MODE),
     ("checkpoint/test_loading.py", r"test_peak_memory_of_experts", FAMILY),
+    ("checkpoint/test_loading.py", r"test_peak_memory_of_an_output_projection", MODE),
     ("cli/test_cli.py", r"test_a_compilation_config\[compilation\.toml", MODE),
     ("cli/test_cli.py", r"test_(only_sizes\w+\[3|sizes_that_decode\w+\[decode1)", DRAW),
     ("cli/test_cli.py", r"TestProcess::test_a_(process_keeps|reader_that)", PROCESSES),
