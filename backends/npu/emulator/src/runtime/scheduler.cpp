@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "runtime/launch.h"
 #include "runtime/step.h"
 
 namespace emulator {
@@ -34,6 +35,8 @@ struct Schedule {
     std::condition_variable wake;
     std::vector<Stream*> blocked;
     int waiting_hosts = 0;
+    std::weak_ptr<Doorbell> doorbell;  // see set_doorbell
+    Doorbell* sleeps_by = nullptr;     // by which the scheduler thread sleeps
     std::vector<void (*)()> at_start;  // not guarded: complete before the first thread starts
 };
 
@@ -44,12 +47,51 @@ Schedule& schedule() {
 
 uint64_t draw() { return schedule().random = mix(schedule().random); }
 
+// Has the scheduler thread look for tasks.
+void notify_schedule() {
+    auto& self = schedule();
+    if (self.sleeps_by) return self.sleeps_by->ring();
+    self.wake.notify_one();
+}
+
+// Has the stream's worker look at its queue.
+void signal(Stream& stream) {
+    ++stream.signals;
+    if (stream.doorbell) return stream.doorbell->ring();
+    if (stream.sleeping) stream.wake.notify_one();
+}
+
+bool can_a_host_go_on() {
+    auto& awaited = schedule().awaited;
+    return std::any_of(awaited.begin(), awaited.end(), [](auto* done) { return (*done)(); });
+}
+
+// Completes the instant tasks of streams that wait, and wakes the workers of those that can then run. A worker is not
+// woken for less, because that takes tens of microseconds.
+void advance_blocked() {
+    auto& self = schedule();
+    std::vector<Step> steps;
+    for (bool changed = true; std::exchange(changed, false);) {
+        std::erase_if(self.blocked, [&](Stream* stream) {
+            size_t count = complete_instants(*stream, steps);
+            self.steps += count;
+            changed |= count > 0;
+            if (steps.empty()) return false;
+            stream->blocked = false;
+            signal(*stream);
+            return true;
+        });
+    }
+}
+
 // Runs a step, and notifies the threads that may wait for its completion.
 void run(Lock& lock, Step& step) {
+    bool is_instant = step.task->is_instant();
     run_step(lock, step);
     ++schedule().steps;
-    wake_blocked();
-    bool notify = schedule().waiting_hosts;
+    if (!schedule().seeded) advance_blocked();
+    bool notify = can_a_host_go_on();
+    if (is_instant && !notify) return;
     lock.unlock();  // the notified thread needs it
     if (notify) machine().progress.notify_all();
     step.task.reset();  // destroying a task may take long
@@ -82,13 +124,14 @@ struct Spinner {
 };
 Spinner worker_spins, host_spins;
 
-// See set_doorbell. Guarded by the machine's lock, except that the one worker that spins reads the counter without it.
-struct Doorbell {
-    const std::atomic<uint32_t>* counter = nullptr;
-    void (*listen)(uint32_t seen) = nullptr;
-    uint32_t read() const { return counter ? counter->load() : 0; }
-};
-Doorbell doorbell;
+// Sleeps until the doorbell rings. Meanwhile `place` holds it, so that other threads can ring it. Releases the lock.
+void sleep_by(Doorbell*& place, Lock& lock, Doorbell& doorbell, uint32_t rings) {
+    place = &doorbell;
+    lock.unlock();
+    doorbell.wait(rings);
+    lock.lock();
+    place = nullptr;
+}
 
 void work(std::shared_ptr<Stream> stream) {
     begin_thread(format("npu%d-stream%d", stream->device, stream->id).substr(0, 15).c_str());
@@ -96,7 +139,8 @@ void work(std::shared_ptr<Stream> stream) {
     std::vector<Step> steps;
     while (!stream->destroyed && !schedule().stopping) {
         steps.clear();
-        uint32_t rings = doorbell.read();  // before the tasks look at what other processes did
+        auto doorbell = schedule().doorbell.lock();
+        uint32_t rings = doorbell ? doorbell->rings() : 0;  // before the tasks look at what other processes did
         bool outside = !schedule().seeded && append_runnable(*stream, steps);
         if (!steps.empty()) {
             run(lock, steps.front());
@@ -106,15 +150,15 @@ void work(std::shared_ptr<Stream> stream) {
             stream->blocked = true;
             schedule().blocked.push_back(stream.get());
         }
+        if (!outside) doorbell.reset();
         uint64_t seen = stream->signals;
-        auto* counter = outside ? doorbell.counter : nullptr;
-        auto rung = [&] { return counter && *counter != rings; };
+        auto signalled = [&] { return stream->signals != seen || (doorbell && doorbell->rings() != rings); };
         // While no host waits, the host is what others wait for: leave it the core.
         auto limit = outside && !schedule().waiting_hosts ? short_spin_time : spin_time;
-        worker_spins.wait(lock, Clock::now() + limit, [&] { return stream->signals != seen || rung(); });
-        if (outside && doorbell.counter) {
-            if (doorbell.read() != rings) continue;
-            doorbell.listen(rings);
+        if (worker_spins.wait(lock, Clock::now() + limit, signalled) && signalled()) continue;
+        if (doorbell) {
+            sleep_by(stream->doorbell, lock, *doorbell, rings);
+            continue;
         }
         stream->sleeping = true;
         stream->wake.wait(lock, [&] { return stream->signals != seen || stream->destroyed || schedule().stopping; });
@@ -155,14 +199,16 @@ void run_schedule() {
         bool wanted = std::any_of(self.awaited.begin(), self.awaited.end(), [](auto* done) { return !(*done)(); });
         bool idle = Clock::now() - self.last_submission > idle_limit;
         steps.clear();
-        uint32_t rings = doorbell.read();
+        auto doorbell = self.doorbell.lock();
+        uint32_t rings = doorbell ? doorbell->rings() : 0;
         bool outside = self.seeded && (wanted || idle) && append_all_runnable(steps);
-        if (steps.empty() && outside && doorbell.counter) {
-            auto* counter = doorbell.counter;
-            worker_spins.wait(lock, Clock::now() + spin_time, [&] { return *counter != rings; });
-            if (doorbell.read() != rings) continue;
-            if (doorbell.counter) doorbell.listen(rings);
+        if (steps.empty() && outside && doorbell) {
+            auto rung = [&] { return doorbell->rings() != rings; };
+            if (worker_spins.wait(lock, Clock::now() + spin_time, rung) && rung()) continue;
+            sleep_by(self.sleeps_by, lock, *doorbell, rings);
+            continue;
         }
+        doorbell.reset();
         if (steps.empty()) {
             self.wake.wait_for(lock, idle_limit);
             continue;
@@ -190,39 +236,49 @@ void wake(Stream& stream) {
         // Starts the thread at the first submission, because libraries that are loaded later still call
         // `on_worker_start`.
         if (!std::exchange(self.has_thread, true)) std::thread(run_schedule).detach();
-        if (self.waiting_hosts) self.wake.notify_one();
+        if (self.waiting_hosts) notify_schedule();
         return;
     }
     if (!stream.has_worker) {
         stream.has_worker = true;
         std::thread(work, find_stream(&stream)).detach();
     }
-    ++stream.signals;
-    if (stream.sleeping) stream.wake.notify_one();
+    signal(stream);
+}
+
+void wake_added(Stream& stream) {
+    auto& self = schedule();
+    if (!self.seeded) {
+        if (stream.queue.size() > 1) return;  // the worker knows of the first, and goes on with the others
+        std::vector<Step> steps;
+        if (stream.queue.front()->is_instant() && complete_instants(stream, steps)) {
+            ++self.steps;
+            wake_blocked();
+            if (stream.queue.empty()) return;
+        }
+    }
+    wake(stream);
 }
 
 void wake_blocked() {
-    for (Stream* stream : schedule().blocked) {
-        stream->blocked = false;
-        ++stream->signals;
-        if (stream->sleeping) stream->wake.notify_one();
+    auto& self = schedule();
+    if (self.seeded) {
+        if (self.waiting_hosts) notify_schedule();
+        return;
     }
-    schedule().blocked.clear();
-    if (schedule().seeded && schedule().waiting_hosts) schedule().wake.notify_one();
+    advance_blocked();
+    if (can_a_host_go_on()) machine().progress.notify_all();
 }
 
-void set_doorbell(const std::atomic<uint32_t>* counter, void (*listen)(uint32_t)) {
+void set_doorbell(std::weak_ptr<Doorbell> doorbell) {
     Lock lock(machine().mutex);
-    doorbell = {counter, listen};
-    lock.unlock();
-    // A worker may still read the earlier counter.
-    while (worker_spins.taken) std::this_thread::yield();
+    schedule().doorbell = std::move(doorbell);
 }
 
 void look_again() {
     Lock lock(machine().mutex);
     wake_blocked();
-    if (schedule().seeded) schedule().wake.notify_one();
+    if (schedule().seeded) notify_schedule();
 }
 
 bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds) {
@@ -232,7 +288,7 @@ bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds)
     auto deadline = Clock::now() + std::chrono::milliseconds(milliseconds);
     self.awaited.push_back(&done);
     ++self.waiting_hosts;
-    self.wake.notify_one();
+    if (self.seeded) notify_schedule();
     if (!self.seeded) {
         auto end = Clock::now() + spin_time;
         while (!finished() && Clock::now() < end) {
@@ -285,7 +341,7 @@ void set_seed(bool seeded, uint64_t seed) {
     for (auto& [handle, stream] : machine().streams.live) {
         if (!stream->queue.empty()) wake(*stream);
     }
-    self.wake.notify_one();
+    notify_schedule();
 }
 
 void stop_workers() {
