@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+
 from helpers import TESTS
 
 sys.path.insert(0, str(TESTS / "backends" / "npu" / "emulator" / "scripts"))
 
-import hccl  # noqa: E402
+import hccl
 
 
 def two_ranks() -> list[hccl.Communicator]:
