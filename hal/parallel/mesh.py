@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -17,6 +18,11 @@ from hal.errors import CommunicationError, ConfigError
 
 _numbers = itertools.count(1)
 """Numbers of meshes, for the names of their groups. Ranks make their meshes in the same order."""
+_lock = threading.Lock()
+_started: dict[Any, int] = {}
+"""The default process group, if hal has started torch.distributed, and the number of meshes that use it."""
+_starts = 0
+"""How often hal has started torch.distributed in this process, for the names of keys in the store."""
 
 
 @attrs.frozen
@@ -35,6 +41,7 @@ class Mesh:
     data: Group = SOLO
     expert: Group = SOLO
     hosts: Group = SOLO
+    _made: list[Any] = attrs.field(factory=list, eq=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -89,9 +96,14 @@ class Mesh:
         return cls(tensor=made)
 
     def close(self) -> None:
-        """Forget the groups. The process groups themselves stay."""
+        """Forget the groups, and destroy the process groups that :func:`connect` has made. An engine's stay.
+
+        The last mesh that uses it also destroys the default process group, if :func:`connect` has started
+        ``torch.distributed``.
+        """
         for each in (self.tensor, self.data, self.expert, self.hosts):
             forget_group(each)
+        _destroy(self._made)
 
 
 def _registered(name: str, process_group: Any, timeout: float) -> Group:
@@ -118,6 +130,17 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
     """
     if config.size == 1:
         return Mesh()
+    made = list[Any]()
+    try:
+        mesh = _connected(config, backend, made)
+    except BaseException:
+        _destroy(made)
+        raise
+    return attrs.evolve(mesh, made=made)
+
+
+def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
+    """Return the mesh. Appends the process groups to destroy at its end to ``made``."""
     limit = timedelta(seconds=config.timeout)
     if not distributed.is_initialized():
         try:
@@ -128,6 +151,10 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
                 f"parallel asks for {config.size} ranks, and this process was not started as one of them: {error}",
                 f"run it under `torchrun --nproc-per-node {config.size}`, or use `hal generate --tensor-parallel`",
             ) from None
+    with _lock:
+        if distributed.group.WORLD in _started:
+            _started[distributed.group.WORLD] += 1
+            made.append(distributed.group.WORLD)
     ranks = distributed.get_world_size()
     if ranks != config.size:
         raise ConfigError(
@@ -137,16 +164,33 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
     with _explained("make the groups of the mesh"):
         rows = [[*range(first, first + config.tensor)] for first in range(0, config.size, config.tensor)]
         columns = [[*range(first, config.size, config.tensor)] for first in range(config.tensor)]
-        tensor, data = _group_among(rows, limit), _group_among(columns, limit)
+        tensor, data = _group_among(rows, limit, made), _group_among(columns, limit, made)
         expert = None if config.experts == "split" else distributed.group.WORLD
         hosts = None
         if data is not None and not carries_cpu_tensors(data):
             hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
+            made.append(hosts)
         return Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
 
 
-def _group_among(lists: list[list[int]], limit: timedelta) -> Any:
+def _destroy(made: list[Any]) -> None:
+    """Destroy process groups, the last one first, but the default one only if no other mesh uses it."""
+    while made:
+        each = made.pop()
+        with _lock:
+            if each in _started:
+                _started[each] -= 1
+                if _started[each]:
+                    continue
+                del _started[each]
+        with suppress(ValueError):  # The program has destroyed the default group, and with it all others.
+            distributed.destroy_process_group(each)
+
+
+def _group_among(lists: list[list[int]], limit: timedelta, made: list[Any]) -> Any:
     """Return the process group of this rank's list of ranks; None if it is alone. All ranks of the job call it.
+
+    A new group is appended to ``made``.
 
     A device mesh of torch would give its groups torch's default time limit.
     """
@@ -155,6 +199,7 @@ def _group_among(lists: list[list[int]], limit: timedelta) -> Any:
     if len(lists) == 1:
         return distributed.group.WORLD
     found, _ = distributed.new_subgroups_by_enumeration(lists, timeout=limit)
+    made.append(found)
     return found
 
 
@@ -168,12 +213,17 @@ def _start(backend: str, limit: timedelta) -> None:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    global _starts
     store, rank, ranks = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    store.set(f"hal/joined/{rank}", "")
-    store.wait([f"hal/joined/{each}" for each in range(ranks)], limit)
-    mine = PrefixStore("hal", store)
-    distributed.init_process_group(backend, store=mine, rank=rank, world_size=ranks, timeout=limit)
+    store = PrefixStore(f"hal/{_starts}", store)  # An earlier start has left its keys.
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{each}" for each in range(ranks)], limit)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    _starts += 1
+    with _lock:
+        _started.clear()
+        _started[distributed.group.WORLD] = 0
 
 
 @contextmanager
