@@ -120,6 +120,9 @@ void check_first(const Distribution& d, const Communicator& communicator) {
 
 }  // namespace
 
+DOCUMENTED(
+    "op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_dispatch_v2.md"
+    "; op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_combine_v2.md");
 Distribution distribution_of(bool is_dispatch, bool is_first, const Text& group, int64_t ranks, int64_t rank,
                              int64_t experts, int64_t tp_ranks, int64_t shard_type, int64_t shared_experts,
                              int64_t shared_ranks, int64_t global_tokens, const In& rows, const In& ids) {
