@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from contextlib import nullcontext
+import os
+import re
+from collections import Counter
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import hal
 from hal import ops
@@ -227,3 +231,40 @@ def fused_collectives(
 
 
 faulty = rank_faults.faulty
+
+
+def opened_and_closed(on: dict[str, Any], parallel: dict[str, Any], times: int = 3) -> list[dict[str, list[str]]]:
+    """Open and close a backend several times. Returns what is left of each time: memory, threads, torch.distributed.
+
+    Args:
+        on: the configuration's backend and options.
+        parallel: the configuration's table.
+        times: how often. Each time, the ranks reduce a tensor in each group of the mesh.
+    """
+    found = []
+    for _ in range(times):
+        before = _held()
+        with hal.open({**on, "parallel": parallel}) as backend:
+            for group in {each.name: each for each in (backend.mesh.tensor, backend.mesh.data)}.values():
+                x = torch.full((1, 4), 2.0, device=backend.device.torch)
+                assert ops.all_reduce(x, group.name).tolist() == [[2.0 * group.size] * 4]
+        del backend, group, x
+        gc.collect()
+        found.append({name: sorted(held - before[name]) for name, held in _held().items()})
+    return found
+
+
+def _held() -> dict[str, Counter[str]]:
+    """Return the memory that this process may share, its threads, and whether torch.distributed is started."""
+    shared = [line.split()[-1] for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()]
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            shared.append(os.readlink(each))
+    threads = [each.read_text(encoding="ascii").strip() for each in Path("/proc/self/task").glob("*/comm")]
+    # Each process group of torch_npu takes a stream of its pool, which stays. On the emulated CANN, it has a thread.
+    threads = [each for each in threads if not re.fullmatch(r"npu\d+-stream\d+", each)]
+    return {
+        "memory": Counter(each for each in shared if "memfd:" in each or "/dev/shm" in each),
+        "threads": Counter(threads),
+        "started": Counter(["started"] * distributed.is_initialized()),
+    }

@@ -84,3 +84,13 @@ def test_a_rank_that_fails(
     """The other rank gets a typed error in time, and nothing is left behind."""
     job = {"checkpoint": str(trained), "on": {**NPU, "dtype": "float16"}, "compiler": "graph"}
     check_fault(fault, point, tmp_path, monkeypatch, **job)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_closed_backend_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: int) -> None:
+    """No shared memory, no threads of communicators, and no process groups."""
+    devices(monkeypatch, 2 * data)
+    mesh = {"tensor": 2, "data": data}
+    for first, *later in started("opened_and_closed", 2 * data, tmp_path, on=NPU, parallel=mesh):
+        assert (first["memory"], first["started"]) == ([], [])
+        assert later == [{"memory": [], "threads": [], "started": []}] * 2

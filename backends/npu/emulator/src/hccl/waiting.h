@@ -26,7 +26,7 @@ class Wait {
   private:
     bool is_expired(const Communicator& communicator) const;
     bool started = false;
-    std::chrono::steady_clock::time_point start;
+    std::chrono::steady_clock::time_point start, looked;  // looked for lost ranks
 };
 
 // Begins a launch that waits for ranks: refuses a stream of another device, and breaks the communicator if it cannot be
