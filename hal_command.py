@@ -59,7 +59,12 @@ def main() -> None:
     except BaseException:
         if not interrupts.seen:
             raise
-    raise SystemExit(INTERRUPTED if interrupts.seen else status)
+    if interrupts.seen:
+        status = INTERRUPTED
+    launch = sys.modules.get("hal.parallel.launch")
+    if launch is not None and launch.is_rank() and isinstance(status, int):
+        launch.end_rank(status)
+    raise SystemExit(status)
 
 
 def _run(interrupts: Interrupts) -> object:

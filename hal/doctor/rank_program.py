@@ -123,4 +123,7 @@ def main(name: str, options: str, folder: str, ranks: str, seconds: str) -> None
 
 
 if __name__ == "__main__":
+    from hal.parallel.launch import end_rank
+
     main(*sys.argv[1:])
+    end_rank()

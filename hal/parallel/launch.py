@@ -6,6 +6,8 @@ so that no port has to be chosen.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import math
 import os
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import attrs
 from torch import distributed
@@ -48,6 +50,23 @@ def is_rank() -> bool:
 def rank() -> int:
     """Return this process's number among the ranks that were started together; 0 if it is none."""
     return int(os.environ["RANK"]) if is_rank() else 0
+
+
+def end_rank(status: int = 0) -> NoReturn:
+    """End this process as at the end of a program, but do not finalize the interpreter.
+
+    A thread of gloo's process group releases the tensors of a collective after the collective has returned. If it waits
+    for Python's lock when the interpreter is finalized, it aborts the process, whose exit status is lost.
+
+    Args:
+        status: the exit status.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # It has lost its reader, or is closed.
+                stream.flush()
+    os._exit(status)
 
 
 @attrs.frozen

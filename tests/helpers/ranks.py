@@ -11,7 +11,6 @@ import importlib
 import io
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from hal import ops
 from hal.ops.tolerance import assert_agree
-from hal.parallel.launch import Failure, run_ranks
+from hal.parallel.launch import Failure, end_rank, run_ranks
 from helpers import rank_processes
 
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from helpers.ranks import main; main(*sys.argv[2:])"
@@ -91,4 +90,4 @@ def main(function: str, folder: str, arguments: str) -> None:
     programs = importlib.import_module("helpers.rank_programs")
     result = getattr(programs, function)(**json.loads(arguments))
     torch.save(result, Path(folder) / f"{os.environ['RANK']}.pt")
-    sys.stdout.flush()
+    end_rank()

@@ -19,7 +19,7 @@ from hal import ops
 from hal.errors import CommunicationError, ConfigError
 from hal.parallel import SOLO, Group, Mesh, group, groups
 from hal.parallel.collectives import KERNELS
-from hal.parallel.launch import run_ranks
+from hal.parallel.launch import Failure, run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -83,6 +83,37 @@ def _groups_of_a_backend(rank: int) -> tuple[list[int], list[str], list[int]]:
             sizes.append(sorted((each.size for each in groups().values()), reverse=True))
         names.append(sorted(groups()))
     return sizes[0], names[1], sizes[1]
+
+
+ENDING = """
+import sys, time, torch
+from torch import distributed
+from hal.parallel.launch import end_rank, rank
+
+distributed.init_process_group("gloo")
+distributed.all_reduce(torch.ones(3))
+if rank() == 0:
+    sys.setswitchinterval(1000)  # Other threads wait for Python's lock until this one waits for something else.
+    distributed.all_reduce(torch.ones(3), async_op=True)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        pass  # gloo's thread gets to the end of the collective, and waits for the lock to release the tensor.
+else:
+    distributed.all_reduce(torch.ones(3))
+    time.sleep(2)  # Rank 0 ends first.
+end_rank(7 * (1 - rank()))
+"""
+
+
+def test_a_rank_ends_while_a_thread_holds_its_tensor() -> None:
+    """With ``sys.exit`` in the place of ``end_rank``, rank 0 is ended by SIGABRT."""
+    assert run_ranks(["-c", ENDING], 2) == Failure(0, 7, "")
+
+
+def test_the_end_of_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import atexit; from hal.parallel.launch import end_rank; atexit.register(print, 1); print(2); end_rank()"
+    assert run_ranks(["-c", program], 1) is None
+    assert capfd.readouterr().out.split() == ["2", "1"]
 
 
 def test_without_other_ranks() -> None:

@@ -81,4 +81,7 @@ def _skipping(backend: Any, waited: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from hal.parallel.launch import end_rank
+
     main(*sys.argv[1:])
+    end_rank()
