@@ -111,7 +111,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
     check_fit(checkpoint, model, bindings_of(model), quantized)
     if tensor.size > 1:
         quantized.split(tensor)
-        shrink(model, tensor)
+        shrink(model, Mesh(tensor=tensor))
     return model
 
 
@@ -173,18 +173,19 @@ def split_model(model: CausalLM, tensor: Group) -> None:
     model.split(tensor)
 
 
-def shrink(model: CausalLM, tensor: Group) -> None:
+def shrink(model: CausalLM, mesh: Mesh) -> None:
     """Split a model on the meta device, and give its tensors the shapes of this rank's.
 
     Args:
-        model: whole; changed in place.
-        tensor: the ranks that split each layer.
+        model: whole, apart from :func:`distribute_experts`; changed in place.
+        mesh: the ranks.
 
     Raises:
         ConfigError: ranks cannot split the model, or not between this number.
     """
-    shapes = [(each, each.rank_shape(tensor.size)) for each in bindings_of(model)]
-    split_model(model, tensor)
+    shapes = [(each, each.rank_shape(mesh)) for each in bindings_of(model)]
+    if mesh.tensor.size > 1:
+        split_model(model, mesh.tensor)
     for binding, shape in shapes:
         binding.set(torch.empty(shape, dtype=binding.tensor.dtype, device="meta"))
 

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from hal.errors import CommunicationError
 from hal.parallel.mesh import Mesh
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 POLL = 0.05
 """Seconds between two looks at the ranks."""
@@ -201,7 +201,7 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def gathered(value: Value, mesh: Mesh) -> list[Value]:
+def gathered(value: T, mesh: Mesh) -> list[T]:
     """Return the values of all ranks, in their order. Every rank of the mesh calls it.
 
     Args:
@@ -219,7 +219,7 @@ def gathered(value: Value, mesh: Mesh) -> list[Value]:
     return values
 
 
-def agreed(value: Value, mesh: Mesh) -> Value:
+def agreed(value: T, mesh: Mesh) -> T:
     """Return the value of rank 0, such as a random seed. Every rank of the mesh calls it.
 
     Args:

@@ -87,16 +87,22 @@ class Mesh:
         return cls(*(group for _, group in made))
 
     @classmethod
-    def planned(cls, tensor: int) -> Self:
-        """Return the mesh of rank 0 of ``tensor`` ranks that are not started, to split and trace a model without them.
+    def planned(cls, tensor: int, data: int = 1, *, experts: bool = False) -> Self:
+        """Return the mesh of rank 0 of ranks that are not started, to split and trace a model without them.
 
         Collectives over its groups raise :class:`~hal.errors.CommunicationError`.
+
+        Args:
+            tensor: the number of ranks that split each layer.
+            data: the number of ranks that hold the same part of the model.
+            experts: whether all ranks share the experts.
         """
-        if tensor == 1:
-            return cls()
-        made = Group(f"planned{next(_numbers)}", 0, tensor, planned=True)
-        register_group(made)
-        return cls(tensor=made)
+        number = next(_numbers)
+        return cls(
+            tensor=_planned(f"planned_tensor{number}", tensor),
+            data=_planned(f"planned_data{number}", data),
+            expert=_planned(f"planned_expert{number}", tensor * data if experts else 1),
+        )
 
     def close(self) -> None:
         """Forget the groups, and destroy the process groups that :func:`connect` has made. An engine's stay.
@@ -111,6 +117,14 @@ class Mesh:
             for group in (self.tensor, self.data, self.expert, self.hosts):
                 group.process_group = None  # Its threads end with the last reference to it.
             _destroy(self._made)
+
+
+def _planned(name: str, size: int) -> Group:
+    if size == 1:
+        return SOLO
+    made = Group(name, 0, size, planned=True)
+    register_group(made)
+    return made
 
 
 def _registered(name: str, process_group: Any, timeout: float) -> Group:

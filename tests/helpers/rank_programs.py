@@ -212,7 +212,7 @@ def fused_collectives(
         draw = ops.Draw(getattr(torch, dtype), seed=seed + group.rank)
         shared = ops.Draw(getattr(torch, dtype), seed=seed)
         for operation in ops.catalogue().values():
-            if operation.over_shards is None or not operation.fused:
+            if not (operation.collective and operation.fused):
                 continue
             if operation.name == "all_reduce_add_rms_norm":
                 calls = [(draw.normal(rows, 64), shared.normal(rows, 64), shared.normal(64), 1e-6)]

@@ -194,7 +194,7 @@ def test_collectives_of_a_layer(
     found = Counter[str]()
     for node in step.graph.graph.nodes:
         operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
-        if operation is not None and operation.over_shards is not None:
+        if operation is not None and operation.collective:
             found[operation.name] += 1
     assert found == {name: count * len(layers) for name, count in COLLECTIVES[mode, tensor, data].items()}
 

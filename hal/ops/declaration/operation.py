@@ -150,6 +150,11 @@ class Operation:
         return rebind(self.body, substitute)
 
     @property
+    def collective(self) -> bool:
+        """Whether the ranks of a group call it together. Its argument ``group`` names the group."""
+        return self.over_shards is not None
+
+    @property
     def touches_state(self) -> bool:
         """Whether the body itself accesses state, and so needs the canonical layout.
 
