@@ -37,7 +37,7 @@ class Mesh:
         data: the ranks that hold the same part of the model, and take different batches.
         expert: all ranks, if they share the experts; otherwise this rank alone. It may be one of the other groups.
         hosts: the ranks of ``data``, over a process group that carries CPU tensors, by which their hosts agree on
-            steps. Operations do not use it.
+            steps, or tell that they still work. Operations do not use it.
     """
 
     tensor: Group = SOLO
