@@ -210,6 +210,7 @@ CASES = (
         r"test_the_page_has|test_launches_of|test_experts_that|test_two_sums\w+\[sparse",
         LONG,
     ),
+    ("bench/test_prediction.py", r"TestWholeExperts::test_(all_ranks|deployments)", MODE),
     ("bench/test_prediction.py", r"test_a_config_without_weights|test_a_step|test_what_does_not_fit", AGAIN),
     ("checkpoint/test_loading.py", r"test_peak_memory\[float32", MODE),
     ("checkpoint/test_loading.py", r"test_peak_memory_of_experts", FAMILY),
