@@ -107,7 +107,7 @@ class Scheme(ABC):
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> Any:  # noqa: A002
         """Validate a layer of the checkpoint, and return its data for :meth:`finish`.
 
-        If ranks share whole experts, and :meth:`tensors` has numbers for all rows, such as the scale of the input, it is
+        If ranks share whole experts, and :meth:`tensors` has numbers for all rows, such as the input scale, it is
         also called for the experts of other ranks. The tensors with an element per row are then empty.
 
         Args:
