@@ -161,9 +161,7 @@ def test_peak_memory_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert found["peak"] <= 1.1 * size / ranks, found
 
 
-@pytest.mark.parametrize(
-    ("fault", "point"), [each for each in fault_checks.FAULTS if each != ("shapes", "replay")]
-)
+@pytest.mark.parametrize(("fault", "point"), fault_checks.FAULTS)
 def test_a_rank_that_fails(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, point: str
 ) -> None:
