@@ -100,7 +100,7 @@ def check_command(
     ran = subprocess.run(
         [
             sys.executable, "-m", "hal_command", "generate", str(checkpoint), "--prompt", "def main():",
-            "--max-new-tokens", "400", "--tensor-parallel", "2", *options,
+            "--max-new-tokens", "900", "--tensor-parallel", "2", *options,
         ],
         env={
             **os.environ, "PYTHONPATH": f"{folder}:{TESTS}", "TMPDIR": str(temporary), "RANKS_OF_TEST": mark,

@@ -25,6 +25,8 @@ LATE = 30
 """Seconds by which a rank is late."""
 FROZEN = 18
 """Seconds for which a process is frozen: less than in which the ranks are ended, so that nothing is left to thaw it."""
+UNLIKELY = 4095
+"""The stop token, so that a text does not end before the fault."""
 METADATA = "Metadata-Version: 2.1\nName: faulty-model\nVersion: 1\n"
 ENTRY_POINT = "[hal.models]\nFaultyForCausalLM = helpers.faulty_model:FaultyForCausalLM\n"
 
@@ -107,5 +109,6 @@ def write_faulty(trained: Path, folder: Path) -> Path:
         (checkpoint / file.name).symlink_to(file)
     config = dict(parse_json((trained / "config.json").read_text(encoding="utf-8"), "config.json"))
     (checkpoint / "config.json").unlink()
-    write_json(checkpoint / "config.json", {**config, "architectures": ["FaultyForCausalLM"]})
+    write_json(checkpoint / "config.json", {**config, "architectures": ["FaultyForCausalLM"], "eos_token_id": UNLIKELY})
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
     return checkpoint

@@ -176,8 +176,10 @@ def test_a_rank_that_fails(
         ("killed", "loading", 137, "rank 1 of 2 was ended by SIGKILL"),
         ("late", "loading", 2, "another rank did not join a collective in time"),
         ("killed", "capture", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("raises", "capture", 1, "rank 1 of 2 failed:\n"),
         ("late", "capture", 2, "another rank did not join a collective in time"),
         ("killed", "replay", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("late", "replay", 2, "another rank did not join a collective in time"),
     ],
 )
 def test_a_rank_of_the_command_that_fails(
