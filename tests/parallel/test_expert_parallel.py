@@ -290,7 +290,7 @@ def _input_scales(rank: int, checkpoint: str, parallel: dict[str, Any]) -> tuple
     return scales, _memory(rank, checkpoint, parallel)
 
 
-@pytest.mark.parametrize("format_", ["compressed-tensors", "modelslim"])
+@pytest.mark.parametrize("format_", ["compressed-tensors", pytest.param("modelslim", marks=pytest.mark.thorough(MODE))])
 def test_a_scale_for_each_expert(tmp_path: Path, format_: Format) -> None:
     """All experts take the largest scale, also on ranks that do not hold its expert."""
     plain, path = random_checkpoint(tmp_path / "plain", **EXPERTS), tmp_path / "static"
