@@ -43,8 +43,11 @@ def tokens(
     on: dict[str, Any] | None = None,
     prompts: int = len(PROMPTS),
     count: bool = False,
+    continuations: list[list[int]] | None = None,
 ) -> dict[str, Any]:
-    """Generate with each compiler. Returns each prompt's tokens by compiler, and launches by ``launches of`` it.
+    """Generate with each compiler. Returns each prompt's tokens by compiler.
+
+    Launches are under ``launches of`` the compiler, logits under ``logits of`` it.
 
     Steps that ``graph`` should replay must not run eagerly, which would give the same tokens.
 
@@ -56,6 +59,7 @@ def tokens(
         on: the configuration's backend and options; None for the CPU.
         prompts: the number of prompts. The first gets the most new tokens.
         count: whether to count launches, on an NPU.
+        continuations: tokens after each prompt. The logits that choose each of them are returned, too.
     """
     found: dict[str, Any] = {}
     for compiler in compilers:
@@ -75,10 +79,35 @@ def tokens(
             with hal.Runner(model, backend) as runner, counting as launches:
                 for token in hal.generate(runner, given, params):
                     texts[token.prompt].append(token.token_id)
+                if continuations is not None:
+                    found[f"logits of {compiler}"] = _logits_along(runner, given, continuations)
             found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)
         log.removeHandler(eager)
         assert compiler != "graph" or not eager.found, eager.found
     return found
+
+
+def _logits_along(runner: hal.Runner, prompts: list[list[int]], continuations: list[list[int]]) -> list[Tensor]:
+    """Return the logits ``[tokens, vocab_size]`` that choose each token after a prompt, for each prompt."""
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
+    blocks = [runner.blocks.take(runner.spec.blocks_for(len(text))) or [] for text in texts]
+    for step in range(max(map(len, continuations))):
+        rows = [row for row, new in enumerate(continuations) if step < len(new)]
+        stops = {row: len(prompts[row]) + step for row in rows}
+        starts = {row: stops[row] - 1 if step else 0 for row in rows}
+        batch = runner.batch(
+            [texts[row][starts[row] : stops[row]] for row in rows], [blocks[row] for row in rows],
+            cached=[starts[row] for row in rows],
+        )  # fmt: skip
+        for row, logits in zip(rows, runner.step(batch).logits.cpu(), strict=True):
+            found[row].append(logits.clone())  # A replay's logits are valid until the next one.
+    return [torch.stack(each) for each in found]
+
+
+def several(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run :func:`tokens` with the arguments of each job, in processes that start once."""
+    return [tokens(**job) for job in jobs]
 
 
 def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, Any]:

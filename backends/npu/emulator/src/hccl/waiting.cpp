@@ -27,7 +27,6 @@ std::string last_call(const Communicator& communicator, uint32_t rank) {
 
 void fail_all(Communicator& communicator, uint64_t number, int code, const std::string& reason) {
     communicator.break_off(number, reason);
-    if (code == lost_rank) communicator.error = HCCL_E_REMOTE;
     throw DeviceError(code, "communicator " + communicator.name +
                                 format(", rank %u of %u: ", communicator.rank, communicator.ranks) + reason);
 }
@@ -61,6 +60,7 @@ bool Wait::check(Communicator& communicator, const std::function<std::string()>&
     }
     std::string text = call() + ", but ";
     if (auto reason = communicator.lost(lacking); !reason.empty()) {
+        communicator.error = HCCL_E_REMOTE;
         fail_all(communicator, number, lost_rank, text + reason);
     }
     if (started && is_expired(communicator)) {
