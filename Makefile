@@ -15,7 +15,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-all thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm
+.PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm
 
 # The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -66,9 +66,13 @@ test: $(VENV)/.test
 	$(foreach folder,$(RUNS),$(PYTEST) -m 'not thorough' $(folder) &&) true
 
 test-all: $(VENV)/.test
-	$(foreach folder,$(RUNS),$(PYTEST) $(folder) &&) true
+	$(foreach folder,$(RUNS),$(PYTEST) -m 'not exhaustive' $(folder) &&) true
 
-# What `make test` leaves to `make test-all`: how many cases of which file, and why.
+# Every pair of what `make test-all` runs in some pairs, such as faults of a rank and points of a step.
+test-exhaustive: $(VENV)/.test
+	$(foreach folder,$(RUNS),$(PYTEST) -m exhaustive $(folder) &&) true
+
+# What `make test` leaves to these: how many cases of which file, and why.
 thorough: $(VENV)/.test
 	@$(foreach folder,$(RUNS),$(BIN)/python -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
 

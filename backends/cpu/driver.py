@@ -80,7 +80,7 @@ class CpuBackend(Backend):
             "cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR + COLLECTIVES, distributed="gloo"
         )
         self._whole = frozenset((*native, *GROUPED, *COLLECTIVES))
-        self._packing = Packing() if options.pack_weights else None
+        self._packing = Packing(self.device.empty_cache) if options.pack_weights else None
 
     def graph(self) -> Graph:
         """Return a new, empty tape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from statistics import geometric_mean
 
@@ -40,7 +40,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Packing:
-    """Packs weights where this is faster, measured once per process for each shape and list of batch sizes."""
+    """Packs weights where this is faster, measured once per process for each shape and list of batch sizes.
+
+    Args:
+        release: returns freed memory to the system. A measurement takes more than most weights, and what it leaves
+            between live tensors would stay resident.
+    """
+
+    def __init__(self, release: Callable[[], None] = lambda: None) -> None:
+        self._release = release
 
     def prepare(self, weight: Tensor, *, shared: bool, sizes: Sequence[int] = ROWS) -> Tensor:
         """Return the weight, or a packed copy of the same size.
@@ -57,6 +65,7 @@ class Packing:
         key = weight.shape, weight.dtype, rows, torch.get_num_threads()
         if key not in _measured:
             _measured[key] = _speedups(weight[: SAMPLE_BYTES // weight[0].nbytes], rows)
+            self._release()
         speedups = _measured[key]
         pays = speedups[0] > MIN_SPEEDUP if shared else geometric_mean(speedups) > MIN_SPEEDUP
         log.debug(

@@ -133,7 +133,8 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
 
     Args:
         plan: the plan.
-        mesh: the ranks to work with, such as planned ones; None joins those that the plan asks for.
+        mesh: the ranks to work with, such as planned ones, which split each expert; None joins those that the plan asks
+            for.
 
     Raises:
         HalError: the backend, the checkpoint or the configuration is invalid.
@@ -144,11 +145,10 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     settings |= {key: value for key, value in options.items() if value is not None}
     settings["options"] = {**settings.get("options", {}), **plan.options}
     settings.pop("compilation", None)  # the benchmark sets it
-    if mesh is not None or plan.tensor_parallel is not None:
-        settings["parallel"] = {
-            **settings.get("parallel", {}),
-            "tensor": plan.tensor_parallel if mesh is None else mesh.tensor.size,
-        }
+    if mesh is not None:
+        settings["parallel"] = {"tensor": mesh.tensor.size, "data": mesh.data.size}
+    elif plan.tensor_parallel is not None:
+        settings["parallel"] = {**settings.get("parallel", {}), "tensor": plan.tensor_parallel}
     backend = hal.open(read(hal.Config, settings, "configuration"), mesh=mesh)
     served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
     if plan.workload == "prefill":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -12,8 +12,14 @@ from torch import nn
 from hal.drivers.backend import Backend, LayerMaker
 from hal.errors import DriverIncompatible
 from hal.nn import CausalLM
+from hal.nn.weights.share import EQUALLY, Share
 
 log = logging.getLogger("hal.checkpoint")
+
+Sharing = tuple[str | None, Share, bool, str]
+"""How ranks share a tensor: the fields ``shard``, ``share``, ``once`` and ``among`` of its declaration."""
+WHOLE: Sharing = (None, EQUALLY, False, "tensor")
+"""Of a tensor without a declaration, which is whole on each rank."""
 
 
 def put_layers(model: CausalLM, backend: Backend) -> bool:
@@ -22,7 +28,8 @@ def put_layers(model: CausalLM, backend: Backend) -> bool:
     Inner layers are replaced first, so that the replacement of an outer layer contains them.
 
     Raises:
-        DriverIncompatible: a replacement is no subclass of the layer, or has other tensors.
+        DriverIncompatible: a replacement is no subclass of the layer, has other tensors, or declares that several ranks
+            share them in another way.
     """
     made: dict[nn.Module, nn.Module] = {}
     counts: Counter[str] = Counter()
@@ -32,7 +39,7 @@ def put_layers(model: CausalLM, backend: Backend) -> bool:
             if make is None:
                 continue
             if layer not in made:
-                made[layer] = _made(layer, make, backend.name)
+                made[layer] = _made(layer, make, backend.name, ranks=backend.mesh.size)
             if made[layer] is not layer:
                 model.set_submodule(path, made[layer])
                 counts[f"{type(made[layer]).__name__} for {type(layer).__name__}"] += 1
@@ -50,8 +57,8 @@ def replaced(model: nn.Module, plain: nn.Module) -> Iterator[tuple[type, type]]:
             yield type(layer), type(layers[path])
 
 
-def _made(layer: nn.Module, make: LayerMaker, driver: str) -> nn.Module:
-    wanted = _tensors(layer)  # The driver may take the layer apart.
+def _made(layer: nn.Module, make: LayerMaker, driver: str, ranks: int) -> nn.Module:
+    wanted, shared = _tensors(layer), _sharing(layer)  # The driver may take the layer apart.
     new, name = make(layer), type(layer).__name__
     if not isinstance(new, type(layer)):
         raise DriverIncompatible(
@@ -63,8 +70,24 @@ def _made(layer: nn.Module, make: LayerMaker, driver: str) -> nn.Module:
             f"the driver {driver} replaces {name} by a {type(new).__name__} with other parameters: {wrong[0][0]}",
             f"give it the parameters of {name}, by name, shape and dtype: a checkpoint fills them",
         )
+    if ranks > 1 and (other := sorted(each for each, how in _sharing(new).items() if how != shared.get(each, WHOLE))):
+        raise DriverIncompatible(
+            f"the driver {driver} replaces {name} by a {type(new).__name__} whose {other[0]} is declared to be "
+            f"shared in another way by {ranks} ranks",
+            f"pass the arguments `shard` and `share` of {name} on, and keep its `weights`",
+        )
     return new
 
 
 def _tensors(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (tuple(each.shape), str(each.dtype)) for name, each in layer.state_dict().items()}
+
+
+def _sharing(layer: nn.Module) -> dict[str, Sharing]:
+    found = dict.fromkeys(layer.state_dict(), WHOLE)
+    for path, module in layer.named_modules():
+        declared = getattr(module, "weights", None)
+        for name, each in declared.items() if isinstance(declared, Mapping) else ():
+            if (full_name := f"{path}.{name}".lstrip(".")) in found:
+                found[full_name] = (each.shard, each.share, each.once, each.among)
+    return found

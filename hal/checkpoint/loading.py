@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,16 +15,21 @@ from hal.checkpoint.model_registry import check_model_class, find_model, make_mo
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.validate import check_fit, check_tied
-from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of
-from hal.checkpoint.weight_buffers import WeightBuffers
+from hal.checkpoint.weight_bindings import Binding, bindings_of
+from hal.checkpoint.weight_filling import Filling, weight_buffers
 from hal.config.settings import ExpertsMode
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Attention, CausalLM, Experts, WeightUse
+from hal.nn import Attention, CausalLM, Experts
 from hal.parallel.mesh import Mesh
 
 log = logging.getLogger("hal.checkpoint")
+
+LARGE = 128
+"""A weight is large if it has more than one part in so many of the bytes of all."""
+MOST = 32 << 20
+"""Larger ones are prepared apart from others, whatever their part."""
 
 Progress = Callable[[int, int], None]
 """A callback that receives the bytes loaded so far and the bytes in total."""
@@ -80,8 +85,8 @@ def load_model(
     if (tensor := mesh.tensor).size > 1:
         quantized.split(tensor)
         split_model(model, tensor)
-    prepared = _fill(checkpoint, bindings, quantized, dtype, backend, progress)
-    if _prepare_tied(model, bindings, backend, dtype) or prepared or own_layers:
+    prepared = _fill(checkpoint, model, bindings, quantized, dtype, backend, progress)
+    if prepared or own_layers:
         model.prepared_by = backend.name
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills", "make "
@@ -106,7 +111,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
     check_fit(checkpoint, model, bindings_of(model), quantized)
     if tensor.size > 1:
         quantized.split(tensor)
-        shrink(model, tensor)
+        shrink(model, Mesh(tensor=tensor))
     return model
 
 
@@ -168,18 +173,19 @@ def split_model(model: CausalLM, tensor: Group) -> None:
     model.split(tensor)
 
 
-def shrink(model: CausalLM, tensor: Group) -> None:
+def shrink(model: CausalLM, mesh: Mesh) -> None:
     """Split a model on the meta device, and give its tensors the shapes of this rank's.
 
     Args:
-        model: whole; changed in place.
-        tensor: the ranks that split each layer.
+        model: whole, apart from :func:`distribute_experts`; changed in place.
+        mesh: the ranks.
 
     Raises:
         ConfigError: ranks cannot split the model, or not between this number.
     """
-    shapes = [(each, each.rank_shape(tensor.size)) for each in bindings_of(model)]
-    split_model(model, tensor)
+    shapes = [(each, each.rank_shape(mesh)) for each in bindings_of(model)]
+    if mesh.tensor.size > 1:
+        split_model(model, mesh.tensor)
     for binding, shape in shapes:
         binding.set(torch.empty(shape, dtype=binding.tensor.dtype, device="meta"))
 
@@ -196,6 +202,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _fill(
     checkpoint: Checkpoint,
+    model: CausalLM,
     bindings: Sequence[Binding],
     quantized: QuantizedLayers,
     dtype: torch.dtype,
@@ -203,13 +210,16 @@ def _fill(
     progress: Progress | None,
 ) -> bool:
     """Read all weights. Return whether the backend changed the format of any."""
-    filling = [_Filling(binding, dtype, backend) for binding in bindings if binding.weight.sources]
+    tied = set(model.tied.values())
+    filling = [Filling(binding, dtype, backend, tied) for binding in bindings if binding.weight.sources]
+    large = sum(each.nbytes for each in filling) // LARGE
+    _order(filling, large)
     pieces = [(each, piece) for each in filling for piece in each.pieces]
     beside = sorted(quantized.names() & set(checkpoint.tensors))
     wanted = [TensorSlice(piece.source, piece.taken) for _, piece in pieces]
     wanted += [TensorSlice(name, tuple((0, size) for size in checkpoint.tensors[name].shape)) for name in beside]
     done, total = 0, sum(_nbytes(each, checkpoint) for each in wanted)
-    changed, buffers = False, _weight_buffers(filling, backend)
+    changed, buffers = False, weight_buffers(filling, backend, min(large, MOST))
     for place, start, values in checkpoint.read_slices(wanted):
         if place < len(pieces):
             each, piece = pieces[place]
@@ -223,70 +233,20 @@ def _fill(
     return quantized.finish(backend, dtype) or changed
 
 
+def _order(filling: list[Filling], large: int) -> None:
+    """Order weights so that memory which is needed beside them is needed before most of them are loaded.
+
+    A weight exists twice while a driver prepares it. With the first of each shape, the driver may measure how to.
+
+    Args:
+        filling: in the model's order.
+        large: in bytes. Larger weights come before others.
+    """
+    first = {(each.shape, each.dtype): each for each in reversed(filling)}
+    filling.sort(
+        key=lambda each: (first[each.shape, each.dtype] is not each, -each.nbytes if each.nbytes > large else 0)
+    )
+
+
 def _nbytes(each: TensorSlice, checkpoint: Checkpoint) -> int:
     return each.numel * DTYPES[checkpoint.tensors[each.name].dtype].itemsize
-
-
-class _Filling:
-    """A tensor of a layer that is filled piece by piece."""
-
-    def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend) -> None:
-        # A layer that does not know of ranks computes with the whole weight.
-        ranks: Group = getattr(backend.mesh, binding.weight.among) if hasattr(binding.module, "split") else SOLO
-        self.pieces = binding.pieces(ranks.rank, ranks.size)
-        self.shape = binding.local_shape(ranks.size)
-        self._binding = binding
-        self._zero = binding.weight.once and ranks.rank > 0
-        self._computing, self._backend = computing, backend
-        self.dtype = binding.dtype(computing)
-        self._left = sum(piece.numel for piece in self.pieces)
-        self._tensor: Tensor | None = None
-
-    def put(self, piece: Piece, start: int, values: Tensor, buffers: Mapping[torch.dtype, WeightBuffers]) -> bool:
-        """Copy rows of a piece. Return whether this completes the tensor and the backend changes its format."""
-        consumer = self._binding.weight.consumer
-        if self._tensor is None:
-            shape, device = self.shape, self._backend.device.torch
-            if consumer is None:
-                self._tensor = torch.empty(shape, dtype=self.dtype, device=device)
-            else:
-                self._tensor = buffers[self.dtype].take(shape)
-        piece.put(self._tensor, start, values)
-        self._left -= values.numel()
-        if self._left:
-            return False
-        if self._zero:
-            self._tensor.zero_()
-        weight, self._tensor = self._tensor, None
-        if consumer is None:
-            self._binding.set(weight)
-            return False
-        use = WeightUse(consumer.operation, consumer.argument, self._computing)
-        prepared = self._backend.prepare_weight(weight, use)
-        self._binding.set(buffers[self.dtype].replace(weight, prepared))
-        return prepared is not weight
-
-
-def _weight_buffers(filling: Sequence[_Filling], backend: Backend) -> Mapping[torch.dtype, WeightBuffers]:
-    sizes: dict[torch.dtype, list[int]] = {}
-    for each in filling:
-        sizes.setdefault(each.dtype, []).append(each.shape.numel())
-    return {dtype: WeightBuffers(dtype, backend, found) for dtype, found in sizes.items()}
-
-
-def _prepare_tied(model: CausalLM, bindings: Sequence[Binding], backend: Backend, dtype: torch.dtype) -> bool:
-    """Prepare tied weights for their second use, as copies. Return whether the backend changed the format of any."""
-    changed, tied = False, set(model.tied.values())
-    for binding in bindings:
-        use = binding.weight.tied_use
-        if use is None or not any(piece.source in tied for piece in binding.pieces()):
-            continue
-        tensor = getattr(binding.module, binding.name).data
-        told = WeightUse(use.consumer.operation, use.consumer.argument, dtype, shared=True)
-        prepared = backend.prepare_weight(tensor, told)
-        if prepared is not tensor:
-            setattr(binding.module, use.attribute, prepared)
-            changed = True
-            log.info("%s is held twice, as it is and prepared for %s: %d MiB more", binding.full_name,
-                     use.consumer.operation, prepared.numel() * prepared.element_size() >> 20)  # fmt: skip
-    return changed

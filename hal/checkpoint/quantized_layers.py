@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.safetensors_files import TensorInfo
+from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.weight_bindings import Binding
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
@@ -85,6 +86,7 @@ class QuantizedLayers:
         self._parts: dict[str, _Part] = {}
         self._format = ""
         self._tensor = SOLO
+        self._tensors = checkpoint.tensors
         quantization = checkpoint.quantization
         if quantization is None:
             return
@@ -159,6 +161,8 @@ class QuantizedLayers:
     def distribute(self, expert: Group) -> None:
         """Keep only this rank's experts of layers whose experts are whole. Called after the checks of the checkpoint.
 
+        Of the other ranks' experts, it keeps the numbers for all rows, on which all experts of a layer agree.
+
         Args:
             expert: the ranks that share the experts.
 
@@ -176,9 +180,27 @@ class QuantizedLayers:
                     'set parallel.experts to "split", or derive the layer from hal.nn.QuantizedGroupedLinear',
                 )
             start, stop = weight.share.interval(len(layer.parts), expert.rank, expert.size)
-            for part in (*layer.parts[:start], *layer.parts[stop:]):
+            others = *layer.parts[:start], *layer.parts[stop:]
+            for part in others:
                 del self._parts[part.name]
-            self._layers[index] = attrs.evolve(layer, parts=layer.parts[start:stop])
+            # What all experts agree on, such as the scale of their input, must be the same on every rank.
+            agreeing = [self._without_rows(part) for part in others if any(spec.whole for spec in part.specs.values())]
+            self._parts |= {part.name: part for part in agreeing}
+            self._layers[index] = attrs.evolve(layer, parts=(*layer.parts[start:stop], *agreeing))
+
+    def _without_rows(self, part: _Part) -> _Part:
+        """Return another rank's expert as a part without rows. Only its numbers for all rows are read."""
+        weight: Any = part.layer.weight
+        statistics = part.scheme.row_statistics(torch.empty(0, weight.shape[-1], dtype=weight.dtype))
+        rows = {suffix: info for suffix, spec in part.specs.items() if not spec.whole
+                if (info := self._tensors.get(f"{part.name}.{suffix}")) is not None}  # fmt: skip
+        return attrs.evolve(
+            part,
+            rows=0,
+            specs={suffix: spec for suffix, spec in part.specs.items() if spec.whole},
+            values={suffix: torch.empty(0, *info.shape[1:], dtype=DTYPES[info.dtype]) for suffix, info in rows.items()},
+            statistics=[] if statistics is None else [statistics],
+        )
 
     def keep(self, name: str, values: Tensor) -> None:
         """Receive one of the tensors of :meth:`names`, whole."""

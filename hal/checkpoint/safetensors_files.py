@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 INDEX = "model.safetensors.index.json"
 REMAP_BYTES = 32 << 20
 """A file is mapped again after at most this many bytes: pages that were read count as process memory until then."""
-REMAPS = 64
+REMAPS = 128
 """A file is mapped again after this fraction of what is read in total, so that a small share stays small, too."""
 LEAST_REMAP_BYTES = 1 << 20
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import SOLO, Group
 from hal.errors import ConfigError, ModelError, nearest
 from hal.nn.weights.assembly import Interval, Region
 from hal.nn.weights.weight import Consumer, Weight, default_weight, source_name
+from hal.parallel.mesh import Mesh
 
 
 @attrs.frozen
@@ -151,9 +153,14 @@ class Binding:
         is_parameter = self.name in dict(self.module.named_parameters(recurse=False))
         setattr(self.module, self.name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
-    def rank_shape(self, ranks: int) -> torch.Size:
-        """Return the shape of one rank's tensor, which is whole in a layer that does not know of ranks."""
-        return self.local_shape(ranks if hasattr(self.module, "split") else 1)
+    def ranks(self, mesh: Mesh) -> Group:
+        """Return the ranks of a mesh that share the tensor. A layer that does not know of ranks has the whole one."""
+        shared: Group = getattr(mesh, self.weight.among) if hasattr(self.module, "split") else SOLO
+        return shared
+
+    def rank_shape(self, mesh: Mesh) -> torch.Size:
+        """Return the shape of one rank's tensor."""
+        return self.local_shape(self.ranks(mesh).size)
 
     def local_shape(self, ranks: int) -> torch.Size:
         """Return the shape of one rank's tensor.
@@ -169,15 +176,15 @@ class Binding:
         return torch.Size(shape)
 
 
-def weight_bytes(bindings: Iterable[Binding], computing: torch.dtype, ranks: int = 1) -> int:
+def weight_bytes(bindings: Iterable[Binding], computing: torch.dtype, mesh: Mesh) -> int:
     """Return the bytes of the tensors that one of several ranks holds, in the form of the declarations.
 
     Args:
         bindings: of the whole model.
         computing: the dtype that the model computes in.
-        ranks: the number of ranks that split each layer.
+        mesh: the ranks.
     """
-    return sum(each.rank_shape(ranks).numel() * each.dtype(computing).itemsize for each in bindings)
+    return sum(each.rank_shape(mesh).numel() * each.dtype(computing).itemsize for each in bindings)
 
 
 def bindings_of(model: nn.Module) -> list[Binding]:

@@ -35,13 +35,17 @@ def explain_devices(model: Path, devices: int, assume: Path) -> None:
         tokens = f"{workload.sequences} x {workload.queries} new tokens, {workload.context} in the cache"
         echo(f"\n{workload.name}: {tokens}\n")
         print_table(
-            ("copies x ranks", "GiB held", "step ms", "memory", "compute", "launches", "collectives", "tokens/s", ""),
+            (
+                "copies x ranks", "GiB held", "step ms", "memory", "compute", "launches", "collectives",
+                "KiB sent a layer", "tokens/s", "",
+            ),
             [
                 (
-                    f"{each.data} x {each.tensor}", f"{each.work.held / 2**30:.1f}",
+                    each.name, f"{each.work.held / 2**30:.1f}",
                     *(f"{1e3 * part:.2f}" for part in (
                         each.time.total, each.time.memory, each.time.compute, each.time.launches, each.time.collectives
                     )),
+                    f"{sum(exchange.sent for exchange in each.layer) / 2**10:.0f}",
                     f"{each.tokens_per_second:.0f}",
                     "does not fit" if not each.fits else "fastest" if each.time.total == fastest else "",
                 )
@@ -74,9 +78,9 @@ def figures(assumed: Assumptions) -> dict[str, str]:
     """Return the assumed figures as text, by key."""
     import attrs
 
-    found: dict[str, Any] = {"dtype": assumed.dtype, "devices_per_node": assumed.devices_per_node}
-    for part in ("device", "within", "between"):
-        found |= {f"{part}.{name}": each for name, each in attrs.asdict(getattr(assumed, part)).items()}
+    found: dict[str, Any] = {}
+    for name, each in attrs.asdict(assumed, filter=lambda field, _: field.name not in ("name", "sources")).items():
+        found |= {f"{name}.{key}": figure for key, figure in each.items()} if isinstance(each, dict) else {name: each}
     return {
         name: (", ".join(each) or "none")
         if isinstance(each, tuple | list)

@@ -1,4 +1,4 @@
-"""The report of ``hal explain --tensor-parallel``: a rank's weights, and the collectives of its decode step."""
+"""The report of ``hal explain`` on planned ranks: a rank's weights, and the collectives of its decode step."""
 
 from __future__ import annotations
 
@@ -27,35 +27,44 @@ WITHOUT_REWRITES = frozenset({"eager", "inductor", "piecewise_eager"})
 
 def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -> None:
     """Print what one of the planned ranks holds, and what it exchanges in a decode step of ``size`` sequences."""
-    from hal.checkpoint.loading import build_model
+    from hal.checkpoint.loading import build_model, distribute_experts
     from hal.checkpoint.weight_bindings import bindings_of, weight_bytes
+    from hal.parallel import Mesh
 
-    ranks, dtype = on.mesh.tensor.size, next(model.parameters()).dtype
-    bindings = bindings_of(build_model(opened))
-    mine, all_of_them = weight_bytes(bindings, dtype, ranks), weight_bytes(bindings, dtype)
-    echo(f"a rank of {ranks} holds {_mib(mine)} of the {_mib(all_of_them)} of weights")
+    dtype, experts = next(model.parameters()).dtype, on.config.parallel.experts
+    whole = build_model(opened)
+    if experts != "split":
+        distribute_experts(whole, experts, on.mesh)
+    mine, all_of_them = (weight_bytes(bindings_of(whole), dtype, mesh) for mesh in (on.mesh, Mesh()))
+    echo(f"a rank of {on.mesh.size} holds {_mib(mine)} of the {_mib(all_of_them)} of weights")
+    if on.mesh.data.size > 1 and experts == "split":
+        echo(f"the {on.mesh.data.size} copies of the model exchange nothing in a step")
     calls = _calls(model, on, size)
+    if not calls:
+        echo()
+        return
     rows = Counter((each.operation, _without_numbers(each.of), each.sent) for each in calls)
     print_table(
-        ("collective", "joins", "times", "a rank sends, each time"),
+        ("collective", "results of", "times", "a rank sends, each time"),
         [(name, of, str(times), _kib(sent)) for (name, of, sent), times in rows.items()],
     )
     sent = _kib(sum(each.sent for each in calls))
-    echo(f"a step has {len(calls)} collectives, in which a rank sends {sent}; {_fusion(model, on, size)}\n")
+    routed = ", if experts get equally many tokens" if any(each.routed for each in calls) else ""
+    echo(f"a step has {len(calls)} collectives, in which a rank sends {sent}{routed}; {_fusion(model, on, size)}\n")
 
 
 def _fusion(model: CausalLM, on: Backend, size: int) -> str:
     """Return how many collectives are fused with other operations, and why the others are not."""
     from hal import ops
-    from hal.compile.collective_calls import called, is_collective
+    from hal.compile.collective_calls import called
     from hal.compile.optimize import kept_whole, optimize
 
     config = on.config.compilation.of("decode")
     if config.compiler in WITHOUT_REWRITES or captures_python(config, size):
         return "none is fused: this compiler applies no rewrite"
     step = optimize(partial(_traced, model, on, size, kept_whole(on)), on, config.passes)
-    known = [each.name for each in ops.catalogue().values() if each.fused and is_collective(each)]
-    found = Counter(each.name for _, each in called(step.traced.graph.graph) if is_collective(each))
+    known = [each.name for each in ops.catalogue().values() if each.fused and each.collective]
+    found = Counter(each.name for _, each in called(step.traced.graph.graph) if each.collective)
     fused = [f"{found[name]} in {name}" for name in known if found[name]]
     left = sum(times for name, times in found.items() if name not in known)
     if not left:
@@ -86,10 +95,10 @@ def without_ranks(on: Backend) -> Iterator[None]:
     """
     from hal import ops
 
-    if not on.mesh.tensor.planned:
+    if not any(each.planned for each in (on.mesh.tensor, on.mesh.data, on.mesh.expert)):
         yield
         return
-    with ops.intercepted(lambda operation, kernel: operation.reference if operation.over_shards else kernel):
+    with ops.intercepted(lambda operation, kernel: operation.reference if operation.collective else kernel):
         yield
 
 

@@ -1,24 +1,39 @@
-"""The option ``--tensor-parallel``, and the start of the ranks that it asks for."""
+"""The options that say how ranks share a model, and the start of the ranks that they ask for."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from hal.cli.stdout import result_stream
-from hal.errors import ConfigError
+from hal.config.settings import ExpertsMode
 
 TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
+EXPERTS = "How the ranks share mixtures of experts; by default, each holds a part of every expert."
 OPTION = "--tensor-parallel"
 
 
 def tensor_parallel(text: str = TENSOR_PARALLEL) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that adds the option with a help text. Its value is None if it is not given."""
     return click.option(OPTION, type=click.IntRange(1), metavar="N", help=text)
+
+
+def parallel(data: str, tensor: str = TENSOR_PARALLEL) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator that adds all options of how ranks share a model, with help texts for two of them.
+
+    Their values are None if they are not given.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = click.option("--experts", type=click.Choice(get_args(ExpertsMode)), help=EXPERTS)(command)
+        command = click.option("--data-parallel", type=click.IntRange(1), metavar="N", help=data)(command)
+        return tensor_parallel(tensor)(command)
+
+    return decorate
 
 
 def with_ranks(
@@ -31,16 +46,6 @@ def with_ranks(
     options = {"tensor": tensor_parallel, "data": data_parallel, "experts": experts}
     given = {name: value for name, value in options.items() if value is not None}
     return {**settings, "parallel": {**settings.get("parallel", {}), **given}} if given else dict(settings)
-
-
-def check_split(settings: Mapping[str, Any], command: str) -> None:
-    """Raise ConfigError if the settings share whole experts between ranks, which ``command`` does not support."""
-    mode = settings.get("parallel", {}).get("experts", "split")
-    if mode != "split":
-        raise ConfigError(
-            f"hal {command} does not support ranks that share whole experts, and parallel.experts is {mode!r}",
-            "leave parallel.experts, or the variable HAL_PARALLEL__EXPERTS, out",
-        )
 
 
 def start_ranks(ranks: int, stdin: bytes | None = None) -> bool:

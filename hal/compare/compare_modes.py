@@ -26,7 +26,7 @@ from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
-from hal.step.state import DUMMY_BLOCK
+from hal.step.dummies import DUMMY_BLOCK
 
 EAGER = "eager"
 

@@ -100,7 +100,7 @@ def _recording(into: list[Record], disturbance: Disturbance | None) -> Seen:
             returned = tree_map_only(Tensor, disturbance.moved, returned)
         floats = [each for each in tree_leaves(returned) if isinstance(each, Tensor) and each.is_floating_point()]
         kept = [each.detach().float().cpu().clone() for each in floats]
-        into.append(Record(call, operation.over_shards is not None, kept))
+        into.append(Record(call, operation.collective, kept))
         return returned
 
     return seen

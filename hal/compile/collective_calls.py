@@ -11,12 +11,14 @@ from torch import Tensor, fx
 from hal import ops
 from hal.compile.fx.symbolic_sizes import value
 from hal.compile.trace import TracedStep
-from hal.device.group import group
+from hal.device.group import group as group_named
 from hal.nn import CausalLM
 from hal.ops import Operation
 
 GROUP = "group"
-"""The argument with which an operation takes the name of a group."""
+"""The argument with which a collective takes the name of its group."""
+ROUTED = ("expert_dispatch", "expert_combine")
+"""Collectives that send a row only to the ranks of its experts."""
 
 
 @attrs.frozen
@@ -25,15 +27,17 @@ class CollectiveCall:
 
     Attributes:
         operation: its name.
-        of: the path of the layer whose results it joins, such as ``model.layers.0.mlp.down_proj``.
+        of: the path of the layer whose results it joins or sends, such as ``model.layers.0.mlp.down_proj``.
+        group: the name of its group.
         ranks: the number of ranks.
-        elements: elements of its argument, or of the result of an all_gather: of whichever has more. A number, or an
-            expression of the sizes of a step.
+        elements: elements of its argument, or of the result of an all_gather: of whichever has more. Of a routed one,
+            the elements of a row for each expert of each token. A number, or an expression of the sizes of a step.
         itemsize: bytes per element.
     """
 
     operation: str
     of: str
+    group: str
     ranks: int
     elements: Any
     itemsize: int
@@ -44,14 +48,22 @@ class CollectiveCall:
         return 2 if self.operation == "all_reduce" else 1
 
     @property
+    def routed(self) -> bool:
+        """Whether the experts that tokens choose decide how many bytes a rank exchanges."""
+        return self.operation in ROUTED
+
+    @property
+    def personal(self) -> bool:
+        """Whether a rank sends something else to each other rank."""
+        return self.routed or self.operation == "all_to_all"
+
+    @property
     def sent(self) -> Any:
-        """Bytes that each rank sends if every rank sends the same number, as in a ring; the least that is possible."""
+        """Bytes that each rank sends if every rank sends the same number, as in a ring; the least that is possible.
+
+        Of a routed collective, those at even load.
+        """
         return self.rounds * self.elements * self.itemsize * (self.ranks - 1) / self.ranks
-
-
-def is_collective(operation: Operation) -> bool:
-    """Return whether the ranks of a group call the operation together."""
-    return GROUP in operation.signature.parameters
 
 
 def whole_without_fusion() -> frozenset[str]:
@@ -69,12 +81,18 @@ def collective_calls(step: TracedStep, model: CausalLM) -> list[CollectiveCall]:
     weights = _weights(step, model)
     found = []
     for node, operation in called(step.graph.graph):
-        if is_collective(operation):
+        if operation.collective:
             arguments = operation.arguments(node.args, node.kwargs)
-            given = next(each for each in map(value, arguments.values()) if isinstance(each, Tensor))
-            elements = _count(value(node) if operation.name.startswith("all_gather") else given)
-            ranks = group(arguments[GROUP]).size
-            found.append(CollectiveCall(operation.name, _joined(node, weights), ranks, elements, given.dtype.itemsize))
+            tensors = [each for each in map(value, arguments.values()) if isinstance(each, Tensor)]
+            if operation.name in ROUTED:
+                elements = _count(value(arguments["experts"])) * tensors[0].shape[-1]
+            else:
+                elements = _count(value(node) if operation.name.startswith("all_gather") else tensors[0])
+            group = group_named(arguments[GROUP])
+            of = _joined(node, weights)
+            found.append(
+                CollectiveCall(operation.name, of, group.name, group.size, elements, tensors[0].dtype.itemsize)
+            )
     return found
 
 

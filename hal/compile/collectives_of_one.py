@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from hal import ops
+from hal.compile.collective_calls import GROUP
 from hal.compile.fx.clean import needless_copies
 from hal.compile.fx.symbolic_sizes import value
 from hal.compile.rewrite.pattern import outputs_of, trace_function
@@ -30,10 +31,10 @@ def collectives_of_one(graph: fx.GraphModule) -> int:
     while left:
         node = left.pop()
         operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
-        if operation is None or operation.over_shards is None:
+        if operation is None or not operation.collective:
             continue
         arguments = operation.arguments(node.args, node.kwargs)
-        if group(arguments["group"]).size == 1:
+        if group(arguments[GROUP]).size == 1:
             left += _inline(graph.graph, node, operation, list(arguments.values()))
             count += 1
     if count:

@@ -65,7 +65,8 @@ class CompilationConfig:
         queries: the numbers of new tokens per sequence that count as decode steps and are captured whole. A verifier
             of ``k`` draft tokens adds ``k + 1``.
         torch_compile_max_bs: larger decode batches are captured from the model's Python code; None sets no limit.
-        on_capture_error: ``raise``, or ``eager``, which runs that batch size eagerly and logs a warning once.
+        on_capture_error: ``raise``, or ``eager``, which runs that batch size eagerly and logs a warning once. If ranks
+            step together, all of them do.
         debug: check before each replay that the addresses of weights, caches and inputs are those of the capture.
         cache_dir: the folder of the cache of a driver's compiler, for the next start; None means its default.
         decode: overrides for decode steps.

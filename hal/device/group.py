@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +56,8 @@ SOLO = Group("solo")
 _lock = threading.Lock()
 # No dict, which rebound bodies of operations would copy: they must see groups that are made later.
 _groups: UserDict[str, Group] = UserDict({SOLO.name: SOLO})
+_endings: dict[Group, list[Callable[[], None]]] = {}
+"""What to call when a group is forgotten."""
 
 
 def groups() -> Mapping[str, Group]:
@@ -88,8 +90,22 @@ def register_group(group: Group) -> None:
             )
 
 
-def forget_group(group: Group) -> None:
-    """Remove ``group``, so that its name is free. Graphs that hold the name can no longer run."""
+def when_forgotten(group: Group, end: Callable[[], None]) -> None:
+    """Have :func:`forget_group` call ``end``, to free what a backend keeps for ``group``."""
     with _lock:
-        if group is not SOLO and _groups.get(group.name) is group:
+        _endings.setdefault(group, []).append(end)
+
+
+def forget_group(group: Group) -> None:
+    """Remove ``group``, so that its name is free, and free what backends keep for it.
+
+    Graphs that hold the name can no longer run.
+    """
+    if group is SOLO:
+        return
+    with _lock:
+        if _groups.get(group.name) is group:
             del _groups[group.name]
+        endings = _endings.pop(group, [])
+    for end in endings:
+        end()

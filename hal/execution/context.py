@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import attrs
@@ -13,6 +14,9 @@ from hal.nn import CausalLM
 from hal.step import Batch, StateMemory, StaticBatch, StepShape
 
 Phase = Literal["decode", "prefill"]
+
+OTHER_RANK = "another rank cannot capture or compile them, and its log says why"
+"""The reason on the ranks that can."""
 
 
 @attrs.frozen(eq=False)
@@ -27,6 +31,8 @@ class FormContext:
         phase: ``decode`` for steps whose sequences all have the same small number of queries, ``prefill`` for others.
         max_sequences: the most sequences of a batch; None if unknown.
         max_length: the most tokens of a sequence.
+        all_agree: returns whether all ranks that step together say yes; all of them call it. A rank that steps alone
+            agrees with itself. With ``on_capture_error: eager``, ranks thereby run the same sizes eagerly.
     """
 
     model: CausalLM
@@ -36,6 +42,7 @@ class FormContext:
     phase: Phase
     max_sequences: int | None
     max_length: int
+    all_agree: Callable[[bool], bool] = bool
 
     @property
     def max_blocks(self) -> int:

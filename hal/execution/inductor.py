@@ -13,7 +13,7 @@ from hal.compile.trace import StepSizes, trace_step
 from hal.drivers.compiler import Form
 from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import capture_sizes, queries_to_capture
-from hal.execution.context import FormContext
+from hal.execution.context import OTHER_RANK, FormContext
 from hal.step import Batch, StepShape
 
 log = logging.getLogger("hal.execution")
@@ -38,6 +38,7 @@ class InductorForm(Form):
         self._pairs = {queries: context.static_batch(StepShape.uniform(2, queries)) for queries in numbers}
         self._one: dict[int, Step] = {}
         self._many: dict[int, Step] = {}
+        problem = None
         try:
             for queries in numbers:
                 if 1 in sizes:
@@ -47,7 +48,11 @@ class InductorForm(Form):
         except CompileError as error:
             if config.on_capture_error == "raise":
                 raise
-            log.warning("%s batches run eagerly: %s", context.phase, error)
+            problem = str(error)
+        if config.on_capture_error == "eager" and not context.all_agree(problem is None):
+            self._one.clear()
+            self._many.clear()
+            log.warning("%s batches run eagerly: %s", context.phase, problem or OTHER_RANK)
 
     def refusal(self, batch: Batch, shape: StepShape) -> str | None:
         queries, rows = shape.queries, batch.logits_indices.shape[0]

@@ -6,7 +6,10 @@ collective in the model has equal shapes on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
+import torch
 
 from hal.device.group import Group
 from hal.drivers.backend import Backend
@@ -96,3 +99,21 @@ class Lockstep:
     def _lengths(tokens: int, most: int) -> list[int]:
         """Return the lengths of sequences that have ``tokens`` tokens in total, at most ``most`` each."""
         return [min(most, tokens - start) for start in range(0, tokens, most)]
+
+
+def agreement(backend: Backend, lockstep: Lockstep | None) -> Callable[[bool], bool]:
+    """Return ``all_agree`` of :class:`hal.execution.context.FormContext`.
+
+    Args:
+        backend: its mesh has the ranks.
+        lockstep: keeps the steps of data ranks alike; None if they step alone.
+    """
+    tensor = backend.mesh.tensor
+
+    def all_agree(yes: bool) -> bool:
+        if tensor.size > 1:
+            no = torch.full((1,), float(not yes), device=backend.device.torch)
+            yes = not backend.kernels["all_reduce"](no, tensor.name).item()
+        return yes if lockstep is None else lockstep.all_agree(yes)
+
+    return all_agree

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +21,15 @@ from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
-from hal.errors import BatchError
 from hal.execution.context import FormContext, Phase
-from hal.execution.lockstep import Lockstep
+from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, spec_of
 from hal.execution.steps import Steps
 from hal.nn import CausalLM
 from hal.step import Batch, Bounds, StateMemory
-from hal.step.batch import DUMMY_BLOCK
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
+from hal.step.dummies import DUMMY_BLOCK
 from hal.step.input_batch import InputBatch
 from hal.step.prefix_cache import PrefixCache
 
@@ -120,11 +119,12 @@ class Runner(Closable):
         chosen = [phase for phase in phases if backend.config.compilation.of(phase).compiler != EAGER]
         if not chosen:
             return
+        all_agree = agreement(backend, lockstep)
         token = backend.enter()
         try:
             with backend.explaining(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
-                    self._steps.forms[phase] = self._make_form(phase)
+                    self._steps.forms[phase] = self._make_form(phase, all_agree)
         finally:
             backend.leave(token)
 
@@ -142,10 +142,10 @@ class Runner(Closable):
             raise self.uses.error()
         return self._states
 
-    def _make_form(self, phase: Phase) -> Form:
+    def _make_form(self, phase: Phase, all_agree: Callable[[bool], bool]) -> Form:
         config = self.backend.config.compilation.of(phase)
         return self.backend.compiler(config.compiler).make(FormContext(
-            self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length
+            self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
         ))  # fmt: skip
 
     @property
@@ -202,23 +202,19 @@ class Runner(Closable):
                 fields=fields,
             )
 
-    def input_batch(self, max_sequences: int | None = None, max_length: int | None = None) -> InputBatch:
+    def input_batch(self, max_sequences: int, max_length: int | None = None) -> InputBatch:
         """Return an empty input batch for this runner's cache and device.
 
         Args:
-            max_sequences: the most rows; None for the runner's ``max_sequences``.
+            max_sequences: the most rows.
             max_length: the most tokens of a row; None for the runner's ``max_length``.
 
         Raises:
-            BatchError: neither the runner nor the call has ``max_sequences``.
             ClosedError: the runner is closed.
         """
         self.uses.check_open()
-        most = self._max_sequences if max_sequences is None else max_sequences
-        if most is None:
-            raise BatchError("the runner has no max_sequences", "pass max_sequences to input_batch, or to hal.Runner")
         return InputBatch(
-            self.model.batch_type, max_sequences=most, max_length=max_length or self._max_length,
+            self.model.batch_type, max_sequences=max_sequences, max_length=max_length or self._max_length,
             block_size=self.spec.block_size, device=self.backend.device, bounds=self.bounds,
         )  # fmt: skip
 

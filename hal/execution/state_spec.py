@@ -9,7 +9,7 @@ from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.nn import CausalLM
 from hal.step import StateSpec
-from hal.step.batch import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.state import SEQUENCE
 
 

@@ -16,6 +16,7 @@ from hal.device.group import Group
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.execution.runner import Runner
 from hal.generation.sampling_params import SamplingParams, choose, rows_of_nan
+from hal.parallel.heartbeat import Heartbeat
 from hal.parallel.host_values import gather_values
 from hal.step import Batch
 from hal.step.block_allocator import BlockAllocator
@@ -59,7 +60,7 @@ def generate(
     A prompt starts as soon as the cache has room for all its tokens. Its tokens do not depend on the other prompts.
 
     With several data ranks, every rank passes the same prompts, and gets the tokens of all. The ranks share the
-    prompts, and exchange the tokens when all are finished, within ``parallel.timeout`` of the first.
+    prompts, and exchange the tokens when all are finished, however long the others take.
 
     Args:
         runner: runs the steps.
@@ -71,6 +72,8 @@ def generate(
             are checked before the first step.
         ConfigError: ``params`` has another type.
         NumericsError: the logits have a NaN.
+        CommunicationError: another data rank raised an exception, has ended, or does not answer within
+            ``parallel.timeout``.
         ClosedError: the runner is closed. The iterator raises it if that happens between two steps.
     """
     if not isinstance(prompts, Iterable):
@@ -92,10 +95,15 @@ def generate(
 def _run_share(runner: Runner, prompts: Iterable[_Sequence], data: Group) -> Iterator[Token]:
     """Run this data rank's share of the prompts, and yield the tokens of all."""
     mine = deque(each for each in prompts if each.prompt % data.size == data.rank)
-    found = list(_run(runner, mine))
-    while runner.idle():
-        pass
-    for tokens in gather_values(runner.backend.mesh.hosts, found):
+    hosts = runner.backend.mesh.hosts
+    if runner.backend.lockstep:
+        found = list(_run(runner, mine))
+        while runner.idle():
+            pass
+    else:
+        with Heartbeat(hosts):
+            found = list(_run(runner, mine))
+    for tokens in gather_values(hosts, found):
         yield from tokens
 
 

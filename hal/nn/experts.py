@@ -129,10 +129,13 @@ class Experts(nn.Module):
             mesh: its group ``expert`` has the ranks that share the experts.
 
         Raises:
-            ConfigError: the ranks cannot hold equal numbers of experts.
+            ConfigError: the ranks cannot hold equal numbers of experts, or a driver's layer computes all experts.
         """
+        _check_exchanges(self)
         self.exchange = exchange_of(mode, self.num_experts, mesh)
-        self.gate_up_proj.shard = self.down_proj.shard = EXPERTS
+        for projection in (self.gate_up_proj, self.down_proj):
+            projection.shard = EXPERTS
+            _check_shared(projection)
 
     def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape.
@@ -153,6 +156,30 @@ class Experts(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+
+def _check_exchanges(layer: Experts) -> None:
+    """Raise ConfigError for a subclass whose ``forward`` does not know of ``exchange``."""
+    kind = type(layer)
+    if kind.forward is not Experts.forward and kind.distribute is Experts.distribute:
+        raise ConfigError(
+            f"ranks cannot share the experts of {kind.__name__}, whose forward replaces that of hal.nn.Experts",
+            'set parallel.experts to "split"; or let forward call `exchange`, if it is set, and override `distribute`, '
+            "which may only call that of Experts, to say so",
+        )
+
+
+def _check_shared(projection: nn.Module) -> None:
+    """Raise ConfigError unless a projection declares that ranks share its experts."""
+    if not isinstance(projection, GroupedLinear):
+        return  # A quantization scheme's layer, which the loader checks.
+    weight = projection.weights.get("weight")
+    if weight is None or weight.among != "expert":
+        raise ConfigError(
+            f"ranks cannot share the experts of {type(projection).__name__}, which does not declare its weight to be "
+            "shared by experts",
+            'set parallel.experts to "split", or declare the weight as hal.nn.GroupedLinear does',
+        )
 
 
 class SparseMLP(nn.Module):

@@ -19,7 +19,7 @@ def check_host_group(group: Group) -> None:
     """Raise ConfigError unless the group's collectives take CPU tensors."""
     if group.size > 1 and not carries_cpu_tensors(group.process_group):
         raise ConfigError(
-            "the ranks of `data` step together, and their process group does not carry CPU tensors",
+            "the hosts of the ranks of `data` exchange values, and their process group does not carry CPU tensors",
             "pass Mesh.of a further group as `hosts`, with the same ranks: torch.distributed.new_group(backend='gloo')",
         )
 

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from hal.errors import CommunicationError
 from hal.parallel.mesh import Mesh
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 POLL = 0.05
 """Seconds between two looks at the ranks."""
@@ -34,10 +34,12 @@ TOGETHER = 2.0
 """Seconds that rank 0 gets to show an error that all ranks have."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable with which torchrun, too, names the file for the error of a rank."""
+FAILED_FILE = "RANKS_FAILED_FILE"
+"""The variable that names a file, which a rank makes if it fails for another reason than a collective."""
 YIELD = 3.0
 """Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
 END = 10.0
-"""Seconds in which a rank ends after it was asked to. Then it is killed."""
+"""Seconds in which a rank ends after it was asked to, or after it failed. A rank that was asked is then killed."""
 
 
 def is_rank() -> bool:
@@ -92,13 +94,15 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ExitStack() as stack:
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
-        first = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "error.json"
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        first, files = folder / "error.json", {FAILED_FILE: str(folder / "failed")}
+        of_first = {ERROR_FILE: str(first)}
         stack.callback(_end, started)
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                env={**os.environ, **_variables(rank, ranks, store.port), **({} if rank else {ERROR_FILE: str(first)})},
+                env={**os.environ, **_variables(rank, ranks, store.port), **files, **({} if rank else of_first)},
                 stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
@@ -181,12 +185,22 @@ def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]]) -> None:
 
 @contextmanager
 def yielding_to_the_cause() -> Iterator[None]:
-    """Delay a CommunicationError of a rank, because another rank's failure may be its cause, and is shown then."""
+    """Delay a CommunicationError of a rank, because another rank's failure may be its cause, and is shown then.
+
+    Once the other rank has ended, :func:`run_ranks` ends this one. With a device, that takes the other a while.
+    """
+    failed = Path(file) if (file := os.environ.get(FAILED_FILE)) else None
     try:
         yield
     except CommunicationError:
         if is_rank():
             time.sleep(YIELD)
+            if failed is not None and failed.exists():
+                time.sleep(END)
+        raise
+    except Exception:
+        if failed is not None:
+            failed.touch()
         raise
 
 
@@ -201,7 +215,7 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def gathered(value: Value, mesh: Mesh) -> list[Value]:
+def gathered(value: T, mesh: Mesh) -> list[T]:
     """Return the values of all ranks, in their order. Every rank of the mesh calls it.
 
     Args:
@@ -219,7 +233,7 @@ def gathered(value: Value, mesh: Mesh) -> list[Value]:
     return values
 
 
-def agreed(value: Value, mesh: Mesh) -> Value:
+def agreed(value: T, mesh: Mesh) -> T:
     """Return the value of rank 0, such as a random seed. Every rank of the mesh calls it.
 
     Args:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -18,12 +19,13 @@ from hal.errors import CommunicationError, ConfigError
 
 _numbers = itertools.count(1)
 """Numbers of meshes, for the names of their groups. Ranks make their meshes in the same order."""
-_starts = itertools.count(1)
-"""Numbers of the times that this process started torch.distributed, for the keys in the ranks' store."""
 _joined: list[Mesh] = []
 """The meshes that :func:`connect` made, until they are closed."""
-_started = False
-"""Whether hal started torch.distributed, and so ends it with the last of these meshes."""
+_lock = threading.Lock()
+_started: dict[Any, int] = {}
+"""The default process group, if hal has started torch.distributed, and the number of meshes that use it."""
+_starts = 0
+"""How often hal has started torch.distributed in this process, for the names of keys in the store."""
 
 
 @attrs.frozen
@@ -35,14 +37,14 @@ class Mesh:
         data: the ranks that hold the same part of the model, and take different batches.
         expert: all ranks, if they share the experts; otherwise this rank alone. It may be one of the other groups.
         hosts: the ranks of ``data``, over a process group that carries CPU tensors, by which their hosts agree on
-            steps. Operations do not use it.
+            steps, or tell that they still work. Operations do not use it.
     """
 
     tensor: Group = SOLO
     data: Group = SOLO
     expert: Group = SOLO
     hosts: Group = SOLO
-    _own: tuple[Any, ...] = ()  # The process groups to destroy at the end.
+    _made: list[Any] = attrs.field(factory=list, eq=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -82,31 +84,47 @@ class Mesh:
         for name, each in given.items():
             known = next((group for other, group in made if other is each), None)
             made.append((each, SOLO if each is None else known or _registered(f"{name}{number}", each, timeout)))
-        of = [group for _, group in made]
-        return cls(tensor=of[0], data=of[1], expert=of[2], hosts=of[3])
+        return cls(*(group for _, group in made))
 
     @classmethod
-    def planned(cls, tensor: int) -> Self:
-        """Return the mesh of rank 0 of ``tensor`` ranks that are not started, to split and trace a model without them.
+    def planned(cls, tensor: int, data: int = 1, *, experts: bool = False) -> Self:
+        """Return the mesh of rank 0 of ranks that are not started, to split and trace a model without them.
 
         Collectives over its groups raise :class:`~hal.errors.CommunicationError`.
+
+        Args:
+            tensor: the number of ranks that split each layer.
+            data: the number of ranks that hold the same part of the model.
+            experts: whether all ranks share the experts.
         """
-        if tensor == 1:
-            return cls()
-        made = Group(f"planned{next(_numbers)}", 0, tensor, planned=True)
-        register_group(made)
-        return cls(tensor=made)
+        number = next(_numbers)
+        return cls(
+            tensor=_planned(f"planned_tensor{number}", tensor),
+            data=_planned(f"planned_data{number}", data),
+            expert=_planned(f"planned_expert{number}", tensor * data if experts else 1),
+        )
 
     def close(self) -> None:
-        """Forget the groups, and destroy the process groups that hal made. Those of an engine stay."""
-        groups = (self.tensor, self.data, self.expert, self.hosts)
-        for each in groups:
+        """Forget the groups, and destroy the process groups that :func:`connect` has made. An engine's stay.
+
+        The last mesh that uses it also destroys the default process group, if :func:`connect` has started
+        ``torch.distributed``.
+        """
+        for each in (self.tensor, self.data, self.expert, self.hosts):
             forget_group(each)
         if any(each is self for each in _joined):
             _joined[:] = [each for each in _joined if each is not self]
-            for each in groups:
-                each.process_group = None  # Its threads end with the last reference to it.
-            _destroy(self._own)
+            for group in (self.tensor, self.data, self.expert, self.hosts):
+                group.process_group = None  # Its threads end with the last reference to it.
+            _destroy(self._made)
+
+
+def _planned(name: str, size: int) -> Group:
+    if size == 1:
+        return SOLO
+    made = Group(name, 0, size, planned=True)
+    register_group(made)
+    return made
 
 
 def _registered(name: str, process_group: Any, timeout: float) -> Group:
@@ -133,18 +151,39 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
     """
     if config.size == 1:
         return Mesh()
-    global _started
+    made = list[Any]()
+    try:
+        mesh = _connected(config, backend, made)
+    except BaseException:
+        _destroy(made)
+        raise
+    _joined.append(attrs.evolve(mesh, made=made))
+    return _joined[-1]
+
+
+@atexit.register
+def _leave() -> None:
+    """Close all meshes before Python ends. A thread of gloo that frees a tensor later would abort the process."""
+    for each in list(_joined):
+        each.close()
+
+
+def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
+    """Return the mesh. Appends the process groups to destroy at its end to ``made``."""
     limit = timedelta(seconds=config.timeout)
     if not distributed.is_initialized():
         try:
             with _explained("join the other ranks"):
                 _start(backend, limit)
-            _started = True
         except ValueError as error:  # of torch, for a variable that is not set
             raise ConfigError(
                 f"parallel asks for {config.size} ranks, and this process was not started as one of them: {error}",
                 f"run it under `torchrun --nproc-per-node {config.size}`, or use `hal generate --tensor-parallel`",
             ) from None
+    with _lock:
+        if distributed.group.WORLD in _started:
+            _started[distributed.group.WORLD] += 1
+            made.append(distributed.group.WORLD)
     ranks = distributed.get_world_size()
     if ranks != config.size:
         raise ConfigError(
@@ -154,38 +193,33 @@ def connect(config: ParallelConfig, backend: str) -> Mesh:
     with _explained("make the groups of the mesh"):
         rows = [[*range(first, first + config.tensor)] for first in range(0, config.size, config.tensor)]
         columns = [[*range(first, config.size, config.tensor)] for first in range(config.tensor)]
-        tensor, data = _group_among(rows, limit), _group_among(columns, limit)
+        tensor, data = _group_among(rows, limit, made), _group_among(columns, limit, made)
         expert = None if config.experts == "split" else distributed.group.WORLD
         hosts = None
         if data is not None and not carries_cpu_tensors(data):
             hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
-        made = Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
-    own = tuple(each for each in (tensor, data, hosts) if each not in (None, distributed.group.WORLD))
-    _joined.append(attrs.evolve(made, own=own))
-    return _joined[-1]
+            made.append(hosts)
+        return Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
 
 
-def _destroy(groups: Iterable[Any]) -> None:
-    """Destroy process groups, and all others with the last mesh of a job that hal started."""
-    global _started
-    if distributed.is_initialized():  # An engine may have ended its own before.
-        for each in groups:
+def _destroy(made: list[Any]) -> None:
+    """Destroy process groups, the last one first, but the default one only if no other mesh uses it."""
+    while made:
+        each = made.pop()
+        with _lock:
+            if each in _started:
+                _started[each] -= 1
+                if _started[each]:
+                    continue
+                del _started[each]
+        with suppress(ValueError):  # The program has destroyed the default group, and with it all others.
             distributed.destroy_process_group(each)
-        if _started and not _joined:
-            _started = False
-            distributed.destroy_process_group()
 
 
-@atexit.register
-def _leave() -> None:
-    """Close all meshes before Python ends: threads of a process group that then free a tensor would end the process."""
-    for each in list(_joined):
-        each.close()
-    _destroy(())
-
-
-def _group_among(lists: list[list[int]], limit: timedelta) -> Any:
+def _group_among(lists: list[list[int]], limit: timedelta, made: list[Any]) -> Any:
     """Return the process group of this rank's list of ranks; None if it is alone. All ranks of the job call it.
+
+    A new group is appended to ``made``.
 
     A device mesh of torch would give its groups torch's default time limit.
     """
@@ -194,6 +228,7 @@ def _group_among(lists: list[list[int]], limit: timedelta) -> Any:
     if len(lists) == 1:
         return distributed.group.WORLD
     found, _ = distributed.new_subgroups_by_enumeration(lists, timeout=limit)
+    made.append(found)
     return found
 
 
@@ -207,12 +242,17 @@ def _start(backend: str, limit: timedelta) -> None:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    global _starts
     store, rank, ranks = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
-    mine = PrefixStore(f"hal/{next(_starts)}", store)
-    mine.set(f"joined/{rank}", "")
-    mine.wait([f"joined/{each}" for each in range(ranks)], limit)
-    distributed.init_process_group(backend, store=mine, rank=rank, world_size=ranks, timeout=limit)
+    store = PrefixStore(f"hal/{_starts}", store)  # An earlier start has left its keys.
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{each}" for each in range(ranks)], limit)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    _starts += 1
+    with _lock:
+        _started.clear()
+        _started[distributed.group.WORLD] = 0
 
 
 @contextmanager

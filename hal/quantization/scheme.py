@@ -34,6 +34,11 @@ class TensorSpec:
     dtypes: frozenset[str] = FLOATS
     required: bool = True
 
+    @property
+    def whole(self) -> bool:
+        """Whether the tensor is one number for all rows of the weight."""
+        return () in self.shapes
+
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """Return why a tensor of this shape and dtype is invalid, or None."""
         if shape not in self.shapes:
@@ -102,6 +107,9 @@ class Scheme(ABC):
     def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> Any:  # noqa: A002
         """Validate a layer of the checkpoint, and return its data for :meth:`finish`.
 
+        If ranks share whole experts, and :meth:`tensors` has numbers for all rows, such as the input scale, it is
+        also called for the experts of other ranks. The tensors with an element per row are then empty.
+
         Args:
             format: the checkpoint's format.
             name: the layer's name in the checkpoint.
@@ -119,6 +127,7 @@ class Scheme(ABC):
         Args:
             layer: the layer that :meth:`layer` returned.
             parts: the result of :meth:`part` for each checkpoint layer that the layer is computed from.
+                The experts of other ranks come last.
 
         Raises:
             CheckpointError: the parts are incompatible.

@@ -16,23 +16,10 @@ from torch import Tensor
 
 from hal.errors import BatchError, nearest
 from hal.step.batch_inputs import Bounds, integers_of, length_of, tensor_of
-from hal.step.fields import Padding, field, fields_of, host_twin
+from hal.step.dummies import dummy_slots, equal_starts
+from hal.step.fields import field, fields_of, host_twin
 from hal.step.shape import StepShape
 from hal.step.tensor_checks import check_values, checked_fields
-
-DUMMY_BLOCK = 0
-"""The block that padding rows write to. No sequence may own it."""
-DUMMY_SLOT = 0
-"""The slot that padding rows write to. No sequence may own it."""
-
-
-def _dummy_slots(padding: Padding) -> Tensor:
-    offsets = torch.arange(padding.sizes["tokens"], dtype=torch.int32) % padding.block_size
-    return DUMMY_BLOCK * padding.block_size + offsets
-
-
-def _equal_starts(padding: Padding) -> Tensor:
-    return torch.arange(padding.sizes["sequences"] + 1, dtype=torch.int32) * padding.queries
 
 
 @attrs.frozen(eq=False)
@@ -56,9 +43,9 @@ class Batch:
 
     token_ids: Tensor = field("tokens", torch.int64)
     positions: Tensor = field("tokens", torch.int64)
-    slot_mapping: Tensor = field("tokens", torch.int32, pad=_dummy_slots)
+    slot_mapping: Tensor = field("tokens", torch.int32, pad=dummy_slots)
     block_table: Tensor = field("sequences blocks", torch.int32)
-    query_start_loc: Tensor = field("sequences+1", torch.int32, pad=_equal_starts, by_shape=True)
+    query_start_loc: Tensor = field("sequences+1", torch.int32, pad=equal_starts, by_shape=True)
     kv_lens: Tensor = field("sequences", torch.int32)
     logits_indices: Tensor = field("rows", torch.int64)
     query_start_loc_host: Tensor = host_twin("query_start_loc")

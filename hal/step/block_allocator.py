@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from hal.step.state import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 
 
 class BlockAllocator:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.step.batch import DUMMY_BLOCK, Batch
+from hal.step.batch import Batch
+from hal.step.dummies import DUMMY_BLOCK
 from hal.step.fields import Field, Padding, fields_of
 
 

@@ -6,7 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.step.batch import DUMMY_SLOT, Batch
+from hal.step.batch import Batch
+from hal.step.dummies import DUMMY_SLOT
 from hal.step.fields import field
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import ModelError
-from hal.step.batch import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 
 
 class Per(enum.Enum):
@@ -152,8 +152,8 @@ class StateMemory:
 
     In the canonical layout, a state per token is ``[num_blocks, block_size, ...]`` and a state per sequence is
     ``[num_slots, ...]``, contiguous. A backend with another layout needs a kernel for every operation that reads or
-    writes such a state. Padding rows write to block :data:`~hal.step.batch.DUMMY_BLOCK` and slot
-    :data:`~hal.step.batch.DUMMY_SLOT`.
+    writes such a state. Padding rows write to block :data:`~hal.step.dummies.DUMMY_BLOCK` and slot
+    :data:`~hal.step.dummies.DUMMY_SLOT`.
     """
 
     spec: StateSpec

@@ -4,8 +4,9 @@ Two ranks with one thread each, and one process with two threads, run at differe
 
 ``all_reduce`` has, by bytes, the median microseconds over gloo and in shared memory, and the ratio. ``decode`` has, by
 batch, the median milliseconds of a step of the two ranks and of the one process, and the ratio. The ratios are medians
-over rounds. The ``fastest`` figures are those of the fastest step, which vary less on a machine with other users. The
-model has the shapes of Qwen3-0.6B with random weights in bfloat16 and ``--layers`` layers.
+over rounds. The ``fastest`` figures are those of the fastest step, which vary less on a machine with other users.
+``launches`` has, by kind of operation, the milliseconds of a step's launches, each at its fastest: a sum that a busy
+machine disturbs least. The model has the shapes of Qwen3-0.6B with random weights in bfloat16 and ``--layers`` layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch would import torch_npu, which fails without CANN.
 
 import torch
 from helpers.large_checkpoint import write
@@ -34,6 +36,7 @@ import hal
 
 CONTEXT = 128  # tokens in each sequence's cache
 BATCHES = (1, 32)
+COLLECTIVES = ("all_reduce", "all_gather")
 BYTES = (2 << 10, 8 << 10, 64 << 10, 1 << 20)
 
 
@@ -67,6 +70,25 @@ def all_reduces(backend: hal.Backend) -> dict[str, Any]:
     return found
 
 
+def launches(runner: hal.Runner, batch: hal.Batch, steps: int) -> dict[str, float]:
+    """Return the milliseconds of the launches of a captured step, by kind of operation, each at its fastest."""
+    form: Any = runner.forms["decode"]
+    (graph,) = form.bucket_for(batch.shape).graphs
+    fastest = [float("inf")] * len(graph._calls)
+    for _ in range(steps):
+        runner.step(batch)
+        for index, call in enumerate(graph._calls):
+            start = time.perf_counter()
+            call()
+            fastest[index] = min(fastest[index], time.perf_counter() - start)
+    found: dict[str, float] = {}
+    for launch, seconds in zip(graph._launches, fastest, strict=True):
+        name = launch.name.removeprefix("hal::")
+        kind = "products" if "linear" in name else name if name in (*COLLECTIVES, "paged_attention") else "others"
+        found[kind] = found.get(kind, 0.0) + seconds * 1e3
+    return found
+
+
 def answer(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
@@ -74,7 +96,7 @@ def answer(value: object) -> None:
 
 @torch.inference_mode()
 def worker(folder: str, ranks: int) -> None:
-    """Answer each line of stdin: ``all_reduce``, or ``batch steps``, whose answer is the median milliseconds."""
+    """Answer each line of stdin: ``all_reduce``, ``launches batch steps``, or ``batch steps``, for the milliseconds."""
     torch.set_num_threads(2 // ranks)
     compilation = {"compiler": "graph", "capture_sizes": list(BATCHES)}
     backend = hal.open({
@@ -94,11 +116,14 @@ def worker(folder: str, ranks: int) -> None:
         if line.strip() == "all_reduce":
             answer(all_reduces(backend))
             continue
-        size, steps = map(int, line.split())
+        *kind, size, steps = line.split()
+        if kind:
+            answer(launches(runner, batches[int(size)], int(steps)))
+            continue
         times = []
-        for _ in range(steps):
+        for _ in range(int(steps)):
             start = time.perf_counter()
-            runner.step(batches[size])
+            runner.step(batches[int(size)])
             times.append((time.perf_counter() - start) * 1e3)
         answer(times)
 
@@ -169,6 +194,10 @@ def main() -> None:
                     "ratio": statistics.median(first / second for first, second in rounds),
                     "fastest_tensor_parallel_ms": fastest[0], "fastest_one_process_ms": fastest[1],
                     "fastest_ratio": fastest[0] / fastest[1],
+                    "launches": {
+                        name: each.ask(f"launches {size} {steps * arguments.rounds}")
+                        for name, each in zip(("tensor_parallel", "one_process"), contenders, strict=True)
+                    },
                 }  # fmt: skip
         finally:
             for each in contenders:

@@ -54,7 +54,18 @@ def test_peak_memory(dtype: str, form: str, large: Path) -> None:
         "the tied table, if packing it is worthwhile on this machine"
     )
     assert form == "packed" or not copy
-    assert peak < 1.2 * weights + copy
+    assert peak < 1.1 * weights + copy
+
+
+def test_peak_memory_of_an_output_projection(tmp_path: Path) -> None:
+    """It is the last weight of the model, and more than a tenth of all. It exists twice while it is packed."""
+    large_checkpoint.write(tmp_path, torch.bfloat16, num_hidden_layers=16, tie_word_embeddings=False)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "bfloat16", "packed"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights, copy = map(int, result.stdout.split())
+    assert weights > 600e6
+    assert copy == 0
+    assert peak < 1.1 * weights
 
 
 def test_peak_memory_of_experts(tmp_path: Path) -> None:
@@ -77,7 +88,7 @@ def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: 
         def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
             return view(weight)
 
-    folder = random_checkpoint(tmp_path)
+    folder = random_checkpoint(tmp_path, num_hidden_layers=64)  # so that each weight is a small part
     found = hal.load_model(folder, Views("views", cpu.device, kernels={}))
     expected = hal.load_model(folder, hal.Backend("plain", cpu.device, kernels={}))
     for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):

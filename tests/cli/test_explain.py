@@ -135,6 +135,30 @@ class TestRanks:
         # Norms are not split, and the vocabulary is padded.
         assert 0.49 <= float(said.split()[5]) / whole < 0.51
 
+    def test_whole_experts(self, trained_experts: Path) -> None:
+        lines = TestExplain().run(str(trained_experts), "--backend", "cpu", "--dtype", "bfloat16", "--batch-size", "3",
+                                  "--data-parallel", "2", "--experts", "dispatch")  # fmt: skip
+        checkpoint = hal.Checkpoint.open(trained_experts)
+        rows = [line.split() for line in lines]
+        # At even load, half of the rows for the experts of three tokens go to the other rank.
+        sent = 3 * checkpoint.config["num_experts_per_tok"] * checkpoint.config["hidden_size"] * 2 / 2 / 1024
+        for name, of in (
+            ("expert_dispatch", "model.layers.*.post_attention_layernorm"),
+            ("expert_combine", "model.layers.*.mlp.experts.down_proj"),
+        ):
+            assert [name, of, "3", f"{sent:.4g}", "KiB"] in rows
+        (said,) = (line for line in lines if line.startswith("a step has 6 collectives"))
+        assert f"a rank sends {6 * sent:.4g} KiB, if experts get equally many tokens" in said
+        nbytes = {name: 2 * math.prod(each.shape) for name, each in checkpoint.tensors.items()}
+        held = sum(nbytes.values()) - sum(size for name, size in nbytes.items() if ".experts." in name) / 2
+        whole = sum(nbytes.values()) / 2**20
+        assert f"a rank of 2 holds {held / 2**20:.1f} MiB of the {whole:.1f} MiB of weights" in lines
+
+    def test_copies_that_share_nothing(self, trained: Path) -> None:
+        lines = TestExplain().run(str(trained), "--backend", "cpu", "--data-parallel", "2")
+        assert "the 2 copies of the model exchange nothing in a step" in lines
+        assert not any(line.startswith("a step has") for line in lines)
+
     def test_a_number_that_does_not_divide(self, trained: Path) -> None:
         arguments = ["explain", str(trained), "--backend", "cpu", "--tensor-parallel", "3"]
         result = CliRunner().invoke(main, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import threading
 import time
 import weakref
@@ -60,6 +61,22 @@ def test_a_runner_gives_its_memory_back_at_once(trained: Path, compiler: str) ->
         assert (backend.streams_in_graphs, len(backend.captured_graphs), len(backend.runners)) == (0, 0, 0)
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of another C library")
+def test_memory_between_live_allocations_is_given_back(cpu: hal.Backend) -> None:
+    """glibc places a large tensor in the freed memory of earlier ones, if there is some, and does not unmap that."""
+    size = 28 << 20  # below the largest threshold from which glibc maps memory for each allocation
+    torch.empty(size + (1 << 20), dtype=torch.uint8)  # When it is freed, the threshold becomes its size.
+    pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)) for _ in range(4)]
+    between = [small for _, small in pairs]
+    del pairs
+    large = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
+    during = cpu.device.memory_stats().allocated
+    del large
+    cpu.device.empty_cache()
+    assert during - cpu.device.memory_stats().allocated > 0.9 * 4 * size
+    del between
 
 
 def test_whatever_is_used_afterwards_says_so(trained: Path) -> None:

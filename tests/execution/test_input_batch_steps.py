@@ -8,7 +8,6 @@ import pytest
 
 import hal
 from hal import ops
-from hal.errors import BatchError
 
 PROMPTS = [[5, 6, 7], list(range(20, 90)), [9]]
 
@@ -23,7 +22,7 @@ def test_the_tokens_are_those_of_generate(trained: Path, compiler: str) -> None:
     expected: list[list[int]] = [[] for _ in PROMPTS]
     for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=8)):
         expected[token.prompt].append(token.token_id)
-    inputs, found = runner.input_batch(), [list[int]() for _ in PROMPTS]
+    inputs, found = runner.input_batch(4), [list[int]() for _ in PROMPTS]
     for prompt in PROMPTS:
         inputs.add(prompt, runner.blocks.take(runner.spec.blocks_for(len(prompt) + 8)) or [])
     # The long prompt takes three steps, beside the first tokens of the others.
@@ -39,11 +38,3 @@ def test_the_tokens_are_those_of_generate(trained: Path, compiler: str) -> None:
         counts = [1, next(chunks, 1), 1]
         ends = [1, int(counts[1] < 30), 1]
     assert [each[:8] for each in found] == expected
-
-
-def test_rows_need_a_number(trained: Path) -> None:
-    backend = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 512}})
-    runner = hal.Runner(hal.load_model(trained, backend), backend)
-    with pytest.raises(BatchError, match="the runner has no max_sequences"):
-        runner.input_batch()
-    assert runner.input_batch(2).max_sequences == 2

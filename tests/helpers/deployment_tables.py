@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import attrs
 
 from hal.bench.contenders.shapes import SHAPES
 from hal.bench.prediction.assumptions import Assumptions
@@ -16,12 +19,15 @@ PAGE = ROOT / "docs/how-to/plan-a-deployment.md"
 FILES = {name: ROOT / f"backends/npu/assumptions/ascend-{name}.toml" for name in ("910b", "a3")}
 MODELS = {"Qwen3-32B": "qwen3-32b", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
 DEVICES = (2, 4, 8, 16, 32, 64)
+SHARED = 32
+"""Devices of the table of ways to share experts."""
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def generated() -> dict[str, str]:
     """Return the generated parts of the page, by name."""
-    return {"assumptions": "\n".join(_assumptions()), "steps": "\n".join(_steps()), "parts": "\n".join(_parts())}
+    parts = {"assumptions": _assumptions, "steps": _steps, "parts": _parts, "experts": _experts}
+    return {name: "\n".join(lines()) for name, lines in parts.items()}
 
 
 def on_the_page() -> dict[str, str]:
@@ -70,16 +76,28 @@ def _parts() -> Iterator[str]:
             if found is not None:
                 time = found.time
                 parts = (time.memory, time.compute, time.launches, time.collectives, time.total)
-                yield _row(model, number, _shape(found), f"{found.work.held / 2**30:.1f}",
+                yield _row(model, number, found.name, f"{found.work.held / 2**30:.1f}",
                            *(f"{1e3 * each:.1f}" for each in parts), f"{found.tokens_per_second:.0f}")  # fmt: skip
 
 
 def _step(found: Deployment | None) -> str:
-    return "does not fit" if found is None else f"{1e3 * found.time.total:.1f} ({_shape(found)})"
+    return "does not fit" if found is None else f"{1e3 * found.time.total:.1f} ({found.name})"
 
 
-def _shape(found: Deployment) -> str:
-    return f"{found.data} x {found.tensor}"
+def _experts() -> Iterator[str]:
+    config, stated = SHAPES[MODELS["Qwen3-235B-A22B"]], Assumptions.read(FILES["a3"])
+    even = attrs.evolve(stated, experts=attrs.evolve(stated.experts, imbalance=1.0))
+    workload = next(each for each in WORKLOADS if each.name == "decode 256")
+    yield from _head("copies x ranks", "GiB", "collectives of a layer", "KiB sent, even load", "KiB sent, busiest rank",
+                     "GiB of experts read", "step")  # fmt: skip
+    found = (Planner(config, each).deployments(SHARED, workload) for each in (even, stated))
+    for balanced, busiest in zip(*found, strict=True):
+        calls = Counter(each.operation for each in balanced.layer)
+        sent = (f"{sum(each.sent for each in side.layer) / 2**10:.0f}" for side in (balanced, busiest))
+        read = busiest.work.memory.parts["experts"] / 2**30
+        held = f"{busiest.work.held / 2**30:.1f}{'' if busiest.fits else ', does not fit'}"
+        yield _row(busiest.name, held, ", ".join(f"{times} {name}" for name, times in calls.items()) or "none", *sent,
+                   f"{read:.1f}", f"{1e3 * busiest.time.total:.1f}")  # fmt: skip
 
 
 def _head(*columns: str) -> Sequence[str]:

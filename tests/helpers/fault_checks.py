@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import TESTS, faulty_model
 from helpers.rank_faults import DIFFERENT, VICTIM, left_behind
 from helpers.ranks import failing
 
@@ -73,6 +76,43 @@ def check_fault(
         may_end = fault == "skips" or joins_late
         assert ranks[VICTIM].get("error") in ({expected, None} if may_end else {expected})
     assert ended - struck < 60
+    check_nothing_left(mark, shared, temporary)
+
+
+def check_command(
+    fault: str, point: str, trained: Path, folder: Path, options: Sequence[str], status: int, message: str
+) -> None:
+    """Run ``hal generate`` with a fault of rank 1 of 2, and check its exit status, error, time, and what it leaves.
+
+    Args:
+        fault: ``killed``, ``raises`` or ``late``.
+        point: see :mod:`helpers.faulty_model`.
+        trained: a checkpoint.
+        folder: an empty folder.
+        options: options of the command, such as the backend.
+        status: the exit status.
+        message: a part of the first error.
+    """
+    checkpoint, temporary = faulty_model.write_faulty(trained, folder), folder / "temporary"
+    temporary.mkdir()
+    mark, shared = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+    start = time.monotonic()
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "hal_command", "generate", str(checkpoint), "--prompt", "def main():",
+            "--max-new-tokens", "900", "--tensor-parallel", "2", *options,
+        ],
+        env={
+            **os.environ, "PYTHONPATH": f"{folder}:{TESTS}", "TMPDIR": str(temporary), "RANKS_OF_TEST": mark,
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "HAL_PARALLEL__TIMEOUT": str(TIMEOUT),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "FAULT": fault, "FAULT_AT": point,
+        },
+        capture_output=True, timeout=200, check=False, text=True,
+    )  # fmt: skip
+    assert (ran.returncode, message in ran.stderr) == (status, True), ran.stderr
+    # The others fail too, but the error of the rank that failed first is shown.
+    assert ("look for the first error of another rank" in ran.stderr) == (fault == "late"), ran.stderr
+    assert time.monotonic() - start < 150
     check_nothing_left(mark, shared, temporary)
 
 

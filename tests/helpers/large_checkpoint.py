@@ -21,6 +21,8 @@ def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -
     hidden, head = config["hidden_size"], config["head_dim"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         shapes |= {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from contextlib import nullcontext
+import os
+import re
+from collections import Counter
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import hal
 from hal import ops
@@ -38,8 +43,11 @@ def tokens(
     on: dict[str, Any] | None = None,
     prompts: int = len(PROMPTS),
     count: bool = False,
+    continuations: list[list[int]] | None = None,
 ) -> dict[str, Any]:
-    """Generate with each compiler. Returns each prompt's tokens by compiler, and launches by ``launches of`` it.
+    """Generate with each compiler. Returns each prompt's tokens by compiler.
+
+    Launches are under ``launches of`` the compiler, logits under ``logits of`` it.
 
     Steps that ``graph`` should replay must not run eagerly, which would give the same tokens.
 
@@ -51,6 +59,7 @@ def tokens(
         on: the configuration's backend and options; None for the CPU.
         prompts: the number of prompts. The first gets the most new tokens.
         count: whether to count launches, on an NPU.
+        continuations: tokens after each prompt. The logits that choose each of them are returned, too.
     """
     found: dict[str, Any] = {}
     for compiler in compilers:
@@ -70,10 +79,35 @@ def tokens(
             with hal.Runner(model, backend) as runner, counting as launches:
                 for token in hal.generate(runner, given, params):
                     texts[token.prompt].append(token.token_id)
+                if continuations is not None:
+                    found[f"logits of {compiler}"] = _logits_along(runner, given, continuations)
             found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)
         log.removeHandler(eager)
         assert compiler != "graph" or not eager.found, eager.found
     return found
+
+
+def _logits_along(runner: hal.Runner, prompts: list[list[int]], continuations: list[list[int]]) -> list[Tensor]:
+    """Return the logits ``[tokens, vocab_size]`` that choose each token after a prompt, for each prompt."""
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
+    blocks = [runner.blocks.take(runner.spec.blocks_for(len(text))) or [] for text in texts]
+    for step in range(max(map(len, continuations))):
+        rows = [row for row, new in enumerate(continuations) if step < len(new)]
+        stops = {row: len(prompts[row]) + step for row in rows}
+        starts = {row: stops[row] - 1 if step else 0 for row in rows}
+        batch = runner.batch(
+            [texts[row][starts[row] : stops[row]] for row in rows], [blocks[row] for row in rows],
+            cached=[starts[row] for row in rows],
+        )  # fmt: skip
+        for row, logits in zip(rows, runner.step(batch).logits.cpu(), strict=True):
+            found[row].append(logits.clone())  # A replay's logits are valid until the next one.
+    return [torch.stack(each) for each in found]
+
+
+def several(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run :func:`tokens` with the arguments of each job, in processes that start once."""
+    return [tokens(**job) for job in jobs]
 
 
 def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +135,8 @@ def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]
 
     Args:
         checkpoint: the folder.
-        warm: the folder of a small checkpoint, loaded before, so that the peak has nothing that is made only once.
+        warm: the folder of a small checkpoint, loaded before, so that the peak has nothing that is made only once, such
+            as the kernels for each shape.
         dtype: the dtype of computation.
         tensor: the number of ranks.
         on: the configuration's backend and options.
@@ -114,6 +149,8 @@ def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]
 
     with hal.open({**on, "dtype": dtype, "parallel": {"tensor": tensor}}) as backend:
         hal.load_model(warm, backend)
+        gc.collect()
+        backend.device.empty_cache()
         backend.device.reset_peak()
         before = backend.device.memory_stats().allocated
         model = hal.load_model(checkpoint, backend, progress=progress)
@@ -204,7 +241,7 @@ def fused_collectives(
         draw = ops.Draw(getattr(torch, dtype), seed=seed + group.rank)
         shared = ops.Draw(getattr(torch, dtype), seed=seed)
         for operation in ops.catalogue().values():
-            if operation.over_shards is None or not operation.fused:
+            if not (operation.collective and operation.fused):
                 continue
             if operation.name == "all_reduce_add_rms_norm":
                 calls = [(draw.normal(rows, 64), shared.normal(rows, 64), shared.normal(64), 1e-6)]
@@ -223,3 +260,40 @@ def fused_collectives(
 
 
 faulty = rank_faults.faulty
+
+
+def opened_and_closed(on: dict[str, Any], parallel: dict[str, Any], times: int = 3) -> list[dict[str, list[str]]]:
+    """Open and close a backend several times. Returns what is left of each time: memory, threads, torch.distributed.
+
+    Args:
+        on: the configuration's backend and options.
+        parallel: the configuration's table.
+        times: how often. Each time, the ranks reduce a tensor in each group of the mesh.
+    """
+    found = []
+    for _ in range(times):
+        before = _held()
+        with hal.open({**on, "parallel": parallel}) as backend:
+            for group in {each.name: each for each in (backend.mesh.tensor, backend.mesh.data)}.values():
+                x = torch.full((1, 4), 2.0, device=backend.device.torch)
+                assert ops.all_reduce(x, group.name).tolist() == [[2.0 * group.size] * 4]
+        del backend, group, x
+        gc.collect()
+        found.append({name: sorted(held - before[name]) for name, held in _held().items()})
+    return found
+
+
+def _held() -> dict[str, Counter[str]]:
+    """Return the memory that this process may share, its threads, and whether torch.distributed is started."""
+    shared = [line.split()[-1] for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()]
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            shared.append(os.readlink(each))
+    threads = [each.read_text(encoding="ascii").strip() for each in Path("/proc/self/task").glob("*/comm")]
+    # Each process group of torch_npu takes a stream of its pool, which stays. On the emulated CANN, it has a thread.
+    threads = [each for each in threads if not re.fullmatch(r"npu\d+-stream\d+", each)]
+    return {
+        "memory": Counter(each for each in shared if "memfd:" in each or "/dev/shm" in each),
+        "threads": Counter(threads),
+        "started": Counter(["started"] * distributed.is_initialized()),
+    }

@@ -1,4 +1,6 @@
-"""Selects the cases that `make test` leaves to `make test-all`, with reasons; `make thorough` lists them.
+"""Selects the cases that `make test` leaves to `make test-all` or `make test-exhaustive`, with reasons.
+
+`make thorough` lists them.
 
 A case is thorough if it has the mark ``thorough(reason)`` or matches a row of :data:`CASES`: more dtypes, draws and
 configurations of what `make test` runs in one.
@@ -23,6 +25,8 @@ OPERATION = "another operation through the same check"
 LONG = "a long run"
 PROCESSES = "many processes, each of which imports torch; `make test` runs other tests of the file"
 AGAIN = "also checked by another command, or in parts by other tests"
+EXHAUSTIVE = "a further combination, each part of which `make test-all` runs in another"
+"""Left to `make test-exhaustive`, which takes as long as `make test-all` again."""
 
 # File under tests/, with the wildcards of pathlib; regular expression for the id after the path; reason.
 CASES = (
@@ -120,9 +124,20 @@ CASES = (
     ("backends/npu/driver/test_npu_exchanges.py", r"test_the_same_tokens_with|test_whole_experts_on", PROCESSES),
     (
         "backends/npu/driver/test_npu_parallel.py",
-        r"test_the_same_tokens\[(?!dense-2-compilers0)|test_peak_memory|test_a_rank_that_fails",
+        r"test_the_same_tokens\[(?!dense on 2\])|test_peak_memory|test_a_rank_|leaves_nothing\[2",
         MODE,
     ),
+    (
+        "backends/npu/driver/test_npu_parallel.py",
+        r"test_the_same_tokens\[(experts on 2|dense on 4|experts on 2 x 2|experts W8A8 on 2)\]",
+        EXHAUSTIVE,
+    ),
+    (
+        "backends/npu/driver/test_npu_parallel.py",
+        r"that_fails\[(killed-(loading|capture)|late-(joining|capture|replay|sampling)|raises-(joining|loading|sampling))",
+        EXHAUSTIVE,
+    ),
+    ("backends/npu/driver/test_npu_parallel.py", r"that_fails\[(skips|shapes)-capture", EXHAUSTIVE),
     ("backends/npu/driver/test_npu_pieces.py", r"test_eight_buckets|TestMemory::test_pieces_share_it", AGAIN),
     ("backends/npu/driver/test_npu_pieces.py", r"TestFaults::test_out_of_memory|TestFaults::test_streams", MODE),
     ("backends/npu/driver/test_npu_pieces.py", r"TestMemory::test_a_runner_gives_everything_back", MODE),
@@ -175,7 +190,8 @@ CASES = (
         PROCESSES,
     ),
     ("backends/npu/emulator/test_at*.py", r"seed[1-9]", DRAW),
-    ("backends/npu/emulator/test_collectives.py", r"overlapping_groups\[[2-6]-|any_schedule\[[2-7]", DRAW),
+    ("backends/npu/emulator/test_collectives.py", r"overlapping_groups\[[2-4]-|any_schedule\[[2-7]", DRAW),
+    ("backends/npu/emulator/test_collectives.py", r"overlapping_groups\[[34]-", EXHAUSTIVE),
     ("backends/npu/emulator/test_collectives.py", r"test_torch_distributed\[4", PROCESSES),
     ("backends/npu/emulator/test_emulator_documentation.py", r"test_the_page_has_them_all", AGAIN),
     ("backends/npu/emulator/test_expert_distribution.py", r"test_on_other_products\[(Ascend950|\w+-first)", PROCESSES),
@@ -197,7 +213,7 @@ CASES = (
         PROCESSES,
     ),
     ("backends/npu/emulator/test_single_operator.py", r"test_in_torch_npus_queue_it_stops", PROCESSES),
-    ("backends/npu/emulator/test_torch_parallel.py", r"test_torchs_own_tests", PROCESSES),
+    ("backends/npu/emulator/test_torch_parallel.py", r"test_torchs_own_tests|collectives\[4", PROCESSES),
     ("bench/test_bench.py", r"all_that_are_installed\[train|TestPrefill::test_pieces_are", MODE),
     ("bench/test_bench.py", r"test_a_mode_that_goes_wrong_is_never_timed\[bfloat16", DTYPE),
     ("bench/test_bench.py", r"test_every_batch_size_has|test_every_compiler_has", MODE),
@@ -210,9 +226,12 @@ CASES = (
         r"test_the_page_has|test_launches_of|test_experts_that|test_two_sums\w+\[sparse",
         LONG,
     ),
+    ("bench/test_prediction.py", r"test_the_page_has_these_tables", EXHAUSTIVE),
+    ("bench/test_prediction.py", r"TestWholeExperts::test_(all_ranks|deployments)", MODE),
     ("bench/test_prediction.py", r"test_a_config_without_weights|test_a_step|test_what_does_not_fit", AGAIN),
     ("checkpoint/test_loading.py", r"test_peak_memory\[float32", MODE),
     ("checkpoint/test_loading.py", r"test_peak_memory_of_experts", FAMILY),
+    ("checkpoint/test_loading.py", r"test_peak_memory_of_an_output_projection", MODE),
     ("cli/test_cli.py", r"test_a_compilation_config\[compilation\.toml", MODE),
     ("cli/test_cli.py", r"test_(only_sizes\w+\[3|sizes_that_decode\w+\[decode1)", DRAW),
     ("cli/test_cli.py", r"TestProcess::test_a_(process_keeps|reader_that)", PROCESSES),
@@ -272,6 +291,11 @@ CASES = (
     ("nn/test_rope.py", r"test_random_parameters\[seed=([5-9]|\d\d)-", DRAW),
     ("ops/test_operations.py", r"test_opcheck\[quant_expert", OPERATION),
     ("parallel/test_faults.py", r"test_in_a_job\[(?!killed-replay)|test_in_the_command", PROCESSES),
+    ("parallel/test_data_parallel.py", r"share_the_experts\[sizes0-\w+-all_", EXHAUSTIVE),
+    ("parallel/test_data_parallel.py", r"share_the_experts\[sizes1-\w+-(all_to_all|dispatch)", EXHAUSTIVE),
+    ("parallel/test_data_parallel.py", r"share_the_experts\[sizes2-\w+-(all_gather|dispatch)", EXHAUSTIVE),
+    ("parallel/test_expert_parallel.py", r"test_the_same_tokens\[.*-4-1-modes[25]", EXHAUSTIVE),
+    ("parallel/test_faults.py", r"test_in_a_job\[late-(joining|loading|replay)", EXHAUSTIVE),
     ("parallel/test_fused_collectives.py", r"test_without_kernels_ranks", PROCESSES),
     ("parallel/test_rank_commands.py", r"test_a_wrong_sum|test_ranks_that_agree|TestBench::", PROCESSES),
     ("parallel/test_tensor_parallel.py", r"test_the_same_tokens\[(?!tiny-python-float32-2)", MODE),
@@ -320,6 +344,8 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
         found = [item for file in files for item in by_file[file] if re.search(named, item.nodeid.partition("::")[2])]
         for item in found:
             item.add_marker(pytest.mark.thorough(reason))
+            if reason == EXHAUSTIVE:
+                item.add_marker(pytest.mark.exhaustive)
         if complete and files and not found:
             raise pytest.UsageError(f"no case of tests/{pattern} matches {named!r}: fix the row in {__file__}")
     for file, cases in by_file.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,43 @@ def test_groups_of_an_engine(trained_experts: Path) -> None:
             alone[token.prompt].append(token.token_id)
     found = succeeded(run(_of_an_engine, 2, str(trained_experts)))
     assert found == [(["solo", "data", "data", "hosts"], alone)] * 2
+
+
+def _of_unlike_loads(rank: int, checkpoint: str, timeout: float, fails: bool) -> list[list[int]]:
+    """Generate the first prompt on rank 0 at once, and the second on rank 1 in more than the timeout."""
+    world = distributed.group.WORLD
+    hosts = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    mesh = Mesh.of(data=world, hosts=hosts, timeout=timeout)
+    tokens = 8
+    with hal.open({"backend": "cpu", "dtype": "float32"}, mesh=mesh) as backend:
+        runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
+
+        def slowly(*_: object) -> None:
+            if fails:
+                raise ValueError("the fault of rank 1")
+            time.sleep(1.5 * timeout / tokens)
+
+        if rank == 1:
+            runner.model.register_forward_hook(slowly)
+        texts: list[list[int]] = [[], []]
+        params = [hal.SamplingParams(max_new_tokens=count) for count in (1, tokens)]
+        for token in hal.generate(runner, PROMPTS[:2], params):
+            texts[token.prompt].append(token.token_id)
+    mesh.close()
+    return texts
+
+
+def test_copies_wait_longer_than_the_timeout_for_one_that_works(trained: Path) -> None:
+    found = succeeded(run(_of_unlike_loads, 2, str(trained), 4.0, False))
+    assert found[0] == found[1]
+    assert [len(text) for text in found[0]] == [1, 8]
+
+
+def test_a_copy_that_fails_is_an_error_of_the_others(trained: Path) -> None:
+    waiting, failed = run(_of_unlike_loads, 2, str(trained), 20.0, True)
+    assert isinstance(failed, ValueError)
+    assert isinstance(waiting, CommunicationError)
+    assert "rank 1 of 2 raised an exception" in str(waiting)
 
 
 def test_hosts_that_no_group_connects(monkeypatch: pytest.MonkeyPatch) -> None:

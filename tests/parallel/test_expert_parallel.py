@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import rank_programs
+from helpers.checkpoints import EXPERTS, random_checkpoint
+from helpers.quantized import change_tensors
 from helpers.rank_processes import run, succeeded
 from helpers.stepping import states_of
 from helpers.thorough import DRAW, MODE
@@ -21,12 +23,12 @@ import hal
 from hal import ops
 from hal.checkpoint.loading import build_model, distribute_experts
 from hal.compile.trace import StepSizes, trace_step
-from hal.nn import Experts
+from hal.nn import Experts, StaticQuantizedGroupedLinear
 from hal.ops import Draw
 from hal.ops.experts.routing import routing
 from hal.ops.tolerance import assert_agree
 from hal.parallel import Group, Mesh
-from hal.quantize.quantize_checkpoint import quantize_checkpoint
+from hal.quantize.quantize_checkpoint import Format, quantize_checkpoint
 
 MODES = ("all_gather", "all_to_all", "dispatch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -194,7 +196,7 @@ def test_collectives_of_a_layer(
     found = Counter[str]()
     for node in step.graph.graph.nodes:
         operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
-        if operation is not None and operation.over_shards is not None:
+        if operation is not None and operation.collective:
             found[operation.name] += 1
     assert found == {name: count * len(layers) for name, count in COLLECTIVES[mode, tensor, data].items()}
 
@@ -261,7 +263,9 @@ def test_a_rank_reads_and_holds_its_experts_only(checkpoints: dict[str, Path], n
     path = checkpoints[name]
     alone = _memory(0, str(path), {})
     tensors = hal.Checkpoint.open(path).tensors
-    of_experts = sum(each.nbytes for key, each in tensors.items() if ".experts." in key)
+    # Each rank reads the scale and offset of the input of all experts.
+    own = {key: each for key, each in tensors.items() if ".experts." in key and ".input_" not in key}
+    of_experts = sum(each.nbytes for each in own.values())
     assert of_experts > 0.4 * alone["read"]
     results = succeeded(run(_memory, 2, str(path), {"data": 2, "experts": "all_gather"}))
     for rank in results:
@@ -270,6 +274,35 @@ def test_a_rank_reads_and_holds_its_experts_only(checkpoints: dict[str, Path], n
         # The scale of an input is for all experts.
         assert 0 < rank["experts"] <= 0.51 * alone["experts"]
         assert rank["held"] - rank["experts"] == alone["held"] - alone["experts"]
+
+
+def _spread(tensors: dict[str, Tensor]) -> None:
+    """Give each expert another scale of its input, the last the largest."""
+    for name in tensors:
+        if ".experts." in name and name.endswith("input_scale"):
+            tensors[name] = tensors[name] * (1 + int(name.split(".experts.")[1].partition(".")[0]) / 8)
+
+
+def _input_scales(rank: int, checkpoint: str, parallel: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    with hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel}) as backend:
+        layers = hal.load_model(checkpoint, backend).modules()
+        scales = [float(each.input_scale.amax()) for each in layers if isinstance(each, StaticQuantizedGroupedLinear)]
+    return scales, _memory(rank, checkpoint, parallel)
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", pytest.param("modelslim", marks=pytest.mark.thorough(MODE))])
+def test_a_scale_for_each_expert(tmp_path: Path, format_: Format) -> None:
+    """All experts take the largest scale, also on ranks that do not hold its expert."""
+    plain, path = random_checkpoint(tmp_path / "plain", **EXPERTS), tmp_path / "static"
+    quantize_checkpoint(plain, path, "w8a8", format=format_, calibration="the cat sat on the mat\n" * 20)
+    change_tensors(path, _spread)
+    alone = _input_scales(0, str(path), {})
+    ranks = succeeded(run(_input_scales, 2, str(path), {"tensor": 2, "experts": "all_gather"}))
+    assert [scales for scales, _ in ranks] == [alone[0]] * 2
+    for _, found in ranks:
+        torch.testing.assert_close(
+            torch.tensor(found["logits"]), torch.tensor(alone[1]["logits"]), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_what_cannot_be_shared(trained: Path, trained_experts: Path) -> None:

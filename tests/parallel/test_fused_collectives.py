@@ -30,7 +30,7 @@ from hal.ops import Draw
 from hal.ops.tolerance import assert_agree
 from hal.parallel import SOLO, Group, Mesh
 
-COLLECTIVES = [each for each in ops.catalogue().values() if each.over_shards is not None]
+COLLECTIVES = [each for each in ops.catalogue().values() if each.collective]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import rank_processes
-from helpers.ranks import in_ranks
+from helpers.ranks import in_ranks, started
 from helpers.thorough import PROCESSES
 
 import hal
@@ -113,6 +113,15 @@ def test_the_process_groups_of_a_backend_end_with_it_and_with_python() -> None:
     """A thread of gloo that frees a tensor while Python ends would end the process with SIGABRT."""
     failure = run_ranks(["-c", OPENED_TWICE], 2, seconds=60)
     assert failure is None, failure
+
+
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.thorough(PROCESSES))])
+def test_a_closed_backend_leaves_nothing(tmp_path: Path, data: int) -> None:
+    """No shared memory, no threads, and no process groups, if the backend has started torch.distributed itself."""
+    mesh = {"tensor": 2, "data": data}
+    for first, *later in started("opened_and_closed", 2 * data, tmp_path, on={"backend": "cpu"}, parallel=mesh):
+        assert (first["memory"], first["started"]) == ([], [])
+        assert later == [{"memory": [], "threads": [], "started": []}] * 2
 
 
 def test_without_other_ranks() -> None:

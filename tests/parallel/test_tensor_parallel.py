@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import large_checkpoint, rank_programs
-from helpers.checkpoints import random_checkpoint
 from helpers.ranks import in_ranks, started
 
 import hal
@@ -71,17 +70,18 @@ def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    """Return a checkpoint whose largest weight is small to it, a small one, and the bytes of the first."""
+    """Return a checkpoint whose largest weight is small to it, one with a layer only, and the bytes of the first."""
     folder = tmp_path_factory.mktemp("large")
-    size = large_checkpoint.write(folder / "large", torch.bfloat16, num_hidden_layers=13, vocab_size=4000)
-    return folder / "large", random_checkpoint(folder / "small"), size
+    size = large_checkpoint.write(folder / "large", torch.bfloat16, num_hidden_layers=26, vocab_size=4000)
+    large_checkpoint.write(folder / "small", torch.bfloat16, num_hidden_layers=1, vocab_size=4000)
+    return folder / "large", folder / "small", size
 
 
+@pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, ranks: int) -> None:
-    """Without packing for oneDNN, which takes more."""
+def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, ranks: int, form: str) -> None:
     checkpoint, small, size = large
-    on = {"backend": "cpu", "options": {"pack_weights": False}}
+    on = {"backend": "cpu", "options": {"pack_weights": form == "packed"}}
     arguments = {"checkpoint": str(checkpoint), "warm": str(small), "dtype": "bfloat16"}
     for found in started("peak", ranks, tmp_path, **arguments, tensor=ranks, on=on):
         assert found["read"] <= found["held"] <= 1.05 * size / ranks

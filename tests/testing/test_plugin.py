@@ -264,7 +264,7 @@ def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:
     for operation in (each for each in ops.catalogue().values() if each.namespace == "hal"):
         assert f"graphs/replay/{operation.name}" in names
         assert f"leaks/operations/{operation.name}" in names
-        assert (operation.name in of_ranks) == (operation.over_shards is not None)
+        assert (operation.name in of_ranks) == operation.collective
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             subject = f"operations/{operation.name}/{str(dtype).removeprefix('torch.')}"
             count = sum(1 for _ in operation.samples(ops.Draw(dtype)))

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, distributed
 
-from hal.device.group import Group
+from hal.device.group import Group, when_forgotten
 from hal.errors import CommunicationError
 from hal.ops.kernels.kernel_table import Kernel
 from hal.parallel import collectives
@@ -81,7 +81,8 @@ class SharedMemoryGroup:
         address = ctypes.addressof(ctypes.c_char.from_buffer(segment.memory))
         opened = function("exchange_open", c_void_p, c_void_p, c_int, c_int, c_int)
         self._exchange = opened(address, self.rank, self.size, threads > len(os.sched_getaffinity(0)))
-        weakref.finalize(self, _closed, function("exchange_close", None, c_void_p), self._exchange, segment)
+        close = function("exchange_close", None, c_void_p)
+        self._closing = weakref.finalize(self, _closed, close, self._exchange, segment)
 
     def run(self, operation: str, x: Tensor, out: Tensor, count: int) -> None:
         """Run a collective. The GIL is released while other ranks are awaited.
@@ -97,6 +98,11 @@ class SharedMemoryGroup:
         """
         call = _call(operation, x.dtype, tuple(x.shape))
         with self._lock:
+            if not self._closing.alive:
+                raise CommunicationError(
+                    f"{_described(call)} {self._where}, whose mesh is closed",
+                    "run collectives while the backend is open that made the mesh",
+                )
             try:
                 width = x.shape[-1] if x.dim() else 1
                 status = self._begin(self._exchange, call, x.data_ptr(), out.data_ptr(), count, width)
@@ -107,6 +113,11 @@ class SharedMemoryGroup:
             except BaseException as error:
                 self._break(f"rank {self.rank} was interrupted in {_described(call)} by {type(error).__name__}")
                 raise
+
+    def close(self) -> None:
+        """End the use of the memory, which is freed with this instance. Waits for a collective that is running."""
+        with self._lock:
+            self._closing()
 
     def _finish(self, status: int, what: str) -> None:
         start = time.monotonic()
@@ -162,6 +173,12 @@ class SharedMemoryGroup:
 def _closed(close: Kernel, exchange: int, segment: SharedSegment) -> None:
     close(exchange)
     segment.close()
+
+
+def _forgotten(group: Group) -> None:
+    shared = _groups.pop(group, None)
+    if shared is not None:
+        shared.close()
 
 
 class SharedMemoryKernels:
@@ -253,6 +270,8 @@ class SharedMemoryKernels:
                 assert library is not None
                 made = SharedMemoryGroup(library, group, found)
             _groups[group] = made
+            if made is not None:
+                when_forgotten(group, partial(_forgotten, group))
             return made
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor, distributed
 
-from hal.device.group import Group
+from hal.device.group import Group, when_forgotten
 from hal.device.group import group as group_named
 from hal.ops.kernels.kernel_table import Kernel
 from hal.parallel import expert_exchange
@@ -73,6 +75,12 @@ class ExpertExchange:
         process_group: Any = distributed.new_group(backend="hccl")
         # torch_npu takes a rank, of which it uses the index of the device.
         self._names[group.name] = process_group._get_backend(self._device).get_hccl_comm_name(self._device.index)
+        when_forgotten(group, partial(self._leave, group.name, process_group))
+
+    def _leave(self, name: str, process_group: Any) -> None:
+        del self._names[name]
+        with suppress(ValueError):  # The program has destroyed the default group, and with it all others.
+            distributed.destroy_process_group(process_group)
 
     def kernels(self) -> Mapping[str, Kernel]:
         """Return the kernels, by operation."""

@@ -103,8 +103,8 @@ def _cut(setting: Setting, layers: int) -> Setting:
             f"--trace needs a model of {layers} layers, but num_hidden_layers={layers} gives {len(meta.states)}",
             "omit --trace",
         )
-    if (tensor := setting.backend.mesh.tensor).size > 1:
-        shrink(meta, tensor)
+    if (mesh := setting.backend.mesh).size > 1:
+        shrink(meta, mesh)
     checkpoint = setting.checkpoint
     if isinstance(checkpoint, RandomCheckpoint):
         cut: Checkpoint = RandomCheckpoint.of(Path(setting.plan.name).name, config)

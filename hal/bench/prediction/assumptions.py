@@ -9,6 +9,7 @@ import attrs
 
 from hal import ops
 from hal.config import read, read_file
+from hal.config.settings import ExpertsMode
 from hal.errors import ConfigError, nearest
 
 
@@ -20,6 +21,21 @@ def _positive(instance: Any, attribute: attrs.Attribute[Any], value: float) -> N
 def _share(instance: Any, attribute: attrs.Attribute[Any], value: float) -> None:
     if not 0 < value <= 1:
         raise ValueError(f"{attribute.name} must be more than 0 and at most 1, not {value}")
+
+
+def _part(instance: Any, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{attribute.name} must be from 0 to 1, not {value}")
+
+
+def _at_least_one(instance: Any, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value >= 1:
+        raise ValueError(f"{attribute.name} must be at least 1, not {value}")
+
+
+def _whole(instance: Any, attribute: attrs.Attribute[Any], modes: tuple[ExpertsMode, ...]) -> None:
+    if "split" in modes:
+        raise ValueError('modes has "split", which is always considered')
 
 
 def _fused(instance: Any, attribute: attrs.Attribute[Any], names: tuple[str, ...]) -> None:
@@ -75,6 +91,19 @@ class LinkFigures:
 
 
 @attrs.frozen(kw_only=True)
+class ExpertFigures:
+    """Mixtures of experts whose experts are whole on the ranks.
+
+    Attributes:
+        modes: the values of ``parallel.experts`` to consider beside ``split``.
+        imbalance: how often tokens choose the experts of the busiest rank, relative to the mean over the ranks.
+    """
+
+    modes: tuple[ExpertsMode, ...] = attrs.field(default=(), validator=_whole)
+    imbalance: float = attrs.field(default=1.0, validator=_at_least_one)
+
+
+@attrs.frozen(kw_only=True)
 class Assumptions:
     """What a prediction assumes; the keys of the file of ``hal explain --assume``.
 
@@ -84,6 +113,8 @@ class Assumptions:
         dtype: the dtype of weights, states and activations.
         device: one device.
         devices_per_node: devices that reach each other over the links ``within``.
+        overlap: the share of a collective that overlaps with computing and reading memory.
+        experts: mixtures of experts.
         within: the links between the devices of a node.
         between: the links between nodes, per device.
     """
@@ -93,6 +124,8 @@ class Assumptions:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: DeviceFigures
     devices_per_node: int = attrs.field(validator=_positive)
+    overlap: float = attrs.field(default=0.0, validator=_part)
+    experts: ExpertFigures = ExpertFigures()
     within: LinkFigures
     between: LinkFigures
 

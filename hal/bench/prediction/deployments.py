@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,8 @@ import torch
 
 from hal.bench.prediction.assumptions import Assumptions
 from hal.bench.prediction.step_time import StepTime, fits, step_time
-from hal.bench.prediction.step_work import SplitModel, StepKind, StepWork, split_model_of
+from hal.bench.prediction.step_work import Exchange, SplitModel, StepKind, StepWork, split_model_of
+from hal.config import ParallelConfig
 from hal.errors import ConfigError
 
 
@@ -46,23 +47,30 @@ WORKLOADS = (
 
 @attrs.frozen
 class Deployment:
-    """A way to use devices: ``data`` copies of a model, each split between ``tensor`` ranks.
+    """A way to use devices.
 
     Attributes:
-        tensor: ranks that split each layer.
-        data: copies of the model, which share the sequences.
+        parallel: how they share the model: ``data`` copies, which share the sequences, each split between ``tensor``
+            ranks.
         workload: the step.
         work: of a rank of the copy with the most sequences.
         time: of the step.
         fits: whether weights and states fit in the memory of a device.
+        layer: the collectives of a layer.
     """
 
-    tensor: int
-    data: int
+    parallel: ParallelConfig
     workload: Workload
     work: StepWork
     time: StepTime
     fits: bool
+    layer: tuple[Exchange, ...]
+
+    @property
+    def name(self) -> str:
+        """The copies and ranks, and how they share experts if these are whole, such as ``2 x 8 dispatch``."""
+        shape = f"{self.parallel.data} x {self.parallel.tensor}"
+        return shape if self.parallel.experts == "split" else f"{shape} {self.parallel.experts}"
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,64 +88,47 @@ class Planner:
 
     def __init__(self, config: Mapping[str, Any], assumed: Assumptions) -> None:
         self._config, self._assumed = config, assumed
-        self._models: dict[int, SplitModel] = {}
 
     def deployments(self, devices: int, workload: Workload) -> list[Deployment]:
-        """Return the ways to use ``devices`` devices, fewest ranks per copy first.
+        """Return the ways to use ``devices`` devices, fewest ranks per copy first; those with whole experts come last.
 
         Raises:
             ConfigError: the model cannot be built from the config.
         """
-        return [self._deployment(tensor, devices // tensor, workload) for tensor in self._splits(devices)]
+        return [self._deployment(model, parallel, workload) for parallel, model in self._models(devices)]
 
     def best(self, devices: int, workload: Workload) -> Deployment | None:
         """Return the deployment with the shortest step among those that fit in memory, or None."""
-        fitting = [each for each in self.deployments(devices, workload) if each.fits]
+        fitting = [
+            self._deployment(model, parallel, workload) for parallel, model in self._models(devices)
+            if fits(model.held(_kind(parallel, workload)), self._assumed)
+        ]  # fmt: skip
         return min(fitting, key=lambda each: each.time.total, default=None)
 
-    def _deployment(self, tensor: int, data: int, workload: Workload) -> Deployment:
-        kind = StepKind(-(-workload.sequences // data), workload.queries, workload.context)
-        work = self._model(tensor).work(kind)
-        return Deployment(
-            tensor, data, workload, work, step_time(work, tensor, self._assumed), fits(work, self._assumed)
-        )  # fmt: skip
+    def _deployment(self, model: SplitModel, parallel: ParallelConfig, workload: Workload) -> Deployment:
+        assumed, imbalance = self._assumed, self._assumed.experts.imbalance
+        kind = _kind(parallel, workload)
+        work = model.work(kind, imbalance)
+        layer = tuple(model.layer_exchanges(kind, imbalance))
+        return Deployment(parallel, workload, work, step_time(work, assumed), fits(work.held, assumed), layer)
 
-    def _splits(self, devices: int) -> Iterator[int]:
-        """Yield the divisors of ``devices`` between which the model can be split."""
-        for tensor in range(1, devices + 1):
-            if devices % tensor:
-                continue
-            try:
-                self._model(tensor)
-            except ConfigError:
-                if tensor == 1:
-                    raise
-                continue
-            yield tensor
+    def _models(self, devices: int) -> Iterator[tuple[ParallelConfig, SplitModel]]:
+        """Yield the ways in which ``devices`` devices can share the model."""
+        sparse = self._model(ParallelConfig()).sparse  # which raises if the model cannot be built at all
+        splits = [tensor for tensor in range(1, devices + 1) if devices % tensor == 0]
+        for mode in ("split", *self._assumed.experts.modes) if sparse and devices > 1 else ("split",):
+            for tensor in splits:
+                parallel = ParallelConfig(tensor=tensor, data=devices // tensor, experts=mode)
+                try:
+                    yield parallel, self._model(parallel)
+                except ConfigError:  # The ranks cannot share the heads, the experts or a layer.
+                    continue
 
-    def _model(self, ranks: int) -> SplitModel:
-        if ranks not in self._models:
-            dtype: torch.dtype = getattr(torch, self._assumed.dtype)
-            self._models[ranks] = split_model_of(self._config, ranks, dtype, self._assumed.device.fused)
-        return self._models[ranks]
+    def _model(self, parallel: ParallelConfig) -> SplitModel:
+        dtype: torch.dtype = getattr(torch, self._assumed.dtype)
+        return split_model_of(self._config, parallel, dtype, self._assumed.device.fused)
 
 
-def table(planner: Planner, devices: Sequence[int], workload: Workload) -> Iterator[list[str]]:
-    """Yield a row per number of devices: the best deployment and its times in milliseconds."""
-    for number in devices:
-        found = planner.best(number, workload)
-        if found is None:
-            yield [str(number), "does not fit", *[""] * 7]
-            continue
-        time = found.time
-        parts = [
-            f"{1e3 * each:.2f}" for each in (time.total, time.memory, time.compute, time.launches, time.collectives)
-        ]
-        held = f"{found.work.held / 2**30:.1f}"
-        yield [str(number), f"{found.data} x {found.tensor}", held, *parts, f"{found.tokens_per_second:.0f}"]
-
-
-COLUMNS = (
-    "devices", "copies x ranks", "GiB held", "step ms", "memory ms", "compute ms", "launches ms", "collectives ms",
-    "tokens/s",
-)  # fmt: skip
+def _kind(parallel: ParallelConfig, workload: Workload) -> StepKind:
+    """Return the step of the copy with the most sequences."""
+    return StepKind(-(-workload.sequences // parallel.data), workload.queries, workload.context)

@@ -9,30 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, fx
 
-from hal import ops
 from hal.bench.contenders.random_weights import meta_model
 from hal.bench.figures.floor import Work, decode_bytes, prefill_operations
 from hal.bench.figures.launches import config_of_layers
 from hal.bench.figures.routing import Routing, expert_weights
-from hal.checkpoint.loading import shrink
-from hal.compile.collective_calls import CollectiveCall, collective_calls, whole_without_fusion
-from hal.compile.fx.alias_analysis import may_alias_input
-from hal.compile.fx.clean import CLEANUPS
-from hal.compile.fx.symbolic_sizes import value
-from hal.compile.pass_manager import PassManager
-from hal.compile.rewrite.rewrite import derived
-from hal.compile.trace import StepSizes, TracedStep, trace_step
+from hal.bench.prediction.traced_counts import TracedCounts, traced_counts
+from hal.checkpoint.loading import distribute_experts, shrink
+from hal.config import ParallelConfig
 from hal.errors import ConfigError
-from hal.nn import CausalLM
+from hal.nn import CausalLM, Experts
 from hal.parallel import Mesh
-from hal.step.state import StateSpec, canonical_states
+from hal.step.state import StateSpec
 
 
 @attrs.frozen
@@ -57,15 +51,33 @@ class StepKind:
 
 @attrs.frozen
 class Exchange:
-    """A collective: the bytes of its whole tensor, and how often they pass between ranks."""
+    """A collective of a step.
+
+    Attributes:
+        nbytes: bytes of its whole tensor; of a personal one, those that a rank has for all ranks.
+        rounds: how often they pass between ranks.
+        ranks: the number of ranks.
+        stride: the distance of consecutive ranks of its group, in the order in which ranks fill nodes.
+        personal: whether a rank sends something else to each other rank.
+        operation: its name.
+    """
 
     nbytes: int
     rounds: int
+    ranks: int
+    stride: int = 1
+    personal: bool = False
+    operation: str = ""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each rank sends."""
+        return self.rounds * self.nbytes * (self.ranks - 1) // self.ranks
 
 
 @attrs.frozen
 class StepWork:
-    """The work of one rank in a step.
+    """The work of one rank in a step. Of a mixture of experts, the work of the busiest rank.
 
     Attributes:
         memory: bytes that it reads and writes, by purpose.
@@ -83,11 +95,11 @@ class StepWork:
 
 
 class SplitModel:
-    """A model of which each of ``ranks`` holds a part, known from its config alone.
+    """A model that ranks share, known from its config alone.
 
     Args:
         config: the keys of config.json.
-        ranks: the number of ranks that split each layer.
+        parallel: how the ranks share the model.
         dtype: of weights, states and activations.
         fused: the fused operations that the device has kernels for.
 
@@ -96,150 +108,131 @@ class SplitModel:
         CheckpointError: no model is registered for the config.
     """
 
-    def __init__(self, config: Mapping[str, Any], ranks: int, dtype: torch.dtype, fused: Sequence[str]) -> None:
-        heads = int(config["num_attention_heads"])
-        if heads % ranks:
-            raise ConfigError(f"{ranks} ranks cannot share {heads} heads", f"use a divisor of {heads}")
-        self._heads, self._config, self._dtype = heads // ranks, config, dtype
-        mesh = Mesh.planned(ranks)
-        try:
-            self._model = _split(config, mesh, dtype)
-            one, two = (_traced(_split(_first_layers(config, layers), mesh, dtype), fused) for layers in (1, 2))
-        finally:
-            mesh.close()
-        self._one, self._layer = one, two.minus(one)
+    def __init__(
+        self, config: Mapping[str, Any], parallel: ParallelConfig, dtype: torch.dtype, fused: Sequence[str]
+    ) -> None:
+        heads, tensor = int(config["num_attention_heads"]), parallel.tensor
+        if heads % tensor:
+            raise ConfigError(f"{tensor} ranks cannot share {heads} heads", f"use a divisor of {heads}")
+        self._heads, self._config, self._dtype, self._parallel = heads // tensor, config, dtype, parallel
+        self._fused = tuple(fused)
+        with self._planned() as mesh:
+            self._model = self._rank_model(config, mesh)
 
-    def work(self, kind: StepKind) -> StepWork:
+    @property
+    def sparse(self) -> bool:
+        """Whether the model has experts."""
+        return bool(expert_weights(self._model))
+
+    def held(self, kind: StepKind) -> int:
+        """Return the bytes of weights and states that a rank holds."""
+        spec = StateSpec(tuple(self._model.states), self._dtype, 2, 1)
+        states = spec.token_bytes * kind.sequences * (kind.context + kind.queries)
+        return sum(each.numel() for each in self._model.parameters()) * self._dtype.itemsize + states
+
+    def work(self, kind: StepKind, imbalance: float = 1.0) -> StepWork:
         """Return a rank's work in a step.
 
-        Of a mixture of experts, every token chooses its experts independently and with equal probability.
+        Of a mixture of experts, every token chooses its experts independently and with equal probability, apart from
+        ``imbalance``. Ranks that share whole experts all have as many tokens as this one.
+
+        Args:
+            kind: the step.
+            imbalance: how often tokens choose the experts of the busiest rank, relative to the mean over the ranks. It
+                has no effect if each rank holds a part of every expert.
         """
-        model, routings = self._model, self._routings(kind)
+        imbalance = imbalance if self._whole else 1.0
+        model, routings = self._model, self._routings(kind, imbalance)
         read = decode_bytes(model, self._dtype, kind.sequences, kind.context + kind.queries, routings)
-        layers = len(model.states)
-        found = [(self._one, 1), (self._layer, layers - 1)]
-        moved = sum(times * each.activations(kind) for each, times in found)
-        exchanges = [each for part, times in found for each in part.exchanges(kind) * times]
-        spec = StateSpec(tuple(model.states), self._dtype, 2, 1)
+        first, layer, _ = self._traced
+        found = [(first, 1), (layer, len(model.states) - 1)]
+        moved = sum(times * each.at(each.moved, kind.tokens, kind.sequences) for each, times in found)
         return StepWork(
             Work({**read.parts, "activations": moved}, "bytes"),
             prefill_operations(
                 model, self._heads, kind.sequences, kind.queries, routings, cached=kind.context
             ),
             sum(times * each.launches for each, times in found),
-            tuple(exchanges),
-            sum(each.numel() for each in model.parameters()) * self._dtype.itemsize
-            + spec.token_bytes * kind.sequences * (kind.context + kind.queries),
+            tuple(each for part, times in found for each in self._exchanges(part, kind, imbalance) * times),
+            self.held(kind),
         )  # fmt: skip
 
-    def _routings(self, kind: StepKind) -> list[Routing]:
-        weights = expert_weights(self._model)
-        if not weights:
+    def layer_exchanges(self, kind: StepKind, imbalance: float = 1.0) -> list[Exchange]:
+        """Return the collectives of a layer; see :meth:`work`."""
+        return self._exchanges(self._traced[1], kind, imbalance if self._whole else 1.0)
+
+    def _exchanges(self, part: TracedCounts, kind: StepKind, imbalance: float) -> list[Exchange]:
+        found = []
+        for each in part.calls:
+            nbytes = part.at(each.elements, kind.tokens, kind.sequences) * each.itemsize
+            if each.routed:
+                nbytes = round(nbytes * imbalance)
+            stride = self._parallel.tensor if each.group == self._traced[2] else 1
+            found.append(Exchange(nbytes, each.rounds, each.ranks, stride, each.personal, each.operation))
+        return found
+
+    def _routings(self, kind: StepKind, imbalance: float) -> list[Routing]:
+        if not self.sparse:
             return []
-        number, chosen = weights[0].shape[0], int(self._config["num_experts_per_tok"])
-        distinct = number * (1 - (1 - chosen / number) ** kind.tokens)
-        return [Routing(math.ceil(distinct), chosen * kind.tokens)]
+        held = expert_weights(self._model)[0].shape[0]
+        number, tokens = held, kind.tokens
+        if self._whole:
+            number, tokens = held * self._parallel.size, tokens * self._parallel.data
+        share = min(1.0, imbalance * int(self._config["num_experts_per_tok"]) / number)
+        return [Routing(math.ceil(held * (1 - (1 - share) ** tokens)), round(held * share * tokens))]
+
+    @property
+    def _whole(self) -> bool:
+        return self._parallel.experts != "split"
+
+    def _first_layers(self, layers: int) -> Mapping[str, Any]:
+        """Return a config to trace: with few layers, and with no more experts than a token chooses, if they are split.
+
+        Launches and collectives do not depend on the number of split experts, and of the activations only the router's
+        scores.
+        """
+        cut = config_of_layers(self._config, layers)
+        if self._whole or "num_experts" not in cut:
+            return cut
+        return {**cut, "num_experts": cut["num_experts_per_tok"]}
+
+    @cached_property
+    def _traced(self) -> tuple[TracedCounts, TracedCounts, str]:
+        """The counts of the first layer with all that is outside the layers, those of a further layer, and the name of
+        the group of copies. A trace takes seconds.
+        """
+        with self._planned() as mesh:
+            models = (self._rank_model(self._first_layers(each), mesh) for each in (1, 2))
+            one, two = (traced_counts(each, self._fused) for each in models)
+        return one, two.minus(one), mesh.data.name
+
+    @contextmanager
+    def _planned(self) -> Iterator[Mesh]:
+        mesh = Mesh.planned(self._parallel.tensor, self._parallel.data, experts=self._whole)
+        try:
+            yield mesh
+        finally:
+            mesh.close()
+
+    def _rank_model(self, config: Mapping[str, Any], mesh: Mesh) -> CausalLM:
+        model = meta_model(config).to(self._dtype)
+        # The first layers of a model with experts may have none.
+        if self._whole and (config is self._config or any(isinstance(each, Experts) for each in model.modules())):
+            distribute_experts(model, self._parallel.experts, mesh)
+        if mesh.size > 1:
+            shrink(model, mesh)
+        return model
 
 
-def split_model_of(config: Mapping[str, Any], ranks: int, dtype: torch.dtype, fused: Sequence[str]) -> SplitModel:
+def split_model_of(
+    config: Mapping[str, Any], parallel: ParallelConfig, dtype: torch.dtype, fused: Sequence[str]
+) -> SplitModel:
     """Return a :class:`SplitModel` for these arguments; a trace takes seconds, so that some are kept."""
-    return _kept(json.dumps(dict(config), sort_keys=True), ranks, dtype, tuple(fused))
+    if parallel.experts == "split":  # Then copies have nothing to do with each other.
+        parallel = attrs.evolve(parallel, data=1)
+    return _kept(json.dumps(dict(config), sort_keys=True), parallel, dtype, tuple(fused))
 
 
-@lru_cache(maxsize=64)
-def _kept(config: str, ranks: int, dtype: torch.dtype, fused: tuple[str, ...]) -> SplitModel:
-    return SplitModel(json.loads(config), ranks, dtype, fused)
-
-
-def _first_layers(config: Mapping[str, Any], layers: int) -> Mapping[str, Any]:
-    """Return a config to trace: with few layers, and with no more experts than a token chooses.
-
-    Launches and collectives do not depend on the number of experts, and of the activations only the router's scores.
-    """
-    cut = config_of_layers(config, layers)
-    return {**cut, "num_experts": cut["num_experts_per_tok"]} if "num_experts" in cut else cut
-
-
-def _split(config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype) -> CausalLM:
-    model = meta_model(config).to(dtype)
-    if mesh.size > 1:
-        shrink(model, mesh.tensor)
-    return model
-
-
-@attrs.frozen
-class _Counts:
-    """What a traced step launches and moves, as expressions of the sizes of a step."""
-
-    launches: int
-    moved: Any
-    calls: tuple[CollectiveCall, ...]
-    symbols: Mapping[str, Any]
-
-    def minus(self, other: _Counts) -> _Counts:
-        """Return what this step does beyond ``other``, a step with fewer layers."""
-        known = [each.of for each in other.calls]
-        more = tuple(each for each in self.calls if each.of not in known)
-        names = {other.symbols[name]: symbol for name, symbol in self.symbols.items()}
-        return _Counts(self.launches - other.launches, self.moved - other.moved.subs(names), more, self.symbols)
-
-    def activations(self, kind: StepKind) -> int:
-        """Return the bytes of activations that a step reads and writes."""
-        return int(self._at(self.moved, kind))
-
-    def exchanges(self, kind: StepKind) -> list[Exchange]:
-        """Return the collectives of a step."""
-        return [Exchange(int(self._at(each.elements, kind)) * each.itemsize, each.rounds) for each in self.calls]
-
-    def _at(self, expression: Any, kind: StepKind) -> Any:
-        sizes = {"tokens": kind.tokens, "sequences": kind.sequences, "rows": kind.sequences}
-        known = {self.symbols[name]: size for name, size in sizes.items()}
-        return expression if isinstance(expression, int) else expression.subs(known)
-
-
-def _traced(model: CausalLM, fused: Sequence[str]) -> _Counts:
-    """Trace a step of any size, and rewrite it with the fused operations."""
-    spec = StateSpec(tuple(model.states), next(model.parameters()).dtype, 2, 16, num_slots=2)
-    states = canonical_states(spec, torch.device("meta"))
-    # A model calls no fused operation, so that each collective is by itself before the rewrites.
-    whole = whole_without_fusion() | set(fused)
-    step = trace_step(model, states, StepSizes(None), whole=whole, decompose=False)
-    calls = tuple(collective_calls(step, model))
-    manager = PassManager(step.graph, step.mode)
-    for rewrite in derived([ops.operation(name) for name in fused]):
-        manager.add(rewrite)
-    for clean in CLEANUPS:
-        manager.add(clean)
-    manager.apply()
-    launched = [_moved(node, step) for node in _launched(step.graph.graph)]
-    symbols = {name: size.node._expr for name, size in step.sizes.items() if not isinstance(size, int)}
-    return _Counts(len(launched), sum(launched), calls, symbols)
-
-
-def _launched(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the calls that compute: those that return no view, and are no collective."""
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        operation = ops.operation_of_node(node.target)
-        if operation is not None and operation.over_shards is not None:
-            continue
-        if operation is not None or not may_alias_input(node):
-            yield node
-
-
-def _moved(node: fx.Node, step: TracedStep) -> Any:
-    """Return the bytes of the activations that a call reads and writes; weights and states are counted elsewhere."""
-    inputs = [each for each in step.graph.graph.nodes if each.op == "placeholder"]
-    fixed = set(inputs[len(step.fields) :])
-    given = [value(each) for each in node.all_input_nodes if each not in fixed]
-    results = value(node)
-    returned = results if isinstance(results, tuple | list) else [results]
-    return sum(_nbytes(each) for each in [*given, *returned] if isinstance(each, Tensor))
-
-
-def _nbytes(tensor: Tensor) -> Any:
-    if not tensor.is_floating_point():
-        return 0
-    count: Any = tensor.numel()
-    return (count if isinstance(count, int) else count.node.expr) * tensor.dtype.itemsize
+@lru_cache(maxsize=128)
+def _kept(config: str, parallel: ParallelConfig, dtype: torch.dtype, fused: tuple[str, ...]) -> SplitModel:
+    return SplitModel(json.loads(config), parallel, dtype, fused)

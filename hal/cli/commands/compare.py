@@ -13,7 +13,7 @@ from hal.cli.commands.generate import PROMPTS_FILE, check_prompts, file_name, pr
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import emulated
-from hal.cli.ranks import check_split, start_ranks, tensor_parallel
+from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError
 
@@ -86,7 +86,7 @@ def command(
     opened = Checkpoint.open(checkpoint)
     prompted = _prompts(opened, texts, max_new_tokens)
     if tensor_parallel is not None:
-        check_split(settings, "compare")
+        _check_split(settings)
         if not start_ranks(tensor_parallel, content):
             name = (named or [settings.get("backend", "auto")])[0]
             context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)
@@ -163,6 +163,16 @@ def _check_ranks(
         )
     if ranks < 2:
         raise ConfigError("--tensor-parallel 1 gives one rank, which has nothing to be compared with", "give 2 or more")
+
+
+def _check_split(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ranks share whole experts: they call other operations than a single device."""
+    mode = settings.get("parallel", {}).get("experts", "split")
+    if mode != "split":
+        raise ConfigError(
+            f"hal compare does not support ranks that share whole experts, and parallel.experts is {mode!r}",
+            "leave parallel.experts, or the variable HAL_PARALLEL__EXPERTS, out",
+        )
 
 
 def _ranks_agree(

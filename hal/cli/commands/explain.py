@@ -16,7 +16,7 @@ from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explanation import captures_python, explain_step
 from hal.cli.plan_explanation import explain_devices
 from hal.cli.rank_explanation import explain_ranks, without_ranks
-from hal.cli.ranks import check_split, tensor_parallel, with_ranks
+from hal.cli.ranks import parallel, with_ranks
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
 from hal.errors import ConfigError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 PLANNED = "Split the model between N ranks, and report one of them and its collectives. No ranks are started."
+COPIES = "Plan N copies of the model, which share experts if --experts says so, and otherwise exchange nothing."
 DEVICES = "Predict steps on N devices from the model's config alone; needs --assume, and takes no other option."
 ASSUME = "Figures of devices and links for --devices: a path ending in .toml or .json."
 
@@ -42,7 +43,7 @@ ASSUME = "Figures of devices and links for --devices: a path ending in .toml or 
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @click.option("--batch-size", type=click.IntRange(min=1), default=2, show_default=True, help="Of the decode step.")
-@tensor_parallel(PLANNED)
+@parallel(COPIES, PLANNED)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help=DEVICES)
 @click.option("--assume", type=click.Path(path_type=Path), metavar="FILE", help=ASSUME)
 @click.option(
@@ -57,6 +58,8 @@ def command(
     compilation_config: str | None,
     batch_size: int,
     tensor_parallel: int | None,
+    data_parallel: int | None,
+    experts: str | None,
     devices: int | None,
     assume: Path | None,
     dump: Path | None,
@@ -68,9 +71,9 @@ def command(
     step is split; and, on devices that count them, the launches of a layer before and after. Reports if the compiler
     applies no rewrites.
 
-    With --tensor-parallel, prints a rank's weights, and for each layer the collectives that join its results: how many
-    a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the launches, a
-    copy stands for a collective.
+    With --tensor-parallel, --data-parallel and --experts, prints a rank's weights, and for each layer its collectives:
+    how many a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the
+    launches, a copy stands for a collective.
 
     With --devices, predicts decode steps and a prefill from the config alone, for each way to split the model between
     that many devices. CHECKPOINT may then be a config.json, or shapes of `hal bench --shapes`.
@@ -85,20 +88,20 @@ def command(
 
     if dump is not None:
         check_folder(dump)
-    settings = with_ranks(settings_of(backend, dtype, compiler, compilation_config), tensor_parallel)
-    check_split(settings, "explain")
-    ranks = read(hal.Config, settings, "configuration").parallel.tensor
-    settings["parallel"] = {"tensor": ranks}  # Groups of ranks that take other batches do not change a step.
+    settings = settings_of(backend, dtype, compiler, compilation_config)
+    settings = with_ranks(settings, tensor_parallel, data_parallel, experts)
+    shared = read(hal.Config, settings, "configuration").parallel
     opened = Checkpoint.open(checkpoint)
+    planned = Mesh.planned(shared.tensor, shared.data, experts=shared.experts != "split")
     with emulated(emulate, backend) as options:
         settings["options"] = {**settings.get("options", {}), **options}
-        on = hal.open(read(hal.Config, settings, "configuration"), mesh=Mesh.planned(ranks))
+        on = hal.open(read(hal.Config, settings, "configuration"), mesh=planned)
     model = hal.load_model(opened, on)
     config = on.config.compilation.of("decode")
     echo(f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
                f"{config.compiler}\n")  # fmt: skip
     _layers(opened, model, on)
-    if ranks > 1:
+    if shared.size > 1:
         explain_ranks(opened, model, on, batch_size)
     with without_ranks(on):
         with on.explaining():
@@ -154,6 +157,9 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
         with on.counting_launches():
             pass
     except ConfigError:
+        return
+    if on.mesh.expert.size > 1:
+        echo("\nlaunches are not counted for ranks that share whole experts")
         return
     # A captured eager step launches the same kernels as eager.
     modes = ("eager",) if config.compiler == "eager" or captures_python(config, size) else ("eager", config.compiler)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 import click
@@ -19,7 +19,6 @@ from hal.cli import ranks
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.stdout import ResultCommand, echo
-from hal.config.settings import ExpertsMode
 from hal.errors import BatchError
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ SAMPLING = {
     "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
 
-EXPERTS = "How the ranks share mixtures of experts; by default, each holds a part of every expert."
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
 STDIN = "<stdin>"
@@ -65,9 +63,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@ranks.tensor_parallel()
-@click.option("--data-parallel", type=click.IntRange(1), metavar="N", help=DATA_PARALLEL)
-@click.option("--experts", type=click.Choice(get_args(ExpertsMode)), help=EXPERTS)
+@ranks.parallel(DATA_PARALLEL)
 def command(
     checkpoint: Path,
     prompts: Sequence[str],

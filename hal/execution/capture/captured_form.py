@@ -20,7 +20,7 @@ from hal.drivers.compiler import Form
 from hal.errors import CaptureError, CompileError, DeviceOutOfMemory
 from hal.execution.capture.address_checks import Addresses
 from hal.execution.capture.capture_budget import CaptureBudget
-from hal.execution.context import FormContext
+from hal.execution.context import OTHER_RANK, FormContext
 from hal.step import Batch, StaticBatch, StepShape
 
 log = logging.getLogger("hal.execution")
@@ -73,15 +73,20 @@ class CapturedForm(Form):
         self._buckets: dict[int, list[Bucket]] = {}
         self._missing = "no size was captured"
         config, phase = context.config, context.phase
+        problem = None
         try:
             with context.backend.explaining():
                 largest = self.prepare()
-            self._capture(largest)
+            self._check_budget(largest)
         except (CaptureError, CompileError) as error:
             if config.on_capture_error == "raise":
                 raise
-            self._missing = str(error)
-            log.warning("%s batches run eagerly: %s", phase, error)
+            problem = str(error)
+        if self._all_agree(problem is None):
+            self._capture(largest)
+        else:
+            self._missing = problem or OTHER_RANK
+            log.warning("%s batches run eagerly: %s", phase, self._missing)
         for found in self._buckets.values():
             found.sort(key=lambda bucket: bucket.shape.tokens)
         first = next((found[-1] for found in self._buckets.values()), None)
@@ -166,32 +171,46 @@ class CapturedForm(Form):
         self._buckets.clear()
         self._missing = "the form is closed"
 
-    def _capture(self, largest: Sequence[StaticBatch]) -> None:
-        context, pool = self.context, None
-        backend, shapes = context.backend, self.shapes_to_capture()
+    def _all_agree(self, captured: bool) -> bool:
+        """Return whether all ranks that step together could capture. Ranks with graphs of different sizes would not."""
+        return captured if self.context.config.on_capture_error == "raise" else self.context.all_agree(captured)
+
+    def _check_budget(self, largest: Sequence[StaticBatch]) -> None:
+        context, backend = self.context, self.context.backend
         biggest = max(largest, key=lambda static: static.shape.tokens)
         try:
             with backend.explaining(), torch.inference_mode():
                 budget = CaptureBudget.measure(
-                    backend, shapes, self.walk(biggest), phase=context.phase, graphs=self.num_graphs
+                    backend, self.shapes_to_capture(), self.walk(biggest), phase=context.phase, graphs=self.num_graphs
                 )
         except DeviceOutOfMemory as error:
             raise CaptureError(f"a step of {biggest.shape} does not fit: {error.problem}", error.remedy) from error
         log.info("%s", budget)
         budget.check()
-        for shape in shapes:
+
+    def _capture(self, largest: Sequence[StaticBatch]) -> None:
+        context, pool = self.context, None
+        for shape in self.shapes_to_capture():
             key, _ = self.size_of(shape)
             whole = next(each for each in largest if self.size_of(each.shape)[0] == key)
             bucket = Bucket(shape, whole.first(shape))
+            problem = None
             try:
                 with torch.inference_mode():
-                    pool = self.capture_bucket(bucket, pool)
+                    made = self.capture_bucket(bucket, pool)
             except BaseException as error:
                 bucket.drop()
                 if not isinstance(error, CaptureError | CompileError) or context.config.on_capture_error == "raise":
                     self.close()
                     raise
-                log.warning("%s batches of %s run in a larger bucket or eagerly: %s", context.phase, shape, error)
+                problem = str(error)
+            if not self._all_agree(problem is None):
+                bucket.drop()
+                log.warning(
+                    "%s batches of %s run in a larger bucket or eagerly: %s", context.phase, shape,
+                    problem or OTHER_RANK,
+                )  # fmt: skip
                 continue
+            pool = made
             self._buckets.setdefault(key, []).insert(0, bucket)
-            backend.captured_graphs.update(bucket.graphs)
+            context.backend.captured_graphs.update(bucket.graphs)

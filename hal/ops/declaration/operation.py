@@ -67,8 +67,8 @@ class Operation:
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
         off_by_one: the largest share of quantized (int8) results that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
-        over_shards: the results of a collective on every rank, from the arguments of every rank; None for an operation
-            of one rank.
+        over_shards: the results of a collective on every rank, from the arguments of every rank; else None.
+        collective: whether the ranks of a group call it together. Its argument ``group`` names the group.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Operation:
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
-        self.over_shards = over_shards
+        self.over_shards, self.collective = over_shards, over_shards is not None
         self.signature = inspect.signature(body)
         self.number = kernel_table.next_number()
         self.function = generate_function(body, self.signature, {"_get": kernel_table.kernels}, self.number)

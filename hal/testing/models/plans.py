@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hal.execution.runner import Runner
-from hal.step.state import DUMMY_BLOCK
+from hal.step.dummies import DUMMY_BLOCK
 from hal.testing.models.logit_agreement import Texts
 
 SPARE = 3

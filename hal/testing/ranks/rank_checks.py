@@ -45,7 +45,7 @@ EXCHANGE = ("expert_dispatch", "expert_combine")
 def checks(backend: Backend) -> Iterator[tuple[str, Check]]:
     """Yield names and checks. The group is the one that the backend is in when a check runs."""
     for operation in ops.catalogue().values():
-        if operation.over_shards is not None and operation.name not in EXCHANGE:
+        if operation.collective and operation.name not in EXCHANGE:
             for dtype in backend.limits.dtypes:
                 yield f"operations/{operation.name}/{dtype_name(dtype)}", partial(_operation, backend, operation, dtype)
     for dtype in backend.limits.dtypes:

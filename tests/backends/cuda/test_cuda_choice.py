@@ -174,7 +174,7 @@ class TestGraphsWithFlashInfer:
 
 def of_one_rank() -> set[str]:
     """Return the names of the operations that are no collectives, which the driver does not support."""
-    return {name for name, operation in ops.catalogue().items() if operation.over_shards is None}
+    return {name for name, operation in ops.catalogue().items() if not operation.collective}
 
 
 def test_every_operation_has_a_kernel_where_triton_is() -> None:

@@ -18,7 +18,7 @@ from helpers.npu import compare, processes
 from helpers.npu.compare import BUCKETS, DTYPES, FAMILIES, MODES, Case
 
 import hal
-from hal.step.state import DUMMY_BLOCK
+from hal.step.dummies import DUMMY_BLOCK
 
 CONFIGURATIONS = (0, 1, 6, 11)
 

@@ -1,39 +1,51 @@
-"""Tests of models that ranks split between emulated NPUs: one NPU's tokens, memory, and failures of ranks."""
+"""Tests of models that ranks split between emulated NPUs: one NPU's tokens and logits, memory, and failed ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import large_checkpoint, rank_programs
+from helpers import fault_checks, large_checkpoint
 from helpers.checkpoints import random_checkpoint
-from helpers.fault_checks import check_fault
+from helpers.one_device import OneDevice
 from helpers.ranks import started
 
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NPU = {"backend": "npu", "options": {"emulator": "on"}}
-MODES = ["eager", "graph", "piecewise", "npugraph_ex"]
-FAULTS = [
-    ("killed", "joining"), ("killed", "loading"), ("raises", "capture"), ("skips", "capture"), ("killed", "replay"),
-    ("late", "replay"), ("killed", "sampling"), ("raises", "sampling"),
-]  # fmt: skip
-"""Faults of a rank, and their points in a job."""
+ALL = ["eager", "graph", "piecewise", "npugraph_ex"]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a dense checkpoint, one with experts, and the first in W8A8 with static and with dynamic scales."""
-    folder, trained = tmp_path_factory.mktemp("quantized"), repository / "checkpoints" / "tiny-python"
+    """Return a dense checkpoint and one with experts, as trained, and in W8A8 with static and with dynamic scales."""
+    folder, trained = tmp_path_factory.mktemp("quantized"), repository / "checkpoints"
+    found = {"dense": trained / "tiny-python", "experts": trained / "tiny-python-moe"}
     text = (repository / "README.md").read_text(encoding="utf-8")
-    quantize_checkpoint(trained, folder / "w8a8", "w8a8", format="modelslim", calibration=text)
-    quantize_checkpoint(trained, folder / "w8a8_dynamic", "w8a8_dynamic", format="compressed-tensors")
-    experts = repository / "checkpoints" / "tiny-python-moe"
-    return {"dense": trained, "experts": experts, **{each: folder / each for each in ("w8a8", "w8a8_dynamic")}}
+    for name, path in list(found.items()):
+        static, dynamic = (folder / f"{name}-{scheme}" for scheme in ("static", "dynamic"))
+        quantize_checkpoint(path, static, "w8a8", format="modelslim", calibration=text)
+        quantize_checkpoint(path, dynamic, "w8a8_dynamic", format="compressed-tensors")
+        found |= {static.name: static, dynamic.name: dynamic}
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_npu(checkpoints: dict[str, Path]) -> Callable[[str, str], OneDevice]:
+    """Return a function that returns what one NPU makes of a checkpoint in a dtype."""
+
+    @cache
+    def made(name: str, dtype: str) -> OneDevice:
+        return OneDevice.of(checkpoints[name], dtype, {"backend": "npu"})
+
+    return made
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -42,28 +54,100 @@ def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", json.dumps(options))
 
 
+Job = tuple[str, str, dict[str, Any], list[str]]
+"""A checkpoint, the dtype of computation, the configuration's table `parallel`, and the compilers."""
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks", "compilers"),
+    ("ranks", "jobs"),
     [
-        ("dense", 2, ["graph"]),
-        ("dense", 2, ["eager", "piecewise", "npugraph_ex"]),
-        ("dense", 4, ["graph", "piecewise"]),
-        ("experts", 2, MODES),
-        ("experts", 4, ["graph", "piecewise"]),
-        ("w8a8", 2, ["graph", "npugraph_ex"]),
-        ("w8a8_dynamic", 2, ["eager", "graph", "npugraph_ex"]),
+        pytest.param(2, [("dense", "float16", {"tensor": 2}, ["graph"])], id="dense on 2"),
+        pytest.param(
+            2,
+            [
+                ("dense", "float16", {"tensor": 2}, ["eager", "piecewise", "npugraph_ex"]),
+                ("dense", "bfloat16", {"tensor": 2}, ALL),
+            ],
+            id="dense on 2, all compilers",
+        ),
+        pytest.param(
+            2,
+            [
+                ("experts", "float16", {"tensor": 2}, ALL),
+                ("experts", "bfloat16", {"tensor": 2, "experts": "dispatch"}, ["eager", "graph"]),
+                ("experts", "bfloat16", {"data": 2, "experts": "all_gather"}, ["graph"]),
+                ("experts", "bfloat16", {"tensor": 2, "experts": "all_to_all"}, ["piecewise"]),
+            ],
+            id="experts on 2",
+        ),
+        pytest.param(
+            2,
+            [("dense-static", "float16", {"tensor": 2}, ALL), ("dense-dynamic", "float16", {"tensor": 2}, ALL)],
+            id="dense W8A8 on 2",
+        ),
+        pytest.param(
+            2,
+            [
+                ("experts-static", "float16", {"tensor": 2}, ["eager", "graph"]),
+                ("experts-dynamic", "float16", {"tensor": 2}, ["graph", "piecewise"]),
+                ("experts-static", "float16", {"tensor": 2, "experts": "all_to_all"}, ["eager", "graph"]),
+                ("experts-dynamic", "float16", {"data": 2, "experts": "dispatch"}, ["graph", "npugraph_ex"]),
+                ("experts-static", "bfloat16", {"tensor": 2, "experts": "all_gather"}, ["graph"]),
+            ],
+            id="experts W8A8 on 2",
+        ),
+        pytest.param(
+            4,
+            [
+                ("dense", "float16", {"tensor": 4}, ALL),
+                ("dense", "bfloat16", {"tensor": 4}, ["graph"]),
+                ("dense", "float16", {"data": 2, "tensor": 2}, ["graph", "piecewise"]),
+            ],
+            id="dense on 4",
+        ),
+        pytest.param(
+            4,
+            [
+                ("experts", "float16", {"tensor": 4}, ["graph", "piecewise", "npugraph_ex"]),
+                ("experts", "float16", {"tensor": 4, "experts": "all_gather"}, ["graph", "eager"]),
+                ("experts", "float16", {"tensor": 4, "experts": "all_to_all"}, ["graph", "piecewise"]),
+                ("experts", "float16", {"tensor": 4, "experts": "dispatch"}, ["graph", "npugraph_ex"]),
+            ],
+            id="experts on 4",
+        ),
+        pytest.param(
+            4,
+            [
+                ("experts", "float16", {"data": 4, "experts": "all_to_all"}, ["graph"]),
+                ("experts", "float16", {"data": 2, "tensor": 2}, ["graph"]),
+                ("experts", "float16", {"data": 2, "tensor": 2, "experts": "all_gather"}, ["eager", "graph"]),
+                ("experts", "float16", {"data": 2, "tensor": 2, "experts": "all_to_all"}, ["graph", "piecewise"]),
+                ("experts", "float16", {"data": 2, "tensor": 2, "experts": "dispatch"}, ["graph", "npugraph_ex"]),
+            ],
+            id="experts on 2 x 2",
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_same_tokens(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int,
-    compilers: list[str],
+    checkpoints: dict[str, Path], one_npu: Callable[[str, str], OneDevice], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, ranks: int, jobs: list[Job],
 ) -> None:  # fmt: skip
-    arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": "float16"}
-    alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
+    """In float16, the tokens are equal. In bfloat16 and W8A8, they are up to a tie."""
+    given = [
+        {
+            "checkpoint": str(checkpoints[name]), "dtype": dtype, "parallel": parallel, "compilers": compilers,
+            "continuations": one_npu(name, dtype).texts, "on": NPU,
+        }
+        for name, dtype, parallel, compilers in jobs
+    ]  # fmt: skip
     devices(monkeypatch, ranks)
-    found = started("tokens", ranks, tmp_path, **arguments, compilers=compilers, parallel={"tensor": ranks}, on=NPU)
-    for compiler in compilers:
-        assert [rank[compiler] for rank in found] == [alone] * ranks, compiler
+    found = started("several", ranks, tmp_path, jobs=given)
+    for number, (name, dtype, parallel, compilers) in enumerate(jobs):
+        for compiler in compilers:
+            of_ranks, alone = [rank[number] for rank in found], one_npu(name, dtype)
+            sys.stdout.write(f"{name} {dtype} {parallel} {alone.check(of_ranks, compiler)}\n")
+            if dtype == "float16" and "-" not in name:
+                assert of_ranks[0][compiler] == alone.texts
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -77,10 +161,39 @@ def test_peak_memory_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert found["peak"] <= 1.1 * size / ranks, found
 
 
-@pytest.mark.parametrize(("fault", "point"), FAULTS)
+@pytest.mark.parametrize(("fault", "point"), fault_checks.FAULTS)
 def test_a_rank_that_fails(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, point: str
 ) -> None:
     """The other rank gets a typed error in time, and nothing is left behind."""
     job = {"checkpoint": str(trained), "on": {**NPU, "dtype": "float16"}, "compiler": "graph"}
-    check_fault(fault, point, tmp_path, monkeypatch, **job)
+    fault_checks.check_fault(fault, point, tmp_path, monkeypatch, **job)
+
+
+@pytest.mark.parametrize(
+    ("fault", "point", "status", "message"),
+    [
+        ("killed", "loading", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("late", "loading", 2, "another rank did not join a collective in time"),
+        ("killed", "capture", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("raises", "capture", 1, "rank 1 of 2 failed:\n"),
+        ("late", "capture", 2, "another rank did not join a collective in time"),
+        ("killed", "replay", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("late", "replay", 2, "another rank did not join a collective in time"),
+    ],
+)
+def test_a_rank_of_the_command_that_fails(
+    trained: Path, tmp_path: Path, fault: str, point: str, status: int, message: str
+) -> None:
+    options = ["--backend", "npu", "--emulate", "--dtype", "float16", "--compiler", "graph"]
+    fault_checks.check_command(fault, point, trained, tmp_path, options, status, message)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_closed_backend_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: int) -> None:
+    """No shared memory, no threads of communicators, and no process groups."""
+    devices(monkeypatch, 2 * data)
+    mesh = {"tensor": 2, "data": data}
+    for first, *later in started("opened_and_closed", 2 * data, tmp_path, on=NPU, parallel=mesh):
+        assert (first["memory"], first["started"]) == ([], [])
+        assert later == [{"memory": [], "threads": [], "started": []}] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,18 @@ def _on_the_default_stream() -> Iterator[None]:
     for device in (1, 0):
         with torch.npu.device(device):
             torch.npu.set_stream(torch.npu.default_stream())
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Any]]:
+    """Return two ranks of a communicator, the devices of this process."""
+    from helpers.emulator.device_ranks import hccl, two_ranks  # needs the emulated CANN
+
+    found = two_ranks()
+    yield found
+    for each in found:
+        each.destroy()
+    hccl.cann.aclrtSetDevice(0)
 
 
 @pytest.fixture

@@ -281,7 +281,7 @@ def test_pages_of_large_messages_are_given_back() -> None:
         each.destroy()
 
 
-@pytest.mark.parametrize(("seed", "count"), [(1, 300), *((seed, 2000) for seed in range(2, 7))])
+@pytest.mark.parametrize(("seed", "count"), [(1, 300), *((seed, 10_000) for seed in range(2, 5))])
 def test_random_calls_on_overlapping_groups(tmp_path: Path, seed: int, count: int) -> None:
     results = hccl.run_ranks("hccl_stress.py", "stress", 4, str(tmp_path), seed, count, seconds=400)
     for each in results:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.emulator.device_ranks import two_ranks
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -25,26 +26,6 @@ HIDDEN, EXPERTS, CHOICES = 64, 6, 2
 LOCAL = EXPERTS // 2
 INT32 = torch.int32
 Asked = list["Tokens"]
-
-
-def two_ranks() -> list[hccl.Communicator]:
-    """Create a communicator of the devices of this process, whose calls wait for at most 30 s."""
-    device = torch.npu.current_device()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HCCL_EXEC_TIMEOUT", "30")
-        found = hccl.of_devices([0, 1])
-    hccl.cann.aclrtSetDevice(device)  # torch_npu remembers the device that it set last
-    return found
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[hccl.Communicator]]:
-    """Two ranks, the devices of this process."""
-    found = two_ranks()
-    yield found
-    for each in found:
-        each.destroy()
-    hccl.cann.aclrtSetDevice(0)
 
 
 @attrs.frozen

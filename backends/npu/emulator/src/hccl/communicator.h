@@ -75,7 +75,7 @@ class Communicator {
     SharedMemory shared;
     std::vector<SharedMemory> outboxes;
     std::vector<std::unique_ptr<Peer>> peers;
-    std::shared_ptr<Doorbell> doorbell;
+    std::shared_ptr<SharedDoorbell> doorbell;
     std::atomic<bool> closed{false};
     std::atomic<Use> used{Use::none};
 };

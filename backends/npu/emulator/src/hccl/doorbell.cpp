@@ -7,8 +7,7 @@
 
 #include <climits>
 #include <ctime>
-
-#include "runtime/launch.h"
+#include <mutex>
 
 namespace emulator {
 
@@ -17,18 +16,18 @@ namespace {
 // While a stream waits, it checks so often for time limits and for processes that have ended.
 constexpr long check_nanoseconds = 20'000'000;
 
-std::mutex& creation() {
-    static auto* only = new std::mutex;
-    return *only;
-}
-std::atomic<Doorbell*> current{nullptr};
-
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* limit) {
     static_assert(sizeof(word) == sizeof(uint32_t));
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, limit, nullptr, 0);
 }
 
 Bell& bell_of(const SharedMemory& memory) { return *reinterpret_cast<Bell*>(memory.data()); }
+
+void ring(Bell& bell) {
+    ++bell.rings;
+    // The first ring wakes all who sleep, so the next ones need no system call.
+    if (bell.listening && bell.listening.exchange(0)) futex(bell.rings, FUTEX_WAKE, INT_MAX, nullptr);
+}
 
 }  // namespace
 
@@ -43,11 +42,7 @@ Peer::~Peer() {
     if (handle >= 0) close(handle);
 }
 
-void Peer::ring() {
-    Bell& bell = bell_of(memory);
-    ++bell.rings;
-    if (bell.listening) futex(bell.rings, FUTEX_WAKE, INT_MAX, nullptr);
-}
+void Peer::ring() { emulator::ring(bell_of(memory)); }
 
 bool Peer::has_ended() {
     if (ended || process == getpid()) return ended;
@@ -56,67 +51,29 @@ bool Peer::has_ended() {
     return ended;
 }
 
-std::shared_ptr<Doorbell> Doorbell::get() {
-    static auto* only = new std::weak_ptr<Doorbell>;
-    std::lock_guard lock(creation());
+std::shared_ptr<SharedDoorbell> SharedDoorbell::get() {
+    static auto* mutex = new std::mutex;
+    static auto* only = new std::weak_ptr<SharedDoorbell>;
+    std::lock_guard lock(*mutex);
     auto found = only->lock();
-    if (!found) *only = found = std::make_shared<Doorbell>();
+    if (!found) {
+        *only = found = std::make_shared<SharedDoorbell>();
+        set_doorbell(found);
+    }
     return found;
 }
 
-Doorbell::Doorbell() : memory("hccl-doorbell", sizeof(Bell)) {
-    current = this;
-    set_doorbell(&bell_of(memory).rings, listen);
-    thread = std::thread([this] { run(); });
-}
+SharedDoorbell::SharedDoorbell() : memory("hccl-doorbell", sizeof(Bell)) {}
 
-Doorbell::~Doorbell() {
-    {
-        std::lock_guard lock(creation());
-        if (current == this) {  // otherwise a new doorbell has replaced this one
-            current = nullptr;
-            set_doorbell(nullptr, nullptr);
-        } else {
-            look_again();  // takes the machine's lock, so no call of `listen` uses this doorbell any more
-        }
-    }
-    {
-        std::lock_guard lock(mutex);
-        stopping = true;
-    }
-    changed.notify_all();
-    thread.join();
-}
+uint32_t SharedDoorbell::rings() const { return bell_of(memory).rings; }
 
-// Called with the machine's lock held, so the doorbell exists.
-void Doorbell::listen(uint32_t seen) {
-    Doorbell* self = current;
-    if (!self) return;
-    std::lock_guard lock(self->mutex);
-    self->seen = seen;
-    if (!self->armed) {
-        self->armed = true;
-        self->changed.notify_one();
-    }
-}
-
-void Doorbell::run() {
-    pthread_setname_np(pthread_self(), "npu-hccl");
+void SharedDoorbell::wait(uint32_t seen) {
     Bell& bell = bell_of(memory);
-    std::unique_lock lock(mutex);
-    while (true) {
-        changed.wait(lock, [&] { return armed || stopping; });
-        if (stopping) return;
-        armed = false;
-        uint32_t last = seen;
-        lock.unlock();
-        timespec limit{0, check_nanoseconds};
-        bell.listening = 1;
-        futex(bell.rings, FUTEX_WAIT, last, &limit);
-        bell.listening = 0;
-        look_again();
-        lock.lock();
-    }
+    timespec limit{0, check_nanoseconds};
+    bell.listening = 1;
+    futex(bell.rings, FUTEX_WAIT, seen, &limit);
 }
+
+void SharedDoorbell::ring() { emulator::ring(bell_of(memory)); }
 
 }  // namespace emulator

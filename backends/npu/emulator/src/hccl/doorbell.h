@@ -1,20 +1,18 @@
 // How processes wake each other. Each process with a communicator shares a counter, which others increment when they have
-// written something for it. Its workers read the counter while they spin. A thread waits for it while they sleep.
+// written something for it. Its workers read the counter while they spin, and then sleep by it.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
-#include <thread>
 
 #include "hccl/shared_memory.h"
+#include "runtime/launch.h"
 
 namespace emulator {
 
 struct Bell {
     std::atomic<uint32_t> rings;      // a futex
-    std::atomic<uint32_t> listening;  // whether a thread of the process waits for the futex
+    std::atomic<uint32_t> listening;  // whether a thread of the process may sleep by the futex
 };
 
 // Another process, or this one, as a communicator sees it.
@@ -34,22 +32,17 @@ class Peer {
 };
 
 // The doorbell of this process. It exists while the process has a communicator.
-class Doorbell {
+class SharedDoorbell : public Doorbell {
   public:
-    static std::shared_ptr<Doorbell> get();
-    Doorbell();
-    ~Doorbell();
+    static std::shared_ptr<SharedDoorbell> get();
+    SharedDoorbell();
     int descriptor() const { return memory.descriptor(); }
+    uint32_t rings() const override;
+    void wait(uint32_t seen) override;
+    void ring() override;
 
   private:
-    static void listen(uint32_t seen);
-    void run();
     SharedMemory memory;
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool armed = false, stopping = false;
-    uint32_t seen = 0;
-    std::thread thread;
 };
 
 }  // namespace emulator

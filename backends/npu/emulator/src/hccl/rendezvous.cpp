@@ -185,7 +185,7 @@ void Rendezvous::publish(const Settings& settings) {
     if (member.published) fail_all(HCCL_E_PARA, format("two callers say that they are rank %u", self.rank));
     self.outboxes.resize(self.ranks);
     self.outboxes[self.rank] = SharedMemory("hccl-outbox", rank_bytes(self.ranks));
-    self.doorbell = Doorbell::get();
+    self.doorbell = SharedDoorbell::get();
     member.process = getpid();
     member.device = self.device;
     member.doorbell = self.doorbell->descriptor();

@@ -10,7 +10,8 @@ namespace emulator {
 
 namespace {
 
-constexpr auto prompt = std::chrono::milliseconds(2);  // waits up to this cost no system call
+// A wait looks for lost ranks no more often, so that short ones cost no system call.
+constexpr auto interval = std::chrono::milliseconds(2);
 
 // What a rank was last seen to call, for errors.
 std::string last_call(const Communicator& communicator, uint32_t rank) {
@@ -26,7 +27,6 @@ std::string last_call(const Communicator& communicator, uint32_t rank) {
 
 void fail_all(Communicator& communicator, uint64_t number, int code, const std::string& reason) {
     communicator.break_off(number, reason);
-    if (code == lost_rank) communicator.error = HCCL_E_REMOTE;
     throw DeviceError(code, "communicator " + communicator.name +
                                 format(", rank %u of %u: ", communicator.rank, communicator.ranks) + reason);
 }
@@ -37,13 +37,16 @@ bool Wait::is_expired(const Communicator& communicator) const {
 
 bool Wait::over(const Communicator& communicator, uint64_t number, int lacking) {
     if (lacking < 0 || !communicator.why_broken(number).empty()) return true;
+    auto now = std::chrono::steady_clock::now();
     if (!started) {
         started = true;
-        start = std::chrono::steady_clock::now();
+        start = looked = now;
         return false;
     }
-    if (std::chrono::steady_clock::now() - start < prompt) return false;
-    return !communicator.lost(lacking).empty() || is_expired(communicator);
+    if (now - looked < interval) return false;
+    if (!communicator.lost(lacking).empty() || is_expired(communicator)) return true;
+    looked = now;
+    return false;
 }
 
 bool Wait::check(Communicator& communicator, const std::function<std::string()>& call, uint64_t number, int lacking) {
@@ -57,6 +60,7 @@ bool Wait::check(Communicator& communicator, const std::function<std::string()>&
     }
     std::string text = call() + ", but ";
     if (auto reason = communicator.lost(lacking); !reason.empty()) {
+        communicator.error = HCCL_E_REMOTE;
         fail_all(communicator, number, lost_rank, text + reason);
     }
     if (started && is_expired(communicator)) {

@@ -7,7 +7,8 @@
 
 namespace emulator {
 
-constexpr int disagreement = ACL_ERROR_RT_PARAM_INVALID, lost_rank = ACL_ERROR_RT_SUSPECT_REMOTE_ERROR,
+// Of a disagreement, no rank knows which is wrong.
+constexpr int disagreement = ACL_ERROR_RT_SUSPECT_REMOTE_ERROR, lost_rank = ACL_ERROR_RT_SUSPECT_REMOTE_ERROR,
               too_late = ACL_ERROR_RT_TASK_TIMEOUT;
 
 // Breaks the communicator from collective `number` on, and throws a DeviceError.
@@ -26,7 +27,7 @@ class Wait {
   private:
     bool is_expired(const Communicator& communicator) const;
     bool started = false;
-    std::chrono::steady_clock::time_point start;
+    std::chrono::steady_clock::time_point start, looked;  // looked for lost ranks
 };
 
 // Begins a launch that waits for ranks: refuses a stream of another device, and breaks the communicator if it cannot be

@@ -173,14 +173,13 @@ Fused combine(const Combine& c) {
 
 DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_combine_v2.md");
 void check_reserved(const In& activation_scale, const In& weight_scale, const In& group_list, int64_t quant_mode,
-                    int64_t type, int64_t list_type, const In& rows, const In& ids) {
+                    int64_t type, int64_t list_type) {
     bool has_reserved =
         is_given(activation_scale) || is_given(weight_scale) || is_given(group_list) || type != 0 || list_type != 0;
     require_tiling(!has_reserved,
                    "activation_scale, weight_scale, group_list, out_dtype and group_list_type are reserved");
     if (quant_mode == 2) throw NotEmulated("comm_quant_mode 2 is not emulated");
     require_tiling(quant_mode == 0, "comm_quant_mode must be 0 or 2, but is " + text(quant_mode));
-    require_tiling(rows.dim() == 2 && ids.dim() == 2, "expand_x and expert_ids must have 2 dimensions");
 }
 
 Fused MoeDistributeCombineV4(In rows, In ids, In assist, In rank_counts, In weights, In, In mask, In activation_scale,
@@ -189,25 +188,13 @@ Fused MoeDistributeCombineV4(In rows, In ids, In assist, In rank_counts, In weig
                              int64_t shard_type, int64_t shared_experts, int64_t shared_ranks, int64_t global_tokens,
                              int64_t type, int64_t quant_mode, int64_t list_type, Text algorithm, int64_t zero,
                              int64_t copies, int64_t constant, Out out) {
-    check_reserved(activation_scale, weight_scale, group_list, quant_mode, type, list_type, rows, ids);
+    check_reserved(activation_scale, weight_scale, group_list, quant_mode, type, list_type);
     require_absent(elastic, "elastic_info");
     require_absent(performance, "performance_info");
-    Distribution d{false,
-                   false,
-                   group,
-                   ranks,
-                   rank,
-                   experts,
-                   tp_ranks,
-                   shard_type,
-                   shared_experts,
-                   shared_ranks,
-                   global_tokens,
-                   algorithm,
-                   zero + copies + constant,
-                   ids.size(0),
-                   rows.size(1),
-                   ids.size(1)};
+    auto d = distribution_of(false, false, group, ranks, rank, experts, tp_ranks, shard_type, shared_experts,
+                             shared_ranks, global_tokens, rows, ids);
+    d.algorithm = algorithm;
+    d.special_experts = zero + copies + constant;
     return combine({d, rows, ids, assist, rank_counts, weights, mask, shared, out});
 }
 
@@ -244,10 +231,10 @@ Fused MoeDistributeCombine(In rows, In ids, In places, In rank_counts, In weight
                            Text, int64_t tp_ranks, int64_t, int64_t shard_type, int64_t shared_experts,
                            int64_t shared_ranks, int64_t global_tokens, int64_t type, int64_t quant_mode,
                            int64_t list_type, Out out) {
-    check_reserved(activation_scale, weight_scale, group_list, quant_mode, type, list_type, rows, ids);
+    check_reserved(activation_scale, weight_scale, group_list, quant_mode, type, list_type);
     require_tiling(!is_given(mask), "x_active_mask is reserved");
-    Distribution d{false,          true,         group,         ranks,   rank, experts,     tp_ranks,     shard_type,
-                   shared_experts, shared_ranks, global_tokens, nullptr, 0,    ids.size(0), rows.size(1), ids.size(1)};
+    auto d = distribution_of(false, true, group, ranks, rank, experts, tp_ranks, shard_type, shared_experts,
+                             shared_ranks, global_tokens, rows, ids);
     return combine({d, rows, ids, places, rank_counts, weights, nullptr, nullptr, out});
 }
 

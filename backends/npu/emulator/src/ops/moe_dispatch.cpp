@@ -178,24 +178,10 @@ Fused MoeDistributeDispatchV4(In x, In ids, In scales, In mask, In weights, In e
                               Out rank_counts, Out, Out row_weights) {
     require_absent(elastic, "elastic_info");
     require_absent(performance, "performance_info");
-    require_tiling(x.dim() == 2 && ids.dim() == 2, "x and expert_ids must have 2 dimensions");
-    Distribution d{true,
-                   false,
-                   group,
-                   ranks,
-                   rank,
-                   experts,
-                   tp_ranks,
-                   shard_type,
-                   shared_experts,
-                   shared_ranks,
-                   global_tokens,
-                   algorithm,
-                   zero + copies + constant,
-                   x.size(0),
-                   x.size(1),
-                   ids.size(1)};
-    require_tiling(ids.size(0) == d.tokens, "expert_ids must have a row for each of the " + text(d.tokens) + " tokens");
+    auto d = distribution_of(true, false, group, ranks, rank, experts, tp_ranks, shard_type, shared_experts,
+                             shared_ranks, global_tokens, x, ids);
+    d.algorithm = algorithm;
+    d.special_experts = zero + copies + constant;
     return dispatch({d, x, ids, scales, mask, weights, quant_mode, counts_type, rows, row_scales, assist, expert_counts,
                      rank_counts, row_weights});
 }
@@ -230,10 +216,8 @@ Fused MoeDistributeDispatch(In x, In ids, In scales, In mask, In weights, Text g
                             int64_t counts_type, Out rows, Out row_scales, Out places, Out expert_counts,
                             Out rank_counts, Out, Out row_weights) {
     require_tiling(!is_given(mask), "x_active_mask is reserved");
-    require_tiling(x.dim() == 2 && ids.dim() == 2, "x and expert_ids must have 2 dimensions");
-    Distribution d{true,           true,         group,         ranks,   rank, experts,   tp_ranks,  shard_type,
-                   shared_experts, shared_ranks, global_tokens, nullptr, 0,    x.size(0), x.size(1), ids.size(1)};
-    require_tiling(ids.size(0) == d.tokens, "expert_ids must have a row for each of the " + text(d.tokens) + " tokens");
+    auto d = distribution_of(true, true, group, ranks, rank, experts, tp_ranks, shard_type, shared_experts,
+                             shared_ranks, global_tokens, x, ids);
     return dispatch({d, x, ids, scales, nullptr, weights, quant_mode, counts_type, rows, row_scales, places,
                      expert_counts, rank_counts, row_weights});
 }

@@ -120,6 +120,20 @@ void check_first(const Distribution& d, const Communicator& communicator) {
 
 }  // namespace
 
+DOCUMENTED(
+    "op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_dispatch_v2.md"
+    "; op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_distribute_combine_v2.md");
+Distribution distribution_of(bool is_dispatch, bool is_first, const Text& group, int64_t ranks, int64_t rank,
+                             int64_t experts, int64_t tp_ranks, int64_t shard_type, int64_t shared_experts,
+                             int64_t shared_ranks, int64_t global_tokens, const In& rows, const In& ids) {
+    require_tiling(rows.dim() == 2 && ids.dim() == 2,
+                   std::string(is_dispatch ? "x" : "expand_x") + " and expert_ids must have 2 dimensions");
+    require_tiling(!is_dispatch || ids.size(0) == rows.size(0),
+                   "expert_ids must have a row for each of the " + text(rows.size(0)) + " tokens");
+    return {is_dispatch,    is_first,     group,         ranks,       rank,         experts,     tp_ranks, shard_type,
+            shared_experts, shared_ranks, global_tokens, ids.size(0), rows.size(1), ids.size(1)};
+}
+
 CommunicatorPointer check_distribution(const Distribution& d) {
     if (d.is_first)
         require_product("this operation without a version", {Product::a2, Product::a3});

@@ -13,9 +13,9 @@ struct Distribution {
     Text group;
     int64_t ranks, rank, experts;
     int64_t tp_ranks, shard_type, shared_experts, shared_ranks, global_tokens;
-    Text algorithm;
-    int64_t special_experts;  // zero, copy and constant experts
     int64_t tokens, hidden, choices;
+    Text algorithm = nullptr;
+    int64_t special_experts = 0;  // zero, copy and constant experts
 
     int64_t local_experts() const { return experts / ranks; }
     int64_t most_tokens() const { return (global_tokens ? global_tokens : tokens * ranks) / ranks; }  // of a rank
@@ -23,6 +23,10 @@ struct Distribution {
     int64_t first_expert() const { return rank * local_experts(); }
 };
 
+// Takes the arguments that all interfaces have, in their order. The rows, x or expand_x, have the hidden size.
+Distribution distribution_of(bool is_dispatch, bool is_first, const Text& group, int64_t ranks, int64_t rank,
+                             int64_t experts, int64_t tp_ranks, int64_t shard_type, int64_t shared_experts,
+                             int64_t shared_ranks, int64_t global_tokens, const In& rows, const In& ids);
 // Refuses what the documents do not allow, and returns the communicator.
 CommunicatorPointer check_distribution(const Distribution& d);
 // Refuses tensors of other shapes and dtypes.

@@ -38,6 +38,7 @@ struct RecordTask : Task {
         mark->failure = context.stream.failure;
         mark->reached = true;
     }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventRecord"; }
     std::vector<Dumped> dumped() const override { return {{numbered("EVENT_RECORD", event.get()), "EVENT_RECORD"}}; }
 };
@@ -49,6 +50,7 @@ struct WaitTask : Task {
     void finish(const Context& context) override {
         if (mark) propagate_failure(mark->failure, context);
     }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventWait"; }
     std::vector<Dumped> dumped() const override { return {{numbered("EVENT_WAIT", event.get()), "EVENT_WAIT"}}; }
 };
@@ -56,6 +58,7 @@ struct WaitTask : Task {
 struct ResetTask : Task {
     std::shared_ptr<Event> event;
     void finish(const Context&) override { event->is_set = false; }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventReset"; }
     std::vector<Dumped> dumped() const override { return {{numbered("EVENT_RESET", event.get()), "EVENT_RESET"}}; }
 };

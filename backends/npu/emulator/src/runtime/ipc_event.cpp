@@ -73,6 +73,7 @@ struct RecordTask : Task {
         while (before < recording && !slot.compare_exchange_weak(before, recording)) {
         }
     }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventRecord"; }
 };
 
@@ -80,6 +81,7 @@ struct WaitTask : Task {
     std::shared_ptr<SharedEvent> shared;
     uint64_t recording = 0;
     bool ready(const Context&) override { return shared->mark->is_reached(recording); }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventWait (ACL_EVENT_IPC)"; }
 };
 

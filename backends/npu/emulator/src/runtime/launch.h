@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -59,10 +60,18 @@ struct StreamState {
 };
 bool state_of(aclrtStream stream, StreamState* state);
 
-// The counter that other processes increment when a launch that waits for them must be checked again. Workers of waiting
-// streams read it, and before they sleep call `listen` with its last known value: `listen` must return at once, and cause
-// a call of `look_again` when the counter differs, and from time to time. Null pointers remove the counter.
-void set_doorbell(const std::atomic<uint32_t>* counter, void (*listen)(uint32_t seen));
+// Other processes ring it when they have done something that a launch of this process may wait for.
+class Doorbell {
+  public:
+    virtual ~Doorbell() = default;
+    virtual uint32_t rings() const = 0;  // their number
+    // Sleeps until `rings` differs from `seen`. May return earlier, and does so from time to time, because launches also
+    // wait for time limits.
+    virtual void wait(uint32_t seen) = 0;
+    virtual void ring() = 0;  // for this process itself
+};
+// Sets the doorbell by which workers sleep. They use it while it exists.
+void set_doorbell(std::weak_ptr<Doorbell> doorbell);
 // Makes waiting streams call `ready` again.
 void look_again();
 

@@ -17,12 +17,14 @@ namespace {
 struct EdgeRecord : Task {
     size_t edge;
     void finish(const Context& context) override { context.replay->signalled[edge] = true; }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventRecord"; }
     std::vector<Dumped> dumped() const override { return {{format("EVENT_RECORD_%zu", edge), "EVENT_RECORD"}}; }
 };
 struct EdgeWait : Task {
     size_t edge;
     bool ready(const Context& context) override { return context.replay->signalled[edge]; }
+    bool is_instant() const override { return true; }
     std::string name() const override { return "EventWait"; }
     std::vector<Dumped> dumped() const override { return {{format("EVENT_WAIT_%zu", edge), "EVENT_WAIT"}}; }
 };

@@ -3,39 +3,46 @@
 // only on the seed. Lanes have random priorities that are redrawn after a random number of tasks, which produces both
 // long runs of one lane and interleavings. For host threads that wait without CANN's functions, tasks also start after
 // `idle_limit` without a submission.
-#include "runtime/scheduler.h"
-
-#include <algorithm>
-#include <chrono>
-#include <thread>
-#include <utility>
-
-#include "runtime/step.h"
+#include "runtime/schedule.h"
 
 namespace emulator {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr auto idle_limit = std::chrono::milliseconds(1000);
-constexpr auto check_interval = std::chrono::milliseconds(200);  // between checks for progress
-// Threads spin first, because waking a sleeping thread takes a system call and tens of microseconds.
-constexpr auto spin_time = std::chrono::microseconds(100);
-
 constexpr auto short_spin_time = std::chrono::microseconds(5);
 
-struct Schedule {
-    bool seeded = false, stopping = false, has_thread = false;
-    uint64_t run_length = 1;  // the average number of tasks between changes of priorities
-    uint64_t random = 0, weights = 0, epoch = 0, ordinals = 0;
-    std::atomic<uint64_t> steps{0};
-    std::vector<const std::function<bool()>*> awaited;  // conditions of waiting host threads
-    Clock::time_point last_submission;
-    std::condition_variable wake;
-    std::vector<Stream*> blocked;
-    int waiting_hosts = 0;
-    std::vector<void (*)()> at_start;  // not guarded: complete before the first thread starts
-};
+// Runs a step, and notifies the threads that may wait for its completion.
+void run(Lock& lock, Step& step) {
+    bool is_instant = step.task->is_instant();
+    run_step(lock, step);
+    ++schedule().steps;
+    if (!schedule().seeded) advance_blocked();
+    bool notify = can_a_host_go_on();
+    if (is_instant && !notify) return;
+    lock.unlock();  // the notified thread needs it
+    if (notify) machine().progress.notify_all();
+    step.task.reset();  // destroying a task may take long
+    lock.lock();
+}
+
+void begin_thread(const char* name) {
+    pthread_setname_np(pthread_self(), name);
+    for (auto* function : schedule().at_start) function();
+}
+
+Spinner worker_spins;
+
+// Sleeps until the doorbell rings. Meanwhile `place` holds it, so that other threads can ring it. Releases the lock.
+void sleep_by(Doorbell*& place, Lock& lock, Doorbell& doorbell, uint32_t rings) {
+    place = &doorbell;
+    lock.unlock();
+    doorbell.wait(rings);
+    lock.lock();
+    place = nullptr;
+}
+
+}  // namespace
 
 Schedule& schedule() {
     static auto* only = new Schedule;
@@ -44,51 +51,11 @@ Schedule& schedule() {
 
 uint64_t draw() { return schedule().random = mix(schedule().random); }
 
-// Runs a step, and notifies the threads that may wait for its completion.
-void run(Lock& lock, Step& step) {
-    run_step(lock, step);
-    ++schedule().steps;
-    wake_blocked();
-    bool notify = schedule().waiting_hosts;
-    lock.unlock();  // the notified thread needs it
-    if (notify) machine().progress.notify_all();
-    step.task.reset();  // destroying a task may take long
-    lock.lock();
+bool append_all_runnable(std::vector<Step>& steps) {
+    bool outside = false;
+    for (auto& [handle, stream] : machine().streams.live) outside |= append_runnable(*stream, steps);
+    return outside;
 }
-
-bool busy() {
-    auto& live = machine().streams.live;
-    return std::any_of(live.begin(), live.end(), [](auto& each) { return each.second->busy; });
-}
-
-void begin_thread(const char* name) {
-    pthread_setname_np(pthread_self(), name);
-    for (auto* function : schedule().at_start) function();
-}
-
-// Waits briefly without sleeping. Only one worker and one host thread may spin at a time, because more would take cores
-// from threads with work. Returns false if another thread spins already. Releases the lock meanwhile.
-struct Spinner {
-    std::atomic<bool> taken{false};
-    template <class Done>
-    bool wait(Lock& lock, Clock::time_point end, Done done) {
-        if (taken.exchange(true)) return false;
-        lock.unlock();
-        while (!done() && Clock::now() < end) std::this_thread::yield();
-        taken = false;
-        lock.lock();
-        return true;
-    }
-};
-Spinner worker_spins, host_spins;
-
-// See set_doorbell. Guarded by the machine's lock, except that the one worker that spins reads the counter without it.
-struct Doorbell {
-    const std::atomic<uint32_t>* counter = nullptr;
-    void (*listen)(uint32_t seen) = nullptr;
-    uint32_t read() const { return counter ? counter->load() : 0; }
-};
-Doorbell doorbell;
 
 void work(std::shared_ptr<Stream> stream) {
     begin_thread(format("npu%d-stream%d", stream->device, stream->id).substr(0, 15).c_str());
@@ -96,7 +63,8 @@ void work(std::shared_ptr<Stream> stream) {
     std::vector<Step> steps;
     while (!stream->destroyed && !schedule().stopping) {
         steps.clear();
-        uint32_t rings = doorbell.read();  // before the tasks look at what other processes did
+        auto doorbell = schedule().doorbell.lock();
+        uint32_t rings = doorbell ? doorbell->rings() : 0;  // before the tasks look at what other processes did
         bool outside = !schedule().seeded && append_runnable(*stream, steps);
         if (!steps.empty()) {
             run(lock, steps.front());
@@ -106,15 +74,15 @@ void work(std::shared_ptr<Stream> stream) {
             stream->blocked = true;
             schedule().blocked.push_back(stream.get());
         }
+        if (!outside) doorbell.reset();
         uint64_t seen = stream->signals;
-        auto* counter = outside ? doorbell.counter : nullptr;
-        auto rung = [&] { return counter && *counter != rings; };
+        auto signalled = [&] { return stream->signals != seen || (doorbell && doorbell->rings() != rings); };
         // While no host waits, the host is what others wait for: leave it the core.
         auto limit = outside && !schedule().waiting_hosts ? short_spin_time : spin_time;
-        worker_spins.wait(lock, Clock::now() + limit, [&] { return stream->signals != seen || rung(); });
-        if (outside && doorbell.counter) {
-            if (doorbell.read() != rings) continue;
-            doorbell.listen(rings);
+        if (worker_spins.wait(lock, Clock::now() + limit, signalled) && signalled()) continue;
+        if (doorbell) {
+            sleep_by(stream->doorbell, lock, *doorbell, rings);
+            continue;
         }
         stream->sleeping = true;
         stream->wake.wait(lock, [&] { return stream->signals != seen || stream->destroyed || schedule().stopping; });
@@ -126,26 +94,6 @@ void work(std::shared_ptr<Stream> stream) {
     lock.unlock();
 }
 
-// Returns whether a task waits for another process.
-bool append_all_runnable(std::vector<Step>& steps) {
-    bool outside = false;
-    for (auto& [handle, stream] : machine().streams.live) outside |= append_runnable(*stream, steps);
-    return outside;
-}
-
-// Returns whether any task can start now.
-bool any_runnable() {
-    std::vector<Step> steps;
-    append_all_runnable(steps);
-    return !steps.empty();
-}
-
-// Returns whether any task can start now, or will be able to, or will fail, because another process does something.
-bool any_progress() {
-    std::vector<Step> steps;
-    return append_all_runnable(steps) || !steps.empty();
-}
-
 void run_schedule() {
     begin_thread("npu-schedule");
     Lock lock(machine().mutex);
@@ -155,14 +103,16 @@ void run_schedule() {
         bool wanted = std::any_of(self.awaited.begin(), self.awaited.end(), [](auto* done) { return !(*done)(); });
         bool idle = Clock::now() - self.last_submission > idle_limit;
         steps.clear();
-        uint32_t rings = doorbell.read();
+        auto doorbell = self.doorbell.lock();
+        uint32_t rings = doorbell ? doorbell->rings() : 0;
         bool outside = self.seeded && (wanted || idle) && append_all_runnable(steps);
-        if (steps.empty() && outside && doorbell.counter) {
-            auto* counter = doorbell.counter;
-            worker_spins.wait(lock, Clock::now() + spin_time, [&] { return *counter != rings; });
-            if (doorbell.read() != rings) continue;
-            if (doorbell.counter) doorbell.listen(rings);
+        if (steps.empty() && outside && doorbell) {
+            auto rung = [&] { return doorbell->rings() != rings; };
+            if (worker_spins.wait(lock, Clock::now() + spin_time, rung) && rung()) continue;
+            sleep_by(self.sleeps_by, lock, *doorbell, rings);
+            continue;
         }
+        doorbell.reset();
         if (steps.empty()) {
             self.wake.wait_for(lock, idle_limit);
             continue;
@@ -175,102 +125,7 @@ void run_schedule() {
     }
 }
 
-}  // namespace
-
 void on_worker_start(void (*function)()) { schedule().at_start.push_back(function); }
-
-void wake(Stream& stream) {
-    auto& self = schedule();
-    if (self.seeded) {
-        self.last_submission = Clock::now();
-        if (stream.ordinal_epoch != self.epoch) {
-            stream.ordinal_epoch = self.epoch;
-            stream.ordinal = ++self.ordinals;
-        }
-        // Starts the thread at the first submission, because libraries that are loaded later still call
-        // `on_worker_start`.
-        if (!std::exchange(self.has_thread, true)) std::thread(run_schedule).detach();
-        if (self.waiting_hosts) self.wake.notify_one();
-        return;
-    }
-    if (!stream.has_worker) {
-        stream.has_worker = true;
-        std::thread(work, find_stream(&stream)).detach();
-    }
-    ++stream.signals;
-    if (stream.sleeping) stream.wake.notify_one();
-}
-
-void wake_blocked() {
-    for (Stream* stream : schedule().blocked) {
-        stream->blocked = false;
-        ++stream->signals;
-        if (stream->sleeping) stream->wake.notify_one();
-    }
-    schedule().blocked.clear();
-    if (schedule().seeded && schedule().waiting_hosts) schedule().wake.notify_one();
-}
-
-void set_doorbell(const std::atomic<uint32_t>* counter, void (*listen)(uint32_t)) {
-    Lock lock(machine().mutex);
-    doorbell = {counter, listen};
-    lock.unlock();
-    // A worker may still read the earlier counter.
-    while (worker_spins.taken) std::this_thread::yield();
-}
-
-void look_again() {
-    Lock lock(machine().mutex);
-    wake_blocked();
-    if (schedule().seeded) schedule().wake.notify_one();
-}
-
-bool wait_until(Lock& lock, const std::function<bool()>& done, int milliseconds) {
-    if (done()) return true;
-    auto& self = schedule();
-    auto finished = [&] { return done() || self.stopping; };  // no task runs after stop_workers
-    auto deadline = Clock::now() + std::chrono::milliseconds(milliseconds);
-    self.awaited.push_back(&done);
-    ++self.waiting_hosts;
-    self.wake.notify_one();
-    if (!self.seeded) {
-        auto end = Clock::now() + spin_time;
-        while (!finished() && Clock::now() < end) {
-            uint64_t seen = self.steps;
-            if (!host_spins.wait(lock, end, [&] { return self.steps != seen; })) break;
-        }
-    }
-    bool reached = true;
-    if (milliseconds < 0) {
-        uint64_t steps = self.steps;
-        auto idle =
-            check_interval.zero();  // counts intervals, because the clock advances while the process is not scheduled
-        while (!machine().progress.wait_for(lock, check_interval, finished)) {
-            if (self.steps != steps || busy() || any_progress()) {
-                steps = self.steps;
-                idle = check_interval.zero();
-            } else if ((idle += check_interval) > std::chrono::seconds(machine().options.stall)) {
-                reached = false;
-                break;
-            }
-        }
-    } else {
-        reached = machine().progress.wait_until(lock, deadline, finished);
-    }
-    --self.waiting_hosts;
-    self.awaited.erase(std::find(self.awaited.begin(), self.awaited.end(), &done));
-    return reached;
-}
-
-void poll(Lock& lock) {
-    auto& self = schedule();
-    if (!self.seeded) return;
-    uint64_t target = self.steps + draw() % 4;
-    wait_until(lock, [&] {
-        if (self.steps >= target) return true;
-        return !any_runnable() && !busy();
-    });
-}
 
 void set_seed(bool seeded, uint64_t seed) {
     Lock lock(machine().mutex);
@@ -285,22 +140,7 @@ void set_seed(bool seeded, uint64_t seed) {
     for (auto& [handle, stream] : machine().streams.live) {
         if (!stream->queue.empty()) wake(*stream);
     }
-    self.wake.notify_one();
-}
-
-void stop_workers() {
-    Lock lock(machine().mutex);
-    wait_until(
-        lock,
-        [] {
-            return std::all_of(machine().streams.live.begin(), machine().streams.live.end(),
-                               [](auto& each) { return each.second->queue.empty(); });
-        },
-        2000);
-    schedule().stopping = true;
-    machine().progress.notify_all();
-    schedule().wake.notify_all();
-    for (auto& [handle, stream] : machine().streams.live) stream->wake.notify_all();
+    notify_schedule();
 }
 
 }  // namespace emulator

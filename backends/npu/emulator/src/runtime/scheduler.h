@@ -5,8 +5,10 @@
 
 namespace emulator {
 
-// Makes the stream's worker check its queue after a submission. Requires the lock.
+// Makes the stream's worker check its queue. Requires the lock.
 void wake(Stream& stream);
+// The same after a task was added to the queue. Completes an instant task at once if it can start.
+void wake_added(Stream& stream);
 // Makes workers check streams whose next task waits for another stream. Requires the lock.
 void wake_blocked();
 // Lets tasks run under a schedule seed while a host thread queries a stream or event, which would otherwise make no

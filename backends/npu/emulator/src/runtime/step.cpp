@@ -29,44 +29,10 @@ bool append_runnable(const Step& self, std::vector<Step>& steps) {
     return outside;
 }
 
-}  // namespace
-
-uint64_t mix(uint64_t x) {
-    x += 0x9e3779b97f4a7c15;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-    return x ^ (x >> 31);
-}
-
-bool append_runnable(Stream& stream, std::vector<Step>& steps) {
-    if (stream.busy || stream.queue.empty()) return false;
-    return append_runnable({&stream, nullptr, 0, stream.queue.front(), mix(stream.ordinal)}, steps);
-}
-
-void run_step(Lock& lock, Step& step) {
+// Records the completion or failure of a step.
+void end(Step& step, bool skip, Failure& failure) {
     Stream& stream = *step.stream;
     Context context{stream, step.replay};
-    Failure failure;
-    bool skip = skipping(stream, step.replay);
-    stream.busy = true;
-    lock.unlock();
-    if (!skip) {
-        try {
-            step.task->run(context);
-        } catch (const DeviceError& error) {
-            failure = {error.code, error.what()};
-        } catch (const std::exception& error) {
-            failure = {ACL_ERROR_RT_AICORE_EXCEPTION, step.task->name() + ": " + error.what()};
-        } catch (...) {
-            failure = {ACL_ERROR_RT_AICORE_EXCEPTION,
-                       step.task->name() + " threw an exception that is not a std::exception"};
-        }
-    }
-    lock.lock();
-    if (!skip && !failure && step.task->unfinished()) {
-        stream.busy = false;
-        return;
-    }
     if (failure) {
         failure.reason = format("on stream %d of device %d: ", stream.id, stream.device) + failure.reason;
         failure.reported_to = std::make_shared<std::set<uint64_t>>();
@@ -88,7 +54,56 @@ void run_step(Lock& lock, Step& step) {
         ++stream.completed;
         end_failure(stream);
     }
+}
+
+}  // namespace
+
+uint64_t mix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    return x ^ (x >> 31);
+}
+
+bool append_runnable(Stream& stream, std::vector<Step>& steps) {
+    if (stream.busy || stream.queue.empty()) return false;
+    return append_runnable({&stream, nullptr, 0, stream.queue.front(), mix(stream.ordinal)}, steps);
+}
+
+size_t complete_instants(Stream& stream, std::vector<Step>& steps) {
+    for (size_t count = 0;; ++count) {
+        steps.clear();
+        append_runnable(stream, steps);
+        if (steps.empty() || !steps.front().task->is_instant()) return count;
+        Failure none;
+        end(steps.front(), skipping(stream, steps.front().replay), none);
+    }
+}
+
+void run_step(Lock& lock, Step& step) {
+    Stream& stream = *step.stream;
+    Context context{stream, step.replay};
+    Failure failure;
+    bool skip = skipping(stream, step.replay);
+    if (step.task->is_instant()) return end(step, skip, failure);
+    stream.busy = true;
+    lock.unlock();
+    if (!skip) {
+        try {
+            step.task->run(context);
+        } catch (const DeviceError& error) {
+            failure = {error.code, error.what()};
+        } catch (const std::exception& error) {
+            failure = {ACL_ERROR_RT_AICORE_EXCEPTION, step.task->name() + ": " + error.what()};
+        } catch (...) {
+            failure = {ACL_ERROR_RT_AICORE_EXCEPTION,
+                       step.task->name() + " threw an exception that is not a std::exception"};
+        }
+    }
+    lock.lock();
     stream.busy = false;
+    if (!skip && !failure && step.task->unfinished()) return;
+    end(step, skip, failure);
 }
 
 }  // namespace emulator

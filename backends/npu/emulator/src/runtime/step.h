@@ -21,7 +21,12 @@ uint64_t mix(uint64_t x);
 // Appends the stream's runnable steps. Returns whether a task of the stream waits for another process. Requires the lock.
 bool append_runnable(Stream& stream, std::vector<Step>& steps);
 
-// Runs a step, and records its completion or failure. Requires the lock, and releases it while the task runs.
+// Completes the stream's instant tasks up to the first other step, or the first that must wait. Returns their number.
+// `steps` then has the stream's runnable steps. Requires the lock.
+size_t complete_instants(Stream& stream, std::vector<Step>& steps);
+
+// Runs a step, and records its completion or failure. Requires the lock. Releases it while a task runs that is not
+// instant.
 void run_step(Lock& lock, Step& step);
 
 }  // namespace emulator

@@ -109,7 +109,7 @@ int submit(Stream& stream, TaskPointer task) {
     stream.queue.push_back(std::move(task));
     stream.submitters.push_back(host_thread());
     ++stream.submitted;
-    wake(stream);
+    wake_added(stream);
     return ACL_SUCCESS;
 }
 

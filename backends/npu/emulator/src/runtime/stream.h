@@ -9,6 +9,7 @@
 namespace emulator {
 
 struct Capture;
+class Doorbell;
 
 struct Stream {
     int id = 0;
@@ -29,6 +30,7 @@ struct Stream {
     std::condition_variable wake;
     std::atomic<uint64_t> signals{0};  // incremented when the worker must check the queue
     bool has_worker = false, sleeping = false, blocked = false;
+    Doorbell* doorbell = nullptr;  // by which the worker sleeps, if a task waits for another process
     uint64_t ordinal = 0, ordinal_epoch = 0;  // the stream's number under the current schedule seed
 
     std::shared_ptr<Capture> capture;  // while it is captured

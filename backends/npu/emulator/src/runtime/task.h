@@ -30,6 +30,8 @@ class Task {
     virtual bool ready(const Context&) { return true; }
     // Executes the task, without the lock. Throws DeviceError, or another exception for an error in the kernel.
     virtual void run(const Context&) {}
+    // Returns whether `run` does nothing: the task only orders others. Any thread may then complete it.
+    virtual bool is_instant() const { return false; }
     // Returns whether `run` must be called again, once `ready` permits it, before the task is finished. Called with the
     // lock held after a `run` that did not fail.
     virtual bool unfinished() { return false; }
