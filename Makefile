@@ -147,6 +147,6 @@ $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	$(PIP) torch==2.13.0 'setuptools<81' setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(PIP) --no-build-isolation --no-binary vllm \
 	  vllm==$(VLLM) torch==2.13.0
-	$(PIP) --editable '.[testing]'
+	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist
 	$(PIP) --no-deps torch-npu==2.13.0
 	touch $@

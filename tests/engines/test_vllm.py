@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -15,9 +15,16 @@ import pytest
 from hal.config.environment import environment_mapping
 from hal.engines.vllm import register
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: see make test-vllm"
-)
+
+def _installed(distribution: str) -> bool:
+    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+needs_vllm = pytest.mark.skipif(not _installed("vllm"), reason="vLLM is not installed: see make test-vllm")
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     "HAL_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -43,12 +50,12 @@ def test_hal_is_active_only_if_asked_for(
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program with vLLM, on the emulated CANN if torch_npu is installed: transformers imports it then."""
-    emulated = importlib.util.find_spec("torch_npu") is not None
+    emulated = _installed("torch-npu")
     prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if emulated else []
-    command, environment = [*prefix, sys.executable, "-c", program, *arguments], {**os.environ, **ENVIRONMENT}
-    return subprocess.run(
-        command, env={**environment, "PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=1500, check=False
-    )
+    command = [*prefix, sys.executable, "-c", program, *arguments]
+    paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
 
 
 def compared(tmp_path: Path, checkpoint: Path, **asked: Any) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def test_random_requests_get_the_tokens_of_generate(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, device: str, compiler: str, dtype: str, requests: int
 ) -> None:
     """A small cache and small steps, so that requests are cut into chunks, resumed, and find cached prefixes."""
-    if device == "npu" and importlib.util.find_spec("torch_npu") is None:
+    if device == "npu" and not _installed("torch-npu"):
         pytest.skip("torch_npu is not installed")
     found = compared(
         tmp_path, request.getfixturevalue(name), hal={"backend": device, "compilation": {"compiler": compiler}},
@@ -95,7 +102,13 @@ def test_random_requests_get_the_tokens_of_generate(
     ("arguments", "problem"),
     [
         ("enable_lora=True", "hal does not support vLLM's lora_config"),
-        ("pipeline_parallel_size=2", "hal does not support pipeline parallelism"),
+        ("pipeline_parallel_size=2", "hal does not support vLLM's pipeline_parallel_size = 2"),
+        ("tensor_parallel_size=2", "hal does not support vLLM's tensor_parallel_size = 2"),
+        ("kv_cache_dtype='fp8'", "hal does not support vLLM's kv_cache_dtype = fp8"),
+        (
+            "enforce_eager=True, additional_config={'hal': {'compilation': {'compiler': 'graph'}}}",
+            "enforce_eager is set",
+        ),
         ("load_format='dummy'", "hal loads no dummy weights"),
         ("additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),
     ],

@@ -77,7 +77,6 @@ def main() -> None:
     same = {
         "model": asked["checkpoint"], "max_model_len": LONGEST, "block_size": asked["block"], "dtype": asked["dtype"],
         "worker_cls": f"{__name__}.CountingWorker",
-        "tensor_parallel_size": asked.get("ranks", 1),
     }  # fmt: skip
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     engine = LLM(

@@ -63,8 +63,16 @@ class HalPlatform(Platform):
             if getattr(vllm_config, name, None) is not None:
                 raise ConfigError(f"hal does not support vLLM's {name}", f"start vLLM without {feature}")
         parallel = vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ConfigError("hal does not support pipeline parallelism", "use tensor_parallel_size")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if (size := getattr(parallel, name)) > 1:
+                raise ConfigError(f"hal does not support vLLM's {name} = {size}", "leave it at 1")
+        if (dtype := vllm_config.cache_config.cache_dtype) != "auto":
+            raise ConfigError(
+                f"hal does not support vLLM's kv_cache_dtype = {dtype}",
+                "leave it out: hal's models declare their states",
+            )
+        if vllm_config.load_config.load_format == "dummy":
+            raise ConfigError("hal loads no dummy weights", "pass a checkpoint, without load_format=dummy")
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "hal.engines.vllm.worker.HalWorker"
         compilation = vllm_config.compilation_config

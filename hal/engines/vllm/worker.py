@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from torch import distributed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
+from hal.drivers.compiler_registry import EAGER
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.errors import ConfigError, ModelError
-from hal.parallel import Mesh
 
 log = logging.getLogger("vllm.hal")
 
@@ -31,19 +30,15 @@ class HalWorker(WorkerBase):
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         longest = self.scheduler_config.max_num_batched_tokens
         config = {"max_prefill_tokens": longest, **asked, "dtype": dtype, "cache": cache}
-        self.backend = hal.open(config, mesh=self._mesh())
+        eager = {"compiler": EAGER}
+        if self.model_config.enforce_eager and config.setdefault("compilation", eager) != eager:
+            raise ConfigError(
+                f"enforce_eager is set, and hal's compilation is {config['compilation']}", "leave one of them out"
+            )
+        self.backend = hal.open(config)
         self.device = self.backend.device.torch
         self.cache_config.block_size = self.backend.block_size
         log.info("hal: %r", self.backend)
-
-    def _mesh(self) -> Mesh | None:
-        size = self.parallel_config.tensor_parallel_size
-        if size == 1:
-            return None
-        distributed.init_process_group(
-            "gloo", init_method=self.distributed_init_method, rank=self.rank, world_size=self.parallel_config.world_size
-        )
-        return Mesh.of(tensor=distributed.group.WORLD)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the checkpoint.
@@ -52,7 +47,7 @@ class HalWorker(WorkerBase):
             ConfigError: vLLM asks for weights without a checkpoint.
         """
         if load_dummy_weights:
-            raise ConfigError("hal loads no dummy weights", "pass a checkpoint, without load_format=dummy")
+            raise ConfigError("hal loads no dummy weights", "pass a checkpoint")
         self.model = hal.load_model(self.model_config.model, self.backend)
 
     def get_model(self) -> Any:
