@@ -111,7 +111,7 @@ class SequenceRows:
             self._tokens[row, start:end], self._lengths[row] = tokens, end
 
     def extend_pending(self, row: int) -> None:
-        """Append one token that is still on the device: the next batch reads it from :attr:`sampled`.
+        """Append one token that is still on the device: the next batch reads it from ``sampled``.
 
         Raises:
             BatchError: there is no such row, or it is full or has a token that is pending.
@@ -138,7 +138,7 @@ class SequenceRows:
         self._tokens[row, self._lengths[row] - 1], self._pending[row] = token, 0
 
     def put(self, rows: Sequence[int], tokens: Tensor) -> None:
-        """Copy sampled tokens of some rows to :attr:`sampled`, on the device and without waiting.
+        """Copy sampled tokens of some rows to ``sampled``, on the device and without waiting.
 
         Args:
             rows: the rows.
