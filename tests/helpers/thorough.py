@@ -122,6 +122,8 @@ CASES = (
     ("backends/npu/driver/test_npu_outside.py", r"changes?\[Recurrent.*-piecewise\]", MODE),
     ("backends/npu/driver/test_npu_outside.py", r"test_runners_of_two_backends", PROCESSES),
     ("backends/npu/driver/test_npu_exchanges.py", r"test_the_same_tokens_with|test_whole_experts_on", PROCESSES),
+    ("backends/npu/driver/test_npu_exchanges.py", r"each_rank\[.'tensor': 2, 'experts': 'all_", EXHAUSTIVE),
+    ("backends/npu/driver/test_npu_exchanges.py", r"each_rank\[.'data': 2, 'experts': '(all_to_all|disp)", EXHAUSTIVE),
     (
         "backends/npu/driver/test_npu_parallel.py",
         r"test_the_same_tokens\[(?!dense on 2\])|test_peak_memory|test_a_rank_|leaves_nothing\[2",
