@@ -64,7 +64,7 @@ def compared(tmp_path: Path, checkpoint: Path, **asked: Any) -> dict[str, Any]:
     result = run("import vllm_requests; vllm_requests.main()", arguments)
     assert out.exists(), result.stdout + result.stderr
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    print(asked, found["counts"])  # noqa: T201
+    print(asked, found["counts"], f"ties: {found['ties']}")  # noqa: T201
     return found
 
 
@@ -93,6 +93,7 @@ def test_random_requests_get_the_tokens_of_generate(
         dtype=dtype, block=16 if device == "cpu" else 128, seed=1, requests=requests,
     )  # fmt: skip
     assert found["wrong"] == []
+    assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
     assert found["requests"] == requests
     assert all(found["counts"][kind] > 0 for kind in ("mixed", "decode", "chunks", "resumed", "prefix hits"))
 
