@@ -1,7 +1,7 @@
 """Runs random requests through vLLM, and compares their tokens with hal.generate's, or with those of a request alone.
 
 The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``dtype``, ``block`` (tokens per block),
-``seed``, ``requests``, and ``out``, the file for the result. test_vllm.py starts it in a process of its own.
+``seed``, ``requests``, and ``out``, the file for the result. test_vllm.py runs it in a separate process.
 """
 
 from __future__ import annotations

@@ -137,6 +137,8 @@ def test_the_sources_are_layered(repository: Path) -> None:
             "knows a vendor's atb._npu_paged_attention",
         ),
         ("hal/execution/runner.py", "def f():\n    import torch_npu", "imports the vendor package torch_npu"),
+        ("hal/engines/vllm/worker.py", "import torch_npu", "imports the vendor package torch_npu"),
+        ("hal/execution/runner.py", "import vllm", "imports the vendor package vllm"),
     ],
 )
 def test_the_syntax_tree_shows_violations(copy: Path, file: str, line: str, message: str) -> None:

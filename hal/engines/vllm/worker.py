@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
@@ -62,7 +62,7 @@ class HalWorker(WorkerBase):
         """Return what each layer keeps for a token, in vLLM's classes.
 
         Raises:
-            ModelError: a layer keeps a state for each sequence.
+            ModelError: a layer keeps anything but a key and a value per token.
         """
         dtype = next(self.model.parameters()).dtype
         return {
@@ -86,7 +86,16 @@ class HalWorker(WorkerBase):
         return max(0, min(stats.free, share - stats.allocated))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the runner with as many blocks as vLLM decided. Block 0 is vLLM's null block, and hal's dummy block."""
+        """Make the runner with as many blocks as vLLM decided. Block 0 is vLLM's null block, and hal's dummy block.
+
+        Raises:
+            ModelError: vLLM puts the layers into several groups, which have blocks of their own.
+        """
+        if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
+            raise ModelError(
+                f"vLLM puts the layers into {groups} groups with blocks of their own; hal's worker supports one",
+                "run the model with hal.generate",
+            )
         config = self.backend.config
         tokens = (kv_cache_config.num_blocks - 1) * self.backend.block_size
         self.backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=tokens)))
@@ -121,18 +130,13 @@ class HalWorker(WorkerBase):
 
 
 def _spec_of(index: int, states: Mapping[str, hal.State], block_size: int, dtype: Any) -> KVCacheSpec:
-    if any(state.per is not hal.step.TOKEN for state in states.values()):
+    first, *others = states.values()
+    if first.per is not hal.step.TOKEN or len(first.shape) != 2 or others != [first]:
         raise ModelError(
-            f"layer {index} keeps a state for each sequence, which hal's worker for vLLM does not support",
+            f"layer {index} keeps {dict(states)!s:.200}; hal inside vLLM supports a key and a value per token only",
             "run the model with hal.generate",
         )
-    first, *others = states.values()
-    if others and all(each == first for each in others) and len(others) == 1 and len(first.shape) == 2:
-        sizes = {"num_kv_heads": first.shape[0], "head_size": first.shape[1]}
-        if first.window is None:
-            return FullAttentionSpec(block_size=block_size, dtype=first.dtype or dtype, **sizes)
-        return SlidingWindowSpec(
-            block_size=block_size, dtype=first.dtype or dtype, sliding_window=first.window, **sizes
-        )  # fmt: skip
-    entries = sum(state.shape[-1] for state in states.values())
-    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=entries, dtype=dtype)
+    # A window is left out: vLLM would take blocks away that hal's attention still names.
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=first.shape[0], head_size=first.shape[1], dtype=first.dtype or dtype
+    )
