@@ -55,8 +55,8 @@ class StaticQuantizedGroupedLinear(QuantizedGroupedLinear):
     """Int8 projections of experts, whose activations are quantized with one scale and offset for all experts.
 
     Attributes:
-        input_scale: as in :class:`~hal.nn.StaticQuantizedLinear`.
-        input_offset: as in :class:`~hal.nn.StaticQuantizedLinear`.
+        input_scale: as in :class:`~hal.nn.quantized_linear.StaticQuantizedLinear`.
+        input_offset: as in :class:`~hal.nn.quantized_linear.StaticQuantizedLinear`.
         deq_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
         quant_bias: ``[num_experts, out_features]``, int32, or None.
     """

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import hal
 from hal.cli import main
 from hal.errors import ConfigError, DriverIncompatible
-from hal.nn import DynamicQuantizedLinear, Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
+from hal.nn import Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
+from hal.nn.quantized_linear import DynamicQuantizedLinear
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 

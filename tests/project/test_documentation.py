@@ -22,7 +22,7 @@ from helpers import ROOT
 
 import hal
 from hal import config, errors
-from hal.nn import ROPE_TYPES
+from hal.nn.rotary import ROPE_TYPES
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts)]

@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 import hal
 from hal.cli import main
 from hal.errors import CheckpointError
-from hal.nn import Gate, GroupedLinear, Int8GroupedLinear, Int8Linear
+from hal.nn import Gate, GroupedLinear
+from hal.nn.quantized_experts import Int8GroupedLinear
+from hal.nn.quantized_linear import Int8Linear
 from hal.testing.models.random_checkpoint import checkpoint
 
 DOWN = "model.layers.1.mlp.experts.3.down_proj"

@@ -49,7 +49,8 @@ import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import DynamicQuantizedLinear, Int8Linear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
+from hal.nn import Linear, MergedLinear, QuantizedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, StaticQuantizedLinear
 from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint

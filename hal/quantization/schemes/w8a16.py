@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hal.nn import GroupedLinear, Int8GroupedLinear, Int8Linear, Linear
+from hal.nn import GroupedLinear, Linear
+from hal.nn.quantized_experts import Int8GroupedLinear
+from hal.nn.quantized_linear import Int8Linear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.schemes.scaled_rows import ScaledRows

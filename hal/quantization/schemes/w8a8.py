@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hal.errors import CheckpointError
-from hal.nn import GroupedLinear, Linear, StaticQuantizedGroupedLinear, StaticQuantizedLinear
+from hal.nn import GroupedLinear, Linear
+from hal.nn.quantized_experts import StaticQuantizedGroupedLinear
+from hal.nn.quantized_linear import StaticQuantizedLinear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.int8_arithmetic import (
     AGAIN,

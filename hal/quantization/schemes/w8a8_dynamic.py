@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hal.nn import DynamicQuantizedGroupedLinear, DynamicQuantizedLinear, GroupedLinear, Linear
+from hal.nn import GroupedLinear, Linear
+from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.schemes.scaled_rows import ScaledRows
