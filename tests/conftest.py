@@ -26,6 +26,8 @@ from helpers.catalogue import forgetting_operations  # noqa: E402
 from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
+from hal.device.group import forget_group, register_group  # noqa: E402
+from hal.parallel import Group  # noqa: E402
 
 # A script's background job ignores interrupts, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -106,6 +108,24 @@ def trained_experts(repository: Path) -> Path:
 def forget_operations() -> Iterator[None]:
     """Remove operations that a test declares from the catalogue, so that they do not affect other tests."""
     with forgetting_operations():
+        yield
+
+
+@pytest.fixture
+def pair() -> Iterator[Group]:
+    """Yield a group of two ranks of which this process is the first, and alone: it can trace, but not communicate."""
+    made = Group("pair", 0, 2, object())
+    register_group(made)
+    yield made
+    forget_group(made)
+
+
+@pytest.fixture(scope="module")
+def toys_installed() -> Iterator[None]:
+    """Install the package of toy models for a module's tests only: it registers plugins that would change others."""
+    from helpers import toys
+
+    with toys.installed(), forgetting_operations():
         yield
 
 

@@ -11,21 +11,15 @@ from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
-from hal.nn.quantized_experts import (
-    DynamicQuantizedGroupedLinear,
-    Int8GroupedLinear,
-    QuantizedGroupedLinear,
-    StaticQuantizedGroupedLinear,
-)
-from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, QuantizedLinear, StaticQuantizedLinear
-from hal.nn.rotary import ROPE_TYPES, RopeParameters, RotaryEmbedding
+from hal.nn.quantized_experts import QuantizedGroupedLinear
+from hal.nn.quantized_linear import QuantizedLinear
+from hal.nn.rotary import RopeParameters, RotaryEmbedding
 from hal.nn.weights.assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
 
 __all__ = [
-    "ROPE_TYPES",
     "Assembly",
     "Attention",
     "Batch",
@@ -36,15 +30,11 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "DecoderLayer",
-    "DynamicQuantizedGroupedLinear",
-    "DynamicQuantizedLinear",
     "Embedding",
     "Experts",
     "Gate",
     "GatedMLP",
     "GroupedLinear",
-    "Int8GroupedLinear",
-    "Int8Linear",
     "Linear",
     "MergedLinear",
     "Projection",
@@ -58,8 +48,6 @@ __all__ = [
     "Slice",
     "SparseMLP",
     "Stacked",
-    "StaticQuantizedGroupedLinear",
-    "StaticQuantizedLinear",
     "TiedUse",
     "Transposed",
     "Weight",

@@ -13,6 +13,7 @@ from hal import ops
 from hal.device.group import Group
 from hal.nn.experts import EXPERTS, GroupedLinear, grouped_weight
 from hal.nn.linear import IN, OUT
+from hal.nn.quantized_linear import register_static_scales
 from hal.nn.weights.weight import Consumer, Weight
 
 
@@ -55,8 +56,8 @@ class StaticQuantizedGroupedLinear(QuantizedGroupedLinear):
     """Int8 projections of experts, whose activations are quantized with one scale and offset for all experts.
 
     Attributes:
-        input_scale: as in :class:`~hal.nn.StaticQuantizedLinear`.
-        input_offset: as in :class:`~hal.nn.StaticQuantizedLinear`.
+        input_scale: as in :class:`~hal.nn.quantized_linear.StaticQuantizedLinear`.
+        input_offset: as in :class:`~hal.nn.quantized_linear.StaticQuantizedLinear`.
         deq_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
         quant_bias: ``[num_experts, out_features]``, int32, or None.
     """
@@ -69,11 +70,8 @@ class StaticQuantizedGroupedLinear(QuantizedGroupedLinear):
         self.input_offset: Tensor | None
         self.deq_scale: Tensor
         self.quant_bias: Tensor | None
-        experts, out_features, in_features = linear.weight.shape
-        self.register_buffer("input_scale", torch.empty(in_features))
-        self.register_buffer("input_offset", None)
-        self.register_buffer("deq_scale", torch.empty(experts, out_features))
-        self.register_buffer("quant_bias", None)
+        *rows, in_features = linear.weight.shape
+        register_static_scales(self, rows, in_features)
 
     def _scales(self, shard: str | None) -> Mapping[str, Weight]:
         rows = f"{EXPERTS} {OUT}"
@@ -95,8 +93,12 @@ class StaticQuantizedGroupedLinear(QuantizedGroupedLinear):
         __call__ = forward
 
 
-class _ScaledGroupedLinear(QuantizedGroupedLinear):
-    """Int8 projections of experts whose only scales are those of the weights."""
+class ScaledGroupedLinear(QuantizedGroupedLinear):
+    """Int8 projections of experts whose only scales are those of the weights.
+
+    Attributes:
+        weight_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
+    """
 
     def __init__(self, linear: GroupedLinear) -> None:
         super().__init__(linear)
@@ -108,12 +110,8 @@ class _ScaledGroupedLinear(QuantizedGroupedLinear):
         return {"weight_scale": Weight((), f"{EXPERTS} {OUT}", shard, consumer=consumer)}
 
 
-class DynamicQuantizedGroupedLinear(_ScaledGroupedLinear):
-    """Int8 projections of experts, whose activations are quantized with a scale per row.
-
-    Attributes:
-        weight_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
-    """
+class DynamicQuantizedGroupedLinear(ScaledGroupedLinear):
+    """Int8 projections of experts, whose activations are quantized with a scale per row."""
 
     operation = "quant_grouped_linear_dynamic"
 
@@ -128,12 +126,8 @@ class DynamicQuantizedGroupedLinear(_ScaledGroupedLinear):
         __call__ = forward
 
 
-class Int8GroupedLinear(_ScaledGroupedLinear):
-    """Int8 projections of experts, with floating-point activations.
-
-    Attributes:
-        weight_scale: ``[num_experts, out_features]``, float32, or as the driver prepared it.
-    """
+class Int8GroupedLinear(ScaledGroupedLinear):
+    """Int8 projections of experts, with floating-point activations."""
 
     operation = "grouped_linear_int8"
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hal import ops
-from hal.nn.linear import OUT, Linear, Projection, projection_weight
+from hal.nn.linear import IN, OUT, Linear, Projection, projection_weight
 from hal.nn.weights.weight import Consumer, Weight
 
 
@@ -41,7 +41,31 @@ class QuantizedLinear(Projection):
         """The declarations of its tensors."""
 
 
-class StaticQuantizedLinear(QuantizedLinear):
+class _SchemeLinear(QuantizedLinear):
+    """An int8 projection whose weight the checkpoint has, and whose other tensors a scheme computes."""
+
+    operation: str
+    """The operation that uses the weight."""
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declarations of its tensors. The quantization scheme fills all but the weight."""
+        weight = projection_weight(self, Consumer(self.operation, "weight"))
+        return {"weight": weight, **self._scales(self.shard if self.shard == OUT else None)}
+
+    @abstractmethod
+    def _scales(self, shard: str | None) -> Mapping[str, Weight]: ...
+
+
+def register_static_scales(layer: nn.Module, rows: Sequence[int], in_features: int) -> None:
+    """Register the buffers of static quantization, with one value of ``deq_scale`` for each row of the weight."""
+    layer.register_buffer("input_scale", torch.empty(in_features))
+    layer.register_buffer("input_offset", None)
+    layer.register_buffer("deq_scale", torch.empty(rows))
+    layer.register_buffer("quant_bias", None)
+
+
+class StaticQuantizedLinear(_SchemeLinear):
     """An int8 projection whose activations are quantized with the checkpoint's scale and offset.
 
     Attributes:
@@ -52,29 +76,23 @@ class StaticQuantizedLinear(QuantizedLinear):
             None.
     """
 
+    operation = "quant_linear_static"
+
     def __init__(self, linear: Linear) -> None:
         super().__init__(linear)
         self.input_scale: Tensor
         self.input_offset: Tensor | None
         self.deq_scale: Tensor
         self.quant_bias: Tensor | None
-        out_features, in_features = linear.weight.shape
-        self.register_buffer("input_scale", torch.empty(in_features))
-        self.register_buffer("input_offset", None)
-        self.register_buffer("deq_scale", torch.empty(out_features))
-        self.register_buffer("quant_bias", None)
+        *rows, in_features = linear.weight.shape
+        register_static_scales(self, rows, in_features)
 
-    @property
-    def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its tensors. The quantization scheme fills all but the weight."""
-        operation, out = "quant_linear_static", "out_features"
-        cut = self.shard if self.shard == out else None
+    def _scales(self, shard: str | None) -> Mapping[str, Weight]:
         return {
-            "weight": projection_weight(self, Consumer(operation, "weight")),
-            "deq_scale": Weight((), out, cut, consumer=Consumer(operation, "deq_scale")),
-            "quant_bias": Weight((), out, cut),
-            "input_scale": Weight((), "in_features"),
-            "input_offset": Weight((), "in_features"),
+            "deq_scale": Weight((), OUT, shard, consumer=Consumer(self.operation, "deq_scale")),
+            "quant_bias": Weight((), OUT, shard),
+            "input_scale": Weight((), IN),
+            "input_offset": Weight((), IN),
         }
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,45 +104,8 @@ class StaticQuantizedLinear(QuantizedLinear):
         __call__ = forward
 
 
-class DynamicQuantizedLinear(QuantizedLinear):
-    """An int8 projection whose activations are quantized with a scale per token, from the token's largest element.
-
-    Attributes:
-        weight_scale: ``[out_features]``, float32.
-        bias: ``[out_features]``, float32, or None.
-    """
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__(linear)
-        self.weight_scale: Tensor
-        self.bias: Tensor | None
-        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0]))
-        self.register_buffer("bias", None)
-
-    @property
-    def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its tensors. The quantization scheme fills all but the weight."""
-        out = "out_features"
-        cut = self.shard if self.shard == out else None
-        return {
-            "weight": projection_weight(self, Consumer("quant_linear_dynamic", "weight")),
-            "weight_scale": Weight((), out, cut),
-            "bias": Weight((), out, cut),
-        }
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
-        quantized, scale = ops.dynamic_quantize(x)
-        return self.join(
-            ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
-        )  # fmt: skip
-
-    if TYPE_CHECKING:
-        __call__ = forward
-
-
-class Int8Linear(QuantizedLinear):
-    """A projection with an int8 weight, and floating-point activations.
+class ScaledLinear(_SchemeLinear):
+    """An int8 projection whose only scales are those of the weight.
 
     Attributes:
         weight_scale: ``[out_features]``, float32, or as the driver prepared it.
@@ -138,16 +119,34 @@ class Int8Linear(QuantizedLinear):
         self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0]))
         self.register_buffer("bias", None)
 
-    @property
-    def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its tensors. The quantization scheme fills all but the weight."""
-        operation = "linear_int8"
-        cut = self.shard if self.shard == OUT else None
-        return {
-            "weight": projection_weight(self, Consumer(operation, "weight")),
-            "weight_scale": Weight((), OUT, cut, consumer=Consumer(operation, "weight_scale")),
-            "bias": Weight((), OUT, cut, consumer=Consumer(operation, "bias")),
-        }
+
+class DynamicQuantizedLinear(ScaledLinear):
+    """An int8 projection whose activations are quantized with a scale per token, from the token's largest element."""
+
+    operation = "quant_linear_dynamic"
+
+    def _scales(self, shard: str | None) -> Mapping[str, Weight]:
+        return {"weight_scale": Weight((), OUT, shard), "bias": Weight((), OUT, shard)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
+        quantized, scale = ops.dynamic_quantize(x)
+        return self.join(
+            ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+        )  # fmt: skip
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
+class Int8Linear(ScaledLinear):
+    """A projection with an int8 weight, and floating-point activations."""
+
+    operation = "linear_int8"
+
+    def _scales(self, shard: str | None) -> Mapping[str, Weight]:
+        names = ("weight_scale", "bias")
+        return {name: Weight((), OUT, shard, consumer=Consumer(self.operation, name)) for name in names}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""

@@ -41,7 +41,7 @@ class RopeParameters:
         """Read a config.json with ``rope_parameters``, or with the older ``rope_theta`` and ``rope_scaling``.
 
         Returns:
-            An instance of the class in :data:`hal.nn.rotary.ROPE_TYPES` for the ``rope_type``, which older files call
+            An instance of the subclass for the ``rope_type``, which older files call
             ``type``. Null values mean the default.
 
         Raises:

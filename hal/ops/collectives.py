@@ -17,7 +17,7 @@ from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
 
 
-def _reduce_samples(draw: Draw) -> Iterator[Sample]:
+def _samples_of_any_rank(draw: Draw) -> Iterator[Sample]:
     for shape in ((1, 64), (17, 96), (0, 32), (2, 3, 16)):
         yield draw.normal(*shape), SOLO.name
     yield draw.normal(48, 5).t(), SOLO.name  # no unit stride
@@ -29,7 +29,7 @@ def _sums(shards: Sequence[Sample]) -> list[Tensor]:
 
 
 @op(
-    samples=_reduce_samples,
+    samples=_samples_of_any_rank,
     axes={"x": "... width", "return": "... width"},
     dtypes={"x": FLOATING, "return": "x"},
     rowwise="...",
@@ -50,18 +50,12 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return x.clone()
 
 
-def _gather_samples(draw: Draw) -> Iterator[Sample]:
-    for shape in ((1, 64), (17, 96), (0, 32), (2, 3, 16)):
-        yield draw.normal(*shape), SOLO.name
-    yield draw.normal(48, 5).t(), SOLO.name  # no unit stride
-
-
 def _gathered(shards: Sequence[Sample]) -> list[Tensor]:
     return [torch.cat([shard[0] for shard in shards], -1)] * len(shards)
 
 
 @op(
-    samples=_gather_samples,
+    samples=_samples_of_any_rank,
     axes={"x": "... width", "return": "... gathered"},
     dtypes={"x": FLOATING, "return": "x"},
     rowwise="...",
@@ -112,7 +106,7 @@ def all_gather_rows(x: Tensor, group: str) -> Tensor:
     return torch.cat([x] * _size(group))
 
 
-def _scatter_samples(draw: Draw) -> Iterator[Sample]:
+def _rows_to_divide(draw: Draw) -> Iterator[Sample]:
     for shape in ((1, 64), (16, 96), (0, 32)):
         yield draw.normal(*shape), SOLO.name
     yield draw.normal(48, 6).t(), SOLO.name  # no unit stride
@@ -123,7 +117,7 @@ def _scattered(shards: Sequence[Sample]) -> list[Tensor]:
 
 
 @op(
-    samples=_scatter_samples,
+    samples=_rows_to_divide,
     axes={"x": "tokens width", "return": "kept width"},
     dtypes={"x": FLOATING, "return": "x"},
     rowwise=None,
@@ -145,19 +139,13 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
     return x[: x.shape[0] // _size(group)].clone()
 
 
-def _exchange_samples(draw: Draw) -> Iterator[Sample]:
-    for shape in ((1, 64), (16, 96), (0, 32)):
-        yield draw.normal(*shape), SOLO.name
-    yield draw.normal(48, 6).t(), SOLO.name  # no unit stride
-
-
 def _exchanged(shards: Sequence[Sample]) -> list[Tensor]:
     parts = [shard[0].chunk(len(shards)) if shard[0].shape[0] else [shard[0]] * len(shards) for shard in shards]
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 @op(
-    samples=_exchange_samples,
+    samples=_rows_to_divide,
     axes={"x": "tokens width", "return": "tokens width"},
     dtypes={"x": FLOATING, "return": "x"},
     rowwise=None,

@@ -11,6 +11,7 @@ ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,8 @@ from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.norm import add_rms_norm
 from hal.ops.projection import linear
 
+WEIGHTS = {"weight": "out_features in_features", "bias": "out_features"}
+"""The axes of the weights of a projection."""
 DTYPES = {"x": FLOATING, "weight": "x", "bias": "x", "return": "x"}
 
 
@@ -51,10 +54,7 @@ def _linear_all_reduce_samples(draw: Draw) -> Iterator[Sample]:
 
 @fused_op(
     samples=_linear_all_reduce_samples,
-    axes={
-        "x": "... in_features", "weight": "out_features in_features", "bias": "out_features",
-        "return": "... out_features",
-    },
+    axes={"x": "... in_features", **WEIGHTS, "return": "... out_features"},
     dtypes=DTYPES,
     rowwise="...",
     over_shards=lambda shards: _over_shards(all_reduce, _products(shards)),
@@ -76,16 +76,9 @@ def linear_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str
     return all_reduce(linear(x, weight, bias), group)
 
 
-def _all_gather_linear_samples(draw: Draw) -> Iterator[Sample]:
-    yield from _linear_samples(draw, (1, 17, 0))
-
-
 @fused_op(
-    samples=_all_gather_linear_samples,
-    axes={
-        "x": "tokens in_features", "weight": "out_features in_features", "bias": "out_features",
-        "return": "gathered out_features",
-    },
+    samples=partial(_linear_samples, rows=(1, 17, 0)),
+    axes={"x": "tokens in_features", **WEIGHTS, "return": "gathered out_features"},
     dtypes=DTYPES,
     rowwise=None,
     over_shards=lambda shards: [
@@ -110,16 +103,9 @@ def all_gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str
     return linear(all_gather_rows(x, group), weight, bias)
 
 
-def _linear_reduce_scatter_samples(draw: Draw) -> Iterator[Sample]:
-    yield from _linear_samples(draw, (4, 16, 0))
-
-
 @fused_op(
-    samples=_linear_reduce_scatter_samples,
-    axes={
-        "x": "tokens in_features", "weight": "out_features in_features", "bias": "out_features",
-        "return": "kept out_features",
-    },
+    samples=partial(_linear_samples, rows=(4, 16, 0)),
+    axes={"x": "tokens in_features", **WEIGHTS, "return": "kept out_features"},
     dtypes=DTYPES,
     rowwise=None,
     over_shards=lambda shards: _over_shards(reduce_scatter, _products(shards)),

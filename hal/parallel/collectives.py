@@ -6,6 +6,7 @@ With fake tensors, as in a trace, they call torch's functional collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -58,66 +59,58 @@ def all_gather(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     ranks = started(group)
     if ranks.size == 1:
         return _copied(x, out)
-    if isinstance(x, FakeTensor):
-        name = ranks.process_group.group_name
-        return _joined(functional.wait_tensor(functional.all_gather_into_tensor(x, ranks.size, name)), ranks.size)
-    stacked = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
-    if x.numel():
-        given = x.contiguous()
-        _run(ranks, "all_gather", x,
-             lambda: _gather(stacked, given, group=ranks.process_group))  # fmt: skip
-    joined = _joined(stacked, ranks.size)
+    rows = ranks.size * x.shape[0]
+    traced = partial(functional.all_gather_into_tensor, x, ranks.size)
+    joined = _joined(_exchanged("all_gather", x, ranks, rows, _gather, traced), ranks.size)
     return joined if out is None else out.copy_(joined)
 
 
 def all_gather_rows(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_gather_rows`."""
     ranks = started(group)
-    if ranks.size == 1:
-        return _copied(x, out)
-    if isinstance(x, FakeTensor):
-        name = ranks.process_group.group_name
-        rows: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks.size, name))
-        return rows
-    result = x.new_empty(ranks.size * x.shape[0], *x.shape[1:]) if out is None else out
-    if x.numel():
-        given = x.contiguous()
-        _run(ranks, "all_gather_rows", x,
-             lambda: _gather(result, given, group=ranks.process_group))  # fmt: skip
-    return result
+    traced = partial(functional.all_gather_into_tensor, x, ranks.size)
+    return _exchanged("all_gather_rows", x, ranks, ranks.size * x.shape[0], _gather, traced, out)
 
 
 def reduce_scatter(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.reduce_scatter`."""
     ranks = started(group)
-    if ranks.size == 1:
-        return _copied(x, out)
-    if isinstance(x, FakeTensor):
-        name = ranks.process_group.group_name
-        kept: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", ranks.size, name))
-        return kept
-    result = x.new_empty(x.shape[0] // ranks.size, *x.shape[1:]) if out is None else out
-    if x.numel():
-        given = x.contiguous()
-        _run(ranks, "reduce_scatter", x,
-             lambda: _scatter(result, given, group=ranks.process_group))  # fmt: skip
-    return result
+    traced = partial(functional.reduce_scatter_tensor, x, "sum", ranks.size)
+    return _exchanged("reduce_scatter", x, ranks, x.shape[0] // ranks.size, _scatter, traced, out)
 
 
 def all_to_all(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.all_to_all`."""
     ranks = started(group)
+    parts = [x.shape[0] // ranks.size] * ranks.size
+    traced = partial(functional.all_to_all_single, x, parts, parts)
+    return _exchanged("all_to_all", x, ranks, x.shape[0], distributed.all_to_all_single, traced, out)
+
+
+def _exchanged(
+    name: str, x: Tensor, ranks: Group, rows: int, call: Callable[..., Any], traced: Callable[[str], Tensor],
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run a collective on rows.
+
+    Args:
+        name: the operation's name, for errors.
+        x: this rank's rows.
+        ranks: the group.
+        rows: the number of rows of the result.
+        call: the function of ``torch.distributed``, which takes the result and ``x``.
+        traced: makes the node of a trace; takes the name of the process group.
+        out: the tensor for the result; None allocates it.
+    """
     if ranks.size == 1:
         return _copied(x, out)
     if isinstance(x, FakeTensor):
-        parts, name = [x.shape[0] // ranks.size] * ranks.size, ranks.process_group.group_name
-        received: Tensor = functional.wait_tensor(functional.all_to_all_single(x, parts, parts, name))
-        return received
-    result = x.new_empty(x.shape) if out is None else out
+        waited: Tensor = functional.wait_tensor(traced(ranks.process_group.group_name))
+        return waited
+    result = x.new_empty(rows, *x.shape[1:]) if out is None else out
     if x.numel():
         given = x.contiguous()
-        _run(ranks, "all_to_all", x,
-             lambda: distributed.all_to_all_single(result, given, group=ranks.process_group))  # fmt: skip
+        _run(ranks, name, x, lambda: call(result, given, group=ranks.process_group))
     return result
 
 

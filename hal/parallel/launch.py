@@ -234,18 +234,5 @@ def gathered(value: T, mesh: Mesh) -> list[T]:
 
 
 def agreed(value: T, mesh: Mesh) -> T:
-    """Return the value of rank 0, such as a random seed. Every rank of the mesh calls it.
-
-    Args:
-        value: this rank's value, which can be pickled.
-        mesh: the mesh.
-
-    Raises:
-        CommunicationError: another rank has ended, or does not come in time.
-    """
-    if mesh.size == 1:
-        return value
-    values = [value]
-    with _explained():
-        distributed.broadcast_object_list(values, src=0)
-    return values[0]
+    """Return the value of rank 0, such as a random seed; see :func:`gathered`."""
+    return gathered(value, mesh)[0]

@@ -45,7 +45,7 @@ class Group:
         """Return whether the checkpoint's group quantizes activations as this one does, in whichever way."""
         return (group.get("input_activations") is None) == (self.input_activations is None)
 
-    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:  # noqa: A002
+    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
         """Yield the differences of the checkpoint's group ``name`` from this one."""
         if format != self.format:
             yield f"the format of {name} in {_WHERE} is {format!r:.60}, not {self.format!r}"
@@ -164,7 +164,7 @@ class CompressedTensorsWriter(Writer):
         return {"config.json": {**config, "quantization_config": section}}
 
 
-def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:  # noqa: A002
+def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:
     """Return the scheme of a group, or raise ConfigError with a difference from the most similar scheme."""
     if group.get("output_activations"):
         raise ConfigError(f"{_WHERE} quantizes output_activations in {name}, which hal does not support", supported())

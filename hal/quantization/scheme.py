@@ -83,7 +83,7 @@ class Scheme(ABC):
             "exclude them in the checkpoint's quantization config, or implement Scheme.grouped_layer",
         )
 
-    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
+    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:
         """Return the tensors beside a weight that no ``weights`` declare, by the last part of their name.
 
         Args:
@@ -104,7 +104,7 @@ class Scheme(ABC):
         """
         return None
 
-    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> Any:  # noqa: A002
+    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> Any:
         """Validate a layer of the checkpoint, and return its data for :meth:`finish`.
 
         If ranks share whole experts, and :meth:`tensors` has numbers for all rows, such as the input scale, it is
@@ -134,13 +134,13 @@ class Scheme(ABC):
         """
         return {}
 
-    def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002
+    def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:
         """Return the quantization of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``."""
         raise NotImplementedError
 
     def write(
         self,
-        format: str,  # noqa: A002
+        format: str,
         name: str,
         weight: Tensor,
         bias: Tensor | None,
@@ -171,7 +171,7 @@ def check_symmetric(name: str, what: str, values: Tensor | None) -> None:
         )
 
 
-def unknown_format(scheme: Scheme, format: str) -> ConfigError:  # noqa: A002
+def unknown_format(scheme: Scheme, format: str) -> ConfigError:
     """Return the error for a format that no branch of a scheme's method reads or writes."""
     return ConfigError(
         f"the quantization scheme {scheme.name} does not read or write the checkpoint format {format!r}",

@@ -67,7 +67,7 @@ def quantize_checkpoint(
     target: str | Path,
     scheme: str,
     *,
-    format: Format = "compressed-tensors",  # noqa: A002 - the term of both formats
+    format: Format = "compressed-tensors",
     calibration: str | None = None,
     calibration_tokens: int | None = None,
     progress: Progress | None = None,
@@ -131,7 +131,7 @@ class _Job:
     activations: Mapping[str, Activation]
 
 
-def _check_request(scheme: str, format: Format, calibration: str | None, tokens: int | None) -> Scheme:  # noqa: A002
+def _check_request(scheme: str, format: Format, calibration: str | None, tokens: int | None) -> Scheme:
     writable = {name: each for name, each in schemes().items() if each.writes}
     if scheme not in writable:
         if scheme in SCHEMES.names():

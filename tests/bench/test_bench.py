@@ -24,6 +24,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
+from helpers.distributions import install
 from torch import Tensor
 
 import hal
@@ -689,10 +690,7 @@ class TestExtensions:
     """transformers imports installed extensions of torch by vendors, and some fail to import."""
 
     def test_only_those_that_are_imported_are_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        info = tmp_path / "acme-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[torch.backends]\nold = acme_old:load\nnew = acme_new.inner:load\n")
+        install(tmp_path, "acme", "[torch.backends]\nold = acme_old:load\nnew = acme_new.inner:load\n")
         for name in ("acme_old", "acme_new"):
             (tmp_path / f"{name}.py").write_text("")
         monkeypatch.syspath_prepend(str(tmp_path))

@@ -139,10 +139,10 @@ class TestWholeExperts:
 
     def test_deployments(self, assumed: Assumptions) -> None:
         planner = Planner(SPARSE, attrs.evolve(assumed, experts=ExpertFigures(modes=("all_gather",))))
-        names = [each.name for each in planner.deployments(2, Workload("decode", 4))]
+        names = [each.name for each in planner.deployments(2, Workload(4, name="decode"))]
         assert names == ["2 x 1", "1 x 2", "2 x 1 all_gather", "1 x 2 all_gather"]
         dense = Planner(DENSE, attrs.evolve(assumed, experts=ExpertFigures(modes=("all_gather",))))
-        assert [each.name for each in dense.deployments(2, Workload("decode", 4))] == ["2 x 1", "1 x 2"]
+        assert [each.name for each in dense.deployments(2, Workload(4, name="decode"))] == ["2 x 1", "1 x 2"]
 
 
 class TestFormula:
@@ -185,7 +185,7 @@ class TestFormula:
         assert time.total == max(time.memory, time.compute) + time.launches + time.collectives
 
     def test_copies_share_the_sequences(self, assumed: Assumptions) -> None:
-        found = Planner(DENSE, assumed).deployments(4, Workload("decode", 10, context=16))
+        found = Planner(DENSE, assumed).deployments(4, Workload(10, context=16, name="decode"))
         assert [(each.parallel.data, each.parallel.tensor) for each in found] == [(4, 1), (2, 2), (1, 4)]
         sequences = [
             round(each.work.memory.parts["cache"] * each.parallel.tensor / (17 * 3 * 2 * 8 * 128 * 2)) for each in found
@@ -195,8 +195,8 @@ class TestFormula:
     def test_what_does_not_fit_is_never_best(self, assumed: Assumptions) -> None:
         small = attrs.evolve(assumed, device=attrs.evolve(assumed.device, memory_gib=0.5))
         planner = Planner(DENSE, small)
-        assert planner.best(2, Workload("decode", 1)) is None
-        assert not any(each.fits for each in planner.deployments(2, Workload("decode", 1)))
+        assert planner.best(2, Workload(1, name="decode")) is None
+        assert not any(each.fits for each in planner.deployments(2, Workload(1, name="decode")))
 
 
 class TestAssumptions:

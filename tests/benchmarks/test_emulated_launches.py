@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .test_overhead import report
-
-PROGRAM = Path(__file__).parent / "emulated_launches.py"
+from .measuring import EMULATE, measured, report
 
 
 @pytest.mark.parametrize("task_queue", ["0", "1"])
 def test_an_emulated_launch(benchmark: BenchmarkFixture, task_queue: str) -> None:
     """An addition of 4,096 numbers in one run: with ATen, through torch_npu, and replayed in a graph."""
-    command = [sys.executable, "-P", "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--"]
-    environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-
-    def measure() -> dict[str, float]:
-        result = subprocess.run(
-            [*command, sys.executable, str(PROGRAM)], env=environ, capture_output=True, text=True, check=True
-        )
-        return json.loads(result.stdout)
-
-    figures = benchmark.pedantic(measure, rounds=1)
+    figures = measured(
+        benchmark, "emulated_launches.py", before=EMULATE, TASK_QUEUE_ENABLE=task_queue, OMP_NUM_THREADS="1",
+        PYTHONSAFEPATH="1",
+    )  # fmt: skip
     aten = figures["aten_us"]
     report(
         benchmark,

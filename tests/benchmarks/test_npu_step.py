@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .test_overhead import report
-
-PROGRAM = Path(__file__).parent / "npu_step.py"
+from .measuring import measured, report
 
 
 @pytest.mark.parametrize("task_queue", ["0", "1"])
 def test_a_graph_decode_step(benchmark: BenchmarkFixture, task_queue: str) -> None:
     """Compared with torch_npu's calls in the same steps, and with unrelated Python on the same machine."""
-    environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue, "OMP_NUM_THREADS": "1"}
-    environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-
-    def measure() -> dict[str, float]:
-        result = subprocess.run(
-            [sys.executable, "-P", str(PROGRAM)], env=environ, capture_output=True, text=True, check=True
-        )
-        return json.loads(result.stdout)
-
-    figures = benchmark.pedantic(measure, rounds=1)
+    figures = measured(
+        benchmark, "npu_step.py", TASK_QUEUE_ENABLE=task_queue, OMP_NUM_THREADS="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
     report(
         benchmark,
         **{name: round(value, 1) for name, value in figures.items()},

@@ -23,6 +23,8 @@ from hal.device.host_device import HostDevice
 from hal.ops import Operation
 from hal.step import Bounds, InputBatch
 
+from .measuring import report
+
 LAYERS = 28
 
 
@@ -35,12 +37,6 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=128,
     )  # fmt: skip
     return folder
-
-
-def report(benchmark: BenchmarkFixture, **figures: float | str) -> None:
-    """Store figures with the benchmark, and print them."""
-    benchmark.extra_info.update(figures)
-    print(f"\n{benchmark.name}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))  # noqa: T201
 
 
 def nanoseconds_per_call(function: Callable[..., Any], arguments: tuple[Any, ...], count: int = 200_000) -> float:

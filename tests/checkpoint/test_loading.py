@@ -15,6 +15,7 @@ import torch
 from hal.models.qwen3 import Qwen3ForCausalLM
 from helpers import large_checkpoint
 from helpers.checkpoints import random_checkpoint, write_json
+from helpers.distributions import install
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +37,14 @@ print(backend.device.memory_stats().peak - before, sum(parameter.nbytes for para
 """
 
 
+def loaded(folder: Path, dtype: str, form: str) -> tuple[int, int, int]:
+    """Load a checkpoint in a process. Return its peak memory, and the bytes of the parameters and of packed copies."""
+    command = [sys.executable, "-c", PROGRAM, str(folder), dtype, form]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights, copy = map(int, result.stdout.split())
+    return peak, weights, copy
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
@@ -46,9 +55,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory(dtype: str, form: str, large: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(large), dtype, form]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak, weights, copy = map(int, result.stdout.split())
+    peak, weights, copy = loaded(large, dtype, form)
     assert weights > 500e6, "must be much more than is mapped at a time"
     assert copy in (0, 32000 * 1024 * (4 if dtype == "float32" else 2)), (
         "the tied table, if packing it is worthwhile on this machine"
@@ -60,9 +67,7 @@ def test_peak_memory(dtype: str, form: str, large: Path) -> None:
 def test_peak_memory_of_an_output_projection(tmp_path: Path) -> None:
     """It is the last weight of the model, and more than a tenth of all. It exists twice while it is packed."""
     large_checkpoint.write(tmp_path, torch.bfloat16, num_hidden_layers=16, tie_word_embeddings=False)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "bfloat16", "packed"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak, weights, copy = map(int, result.stdout.split())
+    peak, weights, copy = loaded(tmp_path, "bfloat16", "packed")
     assert weights > 600e6
     assert copy == 0
     assert peak < 1.1 * weights
@@ -72,9 +77,7 @@ def test_peak_memory_of_experts(tmp_path: Path) -> None:
     """A checkpoint has the tensors of each expert apart; a model stacks them."""
     experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_hidden_layers": 3}
     large_checkpoint.write(tmp_path, torch.bfloat16, architectures=["Qwen3MoeForCausalLM"], **experts)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "bfloat16", "plain"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak, weights, copy = map(int, result.stdout.split())
+    peak, weights, copy = loaded(tmp_path, "bfloat16", "plain")
     assert weights > 600e6
     assert copy == 0
     assert peak < 1.15 * weights
@@ -108,10 +111,7 @@ def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: 
 def test_entry_points_that_give_no_model(
     place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metadata = tmp_path / "toys-1.2.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.2\n")
-    (metadata / "entry_points.txt").write_text(f"[hal.models]\nToyForCausalLM = {place}\n")
+    install(tmp_path, "toys", f"[hal.models]\nToyForCausalLM = {place}\n", version="1.2")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match=message):
         model_registry.find_model("ToyForCausalLM")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint, write_json
+from helpers.distributions import install
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
@@ -102,12 +103,9 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install drivers with every kind of problem, beside the CPU driver."""
-    info = tmp_path / "site" / "acme-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     names = re.findall(r"class (\w+)", DRIVERS)
     lines = [f"{name.lower()} = acme_cli_drivers:{name}" for name in names]
-    (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines, *UNLOADABLE]))
+    install(tmp_path / "site", "acme", "\n".join(["[hal.drivers]", *lines, *UNLOADABLE]))
     named = [f"{name}.name = {name.lower()!r}" for name in names]
     (tmp_path / "site" / "acme_cli_drivers.py").write_text("\n".join([textwrap.dedent(DRIVERS), *named]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -118,10 +116,7 @@ def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def emulating_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a driver that prints the options with which it was opened."""
-    info = tmp_path / "site" / "emulating-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: emulating\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hal.drivers]\nemulating = emulating_driver:Emulating\n")
+    install(tmp_path / "site", "emulating", "[hal.drivers]\nemulating = emulating_driver:Emulating\n")
     (tmp_path / "site" / "emulating_driver.py").write_text(EMULATING)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "emulating_driver", raising=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from helpers.distributions import install
 
 from hal.cli import main
 
@@ -36,10 +37,7 @@ absent = acme_missing:greet
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package that contributes valid and invalid commands."""
     (tmp_path / "acme_commands.py").write_text(MODULE)
-    metadata = tmp_path / "acme_commands-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-commands\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRIES)
+    install(tmp_path, "acme-commands", ENTRIES)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "acme_commands", raising=False)
 

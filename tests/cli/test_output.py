@@ -17,6 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from helpers.checkpoints import random_checkpoint
+from helpers.distributions import install
 
 from hal.cli import main
 from hal.cli.stdout import ResultCommand
@@ -68,13 +69,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder for PYTHONPATH with a vendor's package that writes to stdout."""
     folder = tmp_path_factory.mktemp("output") / "site"
-    info = folder / "noisy-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: noisy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[hal.drivers]\nnoisy = noisy_driver:Noisy\n[hal.commands]\nloud = loud_command:loud\n"
-    )
-    (folder / "noisy_driver.py").write_text(NOISY)
+    entry_points = "[hal.drivers]\nnoisy = noisy_driver:Noisy\n[hal.commands]\nloud = loud_command:loud\n"
+    install(folder, "noisy", entry_points, noisy_driver=NOISY)
     (folder / "loud_command.py").write_text(
         textwrap.dedent("""
             import ctypes, os, click

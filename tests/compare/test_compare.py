@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
+from helpers.distributions import install
 
 import hal
 from hal import ops
@@ -47,10 +48,7 @@ def _back_to_the_cpu() -> Iterator[None]:
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
     """Return a function that installs the driver ``faulty``; its arguments are the driver's options."""
-    info = tmp_path / "site" / "faulty-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hal.drivers]\nfaulty = helpers.faulty_driver:FaultyDriver\n")
+    install(tmp_path / "site", "faulty", "[hal.drivers]\nfaulty = helpers.faulty_driver:FaultyDriver\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
     def options(**given: str) -> None:

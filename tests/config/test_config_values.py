@@ -30,7 +30,7 @@ from hal.config.reading import INERT_MODEL_KEYS
 from hal.config.text import kind_of
 from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
-from hal.nn import ROPE_TYPES
+from hal.nn.rotary import ROPE_TYPES
 from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
 
 VALUES: dict[str, Any] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from helpers.distributions import install
 
 import hal
 from hal.config import plugins
@@ -50,11 +51,8 @@ class Site:
     folder: Path
 
     def install(self, package: str, group: str = GROUP, **entries: str) -> None:
-        info = self.folder / f"{package}-1.5.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
         lines = [f"{name} = {target}" for name, target in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+        install(self.folder, package, "\n".join([f"[{group}]", *lines]), version="1.5")
 
 
 @pytest.fixture

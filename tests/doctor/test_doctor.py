@@ -17,6 +17,8 @@ from typing import Any
 import attrs
 import psutil
 import pytest
+from helpers.distributions import install
+from helpers.late_driver import late_driver
 
 import hal
 from hal.cli import main
@@ -142,11 +144,8 @@ class Doctor:
     site: Path
 
     def install(self, drivers: Mapping[str, str], **modules: str) -> None:
-        info = self.site / "acme-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
         entries = [f"{name} = {target}" for name, target in drivers.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *entries]))
+        install(self.site, "acme", "\n".join(["[hal.drivers]", *entries]))
         ours = {target.removeprefix("acme_driver:"): name for name, target in drivers.items() if "acme_" in target}
         named = "".join(f"{each}.name = {name!r}\n" for each, name in ours.items())
         for name, text in {"acme_driver": ACME + named, **modules}.items():
@@ -523,22 +522,9 @@ class TestRanks:
         assert found["ranks"]["skipped"] == "the driver acme names no backend of torch.distributed"
 
 
-LATE = """
-import os, time
-import hal
-from hal.parallel import collectives
-
-class Late(hal.Driver):
-    name, api_version, priority = "late", (2, 0), -5
-
-    def probe(self):
-        return hal.Probe(True, "")
-
-    def open(self, options):
-        if os.environ.get("RANK") == "1":
-            time.sleep(600)
-        return hal.Backend("late", hal.HostDevice(), kernels={}, distributed="gloo")
-
+LATE = (
+    late_driver("time.sleep(600)")
+    + """
 class Wrong(Late):
     def open(self, options):
         def all_reduce(x, group):
@@ -546,4 +532,5 @@ class Wrong(Late):
             return summed + 1 if os.environ.get("RANK") == "1" else summed
         return hal.Backend("late", hal.HostDevice(), kernels={"all_reduce": all_reduce}, distributed="gloo")
 """
+)
 """A module with drivers of which rank 1 is never opened, or wrong."""

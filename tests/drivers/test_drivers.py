@@ -17,6 +17,7 @@ import attrs
 import pytest
 import torch
 from hal.backends.cpu.tape import Tape
+from helpers.distributions import install
 
 import hal
 from hal import ops
@@ -151,11 +152,8 @@ class Vendor:
     monkeypatch: pytest.MonkeyPatch
 
     def distribution(self, package: str, **drivers: str) -> None:
-        info = self.site / f"{package}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         lines = [f"{name} = {target}" for name, target in drivers.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[hal.drivers]", *lines]))
+        install(self.site, package, "\n".join(["[hal.drivers]", *lines]))
 
     def install(self, **drivers: str) -> None:
         self.distribution("acme", **drivers)
@@ -577,10 +575,7 @@ class TestDevice:
 
 def test_torch_is_imported_without_the_vendors_packages(tmp_path: Path) -> None:
     """A vendor's package that fails when torch loads it must not break the CPU driver."""
-    info = tmp_path / "bad-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nbad = bad_backend:load\n")
+    install(tmp_path, "bad", "[torch.backends]\nbad = bad_backend:load\n")
     (tmp_path / "bad_backend.py").write_text("raise ImportError('libvendor.so is missing')\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)

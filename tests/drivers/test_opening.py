@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.distributions import install
 
 import hal
 from hal.drivers.registry import load_driver
@@ -59,10 +60,7 @@ TAKEN = {
 @pytest.fixture
 def opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], Any]], None]]:
     """Install the driver acme, which ``auto`` prefers, with a given ``open``."""
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hal.drivers]\nacme = acme_that_opens:Acme\n")
+    install(tmp_path, "acme", "[hal.drivers]\nacme = acme_that_opens:Acme\n")
     (tmp_path / "acme_that_opens.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     driver: Any = type(load_driver("acme"))

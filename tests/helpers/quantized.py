@@ -65,7 +65,7 @@ def quantized(tensors: Mapping[str, Tensor], name: str, input_scale: float, offs
     )
 
 
-def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool) -> dict[str, Tensor]:  # noqa: A002
+def entries(layer: Layer, name: str, format: Format, scheme: Scheme, bits: bool) -> dict[str, Tensor]:
     """Return a layer's tensors, as the documentation of each format specifies them."""
     found = {"weight": layer.weight, "weight_scale": layer.scale.unsqueeze(-1)}
     if format == "compressed-tensors":
@@ -96,7 +96,7 @@ def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, bool]) -> None:  # noqa: A002
+def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, bool]) -> None:
     if format == "compressed-tensors":
         change_json(folder / "config.json", lambda config: config.update(quantization_config=section(scheme)))
         return
@@ -128,7 +128,7 @@ class Pair:
 
 def make_pair(
     tmp_path: Path,
-    format: Format,  # noqa: A002
+    format: Format,
     scheme: Scheme,
     *,
     keep: tuple[str, ...] = (),

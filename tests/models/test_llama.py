@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import ROPE_TYPES
+from hal.nn.rotary import ROPE_TYPES
 
 SEEDS = range(8, 28)  # test_the_configurations_cover_what_they_should checks these seeds.
 # Compiling takes seconds each. These seeds cover all that changes a graph; the same test checks that.

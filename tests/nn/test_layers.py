@@ -10,12 +10,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers.checkpoints import random_checkpoint
+from helpers.distributions import install
 from torch import Tensor, nn
 
 import hal
 from hal.cli import main
 from hal.errors import ConfigError, DriverIncompatible
-from hal.nn import DynamicQuantizedLinear, Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
+from hal.nn import Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
+from hal.nn.quantized_linear import DynamicQuantizedLinear
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
@@ -186,10 +188,7 @@ class Driver(hal.Driver):
 
 def test_explain_lists_them(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_driver.py").write_text(DRIVER, encoding="utf-8")
-    metadata = tmp_path / "own-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text("[hal.drivers]\nown = own_driver:Driver\n", encoding="utf-8")
+    install(tmp_path, "own", "[hal.drivers]\nown = own_driver:Driver\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     result = CliRunner().invoke(main, ["explain", str(folder), "--backend", "own"])
     assert result.exit_code == 0, result.output

@@ -13,7 +13,8 @@ from helpers.comparison import draw_rope, transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hal.errors import ConfigError
-from hal.nn import ROPE_TYPES, RopeParameters, RotaryEmbedding
+from hal.nn import RopeParameters, RotaryEmbedding
+from hal.nn.rotary import ROPE_TYPES
 
 LLAMA_3_1 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import write_json
+from helpers.distributions import install
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -366,10 +367,7 @@ def test_a_scheme_that_cannot_write_what_it_says(
         "    write = Scheme.write\n",
         encoding="utf-8",
     )
-    metadata = tmp_path / "half-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text("[hal.quantization]\nhalf = half_a_scheme:Half\n", encoding="utf-8")
+    install(tmp_path, "half", "[hal.quantization]\nhalf = half_a_scheme:Half\n", version="1")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "half" not in schemes()
     (warned,) = [each.getMessage() for each in caplog.records if each.name == "hal.config"]

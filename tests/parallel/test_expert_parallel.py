@@ -23,7 +23,8 @@ import hal
 from hal import ops
 from hal.checkpoint.loading import build_model, distribute_experts
 from hal.compile.trace import StepSizes, trace_step
-from hal.nn import Experts, StaticQuantizedGroupedLinear
+from hal.nn import Experts
+from hal.nn.quantized_experts import StaticQuantizedGroupedLinear
 from hal.ops import Draw
 from hal.ops.experts.routing import routing
 from hal.ops.tolerance import assert_agree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from hal.compile.pass_manager import PassManager, Report
 from hal.compile.rewrite.pattern import trace_function
 from hal.compile.rewrite.rewrite import fusions
 from hal.compile.trace import StepSizes, trace_step
-from hal.device.group import forget_group, register_group
 from hal.errors import DriverIncompatible, OperationError
 from hal.nn import CausalLM
 from hal.ops import Draw
@@ -31,15 +30,6 @@ from hal.ops.tolerance import assert_agree
 from hal.parallel import SOLO, Group, Mesh
 
 COLLECTIVES = [each for each in ops.catalogue().values() if each.collective]
-
-
-@pytest.fixture
-def pair() -> Iterator[Group]:
-    """Yield a group of two ranks of which this process is the first, and alone: it can trace, but not communicate."""
-    made = Group("pair", 0, 2, object())
-    register_group(made)
-    yield made
-    forget_group(made)
 
 
 @pytest.mark.parametrize("operation", COLLECTIVES, ids=lambda each: each.name)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from helpers import TESTS
+from helpers.distributions import install
 
 from hal.cli import main
 
@@ -35,10 +36,7 @@ def run(*arguments: str | Path, status: int = 0, **environ: str) -> subprocess.C
 @pytest.fixture
 def faulty(tmp_path: Path) -> str:
     """Return the PYTHONPATH with the driver ``faulty``."""
-    info = tmp_path / "site" / "faulty-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(FAULTY)
+    install(tmp_path / "site", "faulty", FAULTY)
     return os.pathsep.join((str(tmp_path / "site"), str(TESTS)))
 
 

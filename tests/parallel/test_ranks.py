@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import rank_processes
+from helpers.distributions import install
+from helpers.late_driver import late_driver
 from helpers.ranks import in_ranks, started
 from helpers.thorough import PROCESSES
 
@@ -221,11 +223,8 @@ def test_a_time_limit() -> None:
 
 def test_different_errors_of_a_command(trained: Path, tmp_path: Path) -> None:
     """Rank 1 cannot open its driver, and rank 0 waits for it. Rank 1's error is shown."""
-    (tmp_path / "late.py").write_text(DRIVER)
-    info = tmp_path / "late-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hal.drivers]\nlate = late:Late\n")
+    late = late_driver("raise DeviceError('card 1 is on fire', 'extinguish it')")
+    install(tmp_path, "late", "[hal.drivers]\nlate = late:Late\n", late=late)
     arguments = ["generate", str(trained), "--prompt", "a", "--backend", "late", "--tensor-parallel", "2"]
     ran = subprocess.run(
         [sys.executable, "-m", "hal_command", *arguments], capture_output=True, timeout=200, check=False, text=True,
@@ -233,21 +232,3 @@ def test_different_errors_of_a_command(trained: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 2
     assert ran.stderr.startswith("rank 1 of 2 failed:\nerror: the driver late: card 1 is on fire")
-
-
-DRIVER = """
-import os
-import hal
-from hal.errors import DeviceError
-
-class Late(hal.Driver):
-    name, api_version, priority = "late", (2, 0), -5
-
-    def probe(self):
-        return hal.Probe(True, "")
-
-    def open(self, options):
-        if os.environ.get("RANK") == "1":
-            raise DeviceError("card 1 is on fire", "extinguish it")
-        return hal.Backend("late", hal.HostDevice(), kernels={}, distributed="gloo")
-"""

@@ -19,10 +19,11 @@ from pathlib import Path
 import attrs
 import pytest
 from helpers import ROOT
+from helpers.distributions import install
 
 import hal
 from hal import config, errors
-from hal.nn import ROPE_TYPES
+from hal.nn.rotary import ROPE_TYPES
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts)]
@@ -60,12 +61,8 @@ def lay_out(page: Path, folder: Path) -> Path:
         if block.language == "ini":
             parser = ConfigParser()
             parser.read_string(block.text)
-            metadata = folder / f"{page.stem}-1.0.dist-info"
-            metadata.mkdir()
-            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {page.stem}\nVersion: 1.0\n")
-            (metadata / "entry_points.txt").write_text(
-                "".join(f"[{group}]\n{entries}\n" for group, entries in parser["options.entry_points"].items())
-            )
+            groups = parser["options.entry_points"].items()
+            install(folder, page.stem, "".join(f"[{group}]\n{entries}\n" for group, entries in groups))
         elif block.language == "python" and (module := MODULE.match(block.text)):
             (folder / module[1]).write_text(block.text, encoding="utf-8")
         elif block.language == "python":

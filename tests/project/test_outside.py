@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import toys
-from helpers.catalogue import forgetting_operations
 from helpers.checkpoints import random_checkpoint, write_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,6 +23,8 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
 
+pytestmark = pytest.mark.usefixtures("toys_installed")
+
 
 def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
     chosen: dict[str, Any] = {"compiler": mode, **compilation}
@@ -37,13 +37,6 @@ def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
         "backend": "cpu", "compilation": chosen,
         "cache": {"num_tokens": 256, "block_size": 8, "num_sequences": toys.SLOTS},
     })  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed() -> Iterator[None]:
-    """Install the package for these tests only: it registers plugins that would change other tests."""
-    with toys.installed(), forgetting_operations():
-        yield
 
 
 @pytest.fixture(scope="module", params=sorted(toys.SPLIT_AT))

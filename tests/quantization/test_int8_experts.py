@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 import hal
 from hal.cli import main
 from hal.errors import CheckpointError
-from hal.nn import Gate, GroupedLinear, Int8GroupedLinear, Int8Linear
+from hal.nn import Gate, GroupedLinear
+from hal.nn.quantized_experts import Int8GroupedLinear
+from hal.nn.quantized_linear import Int8Linear
 from hal.testing.models.random_checkpoint import checkpoint
 
 DOWN = "model.layers.1.mlp.experts.3.down_proj"
@@ -36,7 +38,7 @@ def plain(tmp_path: Path) -> Path:
     return folder
 
 
-def quantized(plain: Path, target: Path, format: Format) -> Path:  # noqa: A002
+def quantized(plain: Path, target: Path, format: Format) -> Path:
     result = CliRunner().invoke(main, ["quantize", str(plain), str(target), "--scheme", "w8a16", "--format", format])
     assert result.exit_code == 0, result.stderr
     assert "35 layers in int8" in result.stderr, "7 of the dense layer, 4 and 8 experts with 3 of the sparse one"
@@ -58,10 +60,7 @@ def dequantized(folder: Path, target: Path, plain: Path) -> Path:
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_logits_are_those_of_the_dequantized_weights(
-    format: Format,  # noqa: A002
-    compiler: str,
-    plain: Path,
-    tmp_path: Path,
+    format: Format, compiler: str, plain: Path, tmp_path: Path
 ) -> None:
     folder = quantized(plain, tmp_path / "int8", format)
     model = load(folder)
@@ -90,7 +89,7 @@ def test_in_bfloat16(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_missing_scale_of_an_expert(format: Format, plain: Path, tmp_path: Path) -> None:  # noqa: A002
+def test_a_missing_scale_of_an_expert(format: Format, plain: Path, tmp_path: Path) -> None:
     folder = quantized(plain, tmp_path / "int8", format)
     assert (folder / DESCRIPTION).exists() == (format == "modelslim")
     change_tensors(folder, lambda tensors: tensors.pop(f"{DOWN}.weight_scale"))

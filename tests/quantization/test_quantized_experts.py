@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import DynamicQuantizedGroupedLinear, Gate, GroupedLinear, StaticQuantizedGroupedLinear
+from hal.nn import Gate, GroupedLinear
+from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, StaticQuantizedGroupedLinear
 from hal.quantization.scheme import Scheme
 from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
 from hal.quantize.quantize_checkpoint import Format, quantize_checkpoint

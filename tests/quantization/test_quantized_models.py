@@ -49,7 +49,8 @@ import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import DynamicQuantizedLinear, Int8Linear, Linear, MergedLinear, QuantizedLinear, StaticQuantizedLinear
+from hal.nn import Linear, MergedLinear, QuantizedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, StaticQuantizedLinear
 from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
@@ -62,11 +63,7 @@ LAYERS = {"w8a16": Int8Linear, "w8a8": StaticQuantizedLinear, "w8a8_dynamic": Dy
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_model_computes_as_its_dequantized_weights_do(
-    format: Format,  # noqa: A002
-    scheme: Scheme,
-    bias: bool,
-    tied: bool,
-    tmp_path: Path,
+    format: Format, scheme: Scheme, bias: bool, tied: bool, tmp_path: Path
 ) -> None:
     pair = make_pair(tmp_path, format, scheme, attention_bias=bias, tie_word_embeddings=tied)
     found = logits(load(pair.folder))
@@ -85,7 +82,7 @@ def test_a_model_computes_as_its_dequantized_weights_do(
 @pytest.mark.parametrize("bits", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: Path) -> None:  # noqa: A002
+def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, format, scheme, bits=bits, attention_bias=True)
     model = load(pair.folder)
     found = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
@@ -114,7 +111,7 @@ def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None:  # noqa: A002
+def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None:
     """The merged layer has the largest input scale, and each part keeps its weights' scales and bias."""
     pair = make_pair(tmp_path, format, "w8a8", attention_bias=True)
     scales = dict(zip(("q_proj", "k_proj", "v_proj"), (0.02, 0.05, 0.035), strict=True))
@@ -136,7 +133,7 @@ def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_layers_that_stay(format: Format, tmp_path: Path) -> None:  # noqa: A002
+def test_layers_that_stay(format: Format, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, format, "w8a8_dynamic", keep=(DOWN,), tie_word_embeddings=False)
     if format == "compressed-tensors":
         ignore = section("w8a8_dynamic", ignore=["lm_head", "re:.*layers.1.mlp.down"])

@@ -47,14 +47,14 @@ def plain(tmp_path: Path) -> Path:
     return random_checkpoint(tmp_path / "plain", shards=3, attention_bias=True, dtype="bfloat16")
 
 
-def make(source: Path, target: Path, format: Format, scheme: Scheme, **options: Any) -> Path:  # noqa: A002
+def make(source: Path, target: Path, format: Format, scheme: Scheme, **options: Any) -> Path:
     calibration = TEXT if scheme == "w8a8" else None
     return quantize_checkpoint(source, target, scheme, format=format, calibration=calibration, **options).path
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path) -> None:  # noqa: A002
+def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path) -> None:
     folder = make(plain, tmp_path / "out", format, scheme)
     before, after = all_tensors(plain), all_tensors(folder)
     for name, values in before.items():

@@ -16,32 +16,21 @@ from hal.errors import ConfigError
 
 
 @attrs.frozen
-class Workload:
-    """A step of all devices together.
+class Workload(StepKind):
+    """A step of all devices together, with the sequences of all copies of the model.
 
     Attributes:
         name: for the report.
-        sequences: sequences of all copies of the model.
-        queries: new tokens of each sequence.
-        context: tokens of each sequence in the cache.
     """
 
-    name: str
-    sequences: int
-    queries: int = 1
-    context: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """The number of new tokens."""
-        return self.sequences * self.queries
+    name: str = attrs.field(kw_only=True)
 
 
 CONTEXT = 4096
 """Tokens in the cache of each sequence of :data:`WORKLOADS`, or in a prompt."""
 WORKLOADS = (
-    *(Workload(f"decode {size}", size, context=CONTEXT) for size in (1, 32, 256)),
-    Workload("prefill", 1, queries=CONTEXT),
+    *(Workload(size, context=CONTEXT, name=f"decode {size}") for size in (1, 32, 256)),
+    Workload(1, queries=CONTEXT, name="prefill"),
 )
 
 

@@ -31,7 +31,7 @@ from hal.step.state import StateSpec
 
 @attrs.frozen
 class StepKind:
-    """A step of one copy of the model.
+    """The size of a step, such as that of one copy of the model.
 
     Attributes:
         sequences: the number of sequences.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from hal.compile.fx.alias_analysis import SIZES
+from hal.ops.declaration import axes
 
 aten = torch.ops.aten
 
@@ -19,19 +20,13 @@ def value(node: Any) -> Any:
 
 
 def same_size(one: Any, other: Any) -> bool:
-    """Return whether two sizes, which may be symbols of one trace, have the same expression. Adds no guard."""
-    one, other = value(one), value(other)
-    if type(one) is int and type(other) is int:
-        return one == other
-    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
-        return bool(one.node.expr == other.node.expr)
-    return str(one) == str(other)
+    """Return whether two sizes, or the nodes of two sizes, are written identically in one trace. Adds no guard."""
+    return axes.same_size(value(one), value(other))
 
 
 def same_shape(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Return whether two shapes have the same sizes."""
-    first, second = list(one), list(other)
-    return len(first) == len(second) and all(map(same_size, first, second))
+    """Return whether two shapes, perhaps with nodes as sizes, have the same sizes."""
+    return axes.same_sizes(map(value, one), map(value, other))
 
 
 def read_sizes_of_inputs(graph: fx.Graph) -> dict[str, fx.Node]:

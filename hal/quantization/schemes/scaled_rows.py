@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hal.nn import QuantizedGroupedLinear
+from hal.nn import GroupedLinear, Linear, QuantizedGroupedLinear
+from hal.nn.quantized_experts import ScaledGroupedLinear
+from hal.nn.quantized_linear import ScaledLinear
 from hal.quantization.compressed_tensors import COMPRESSED_TENSORS
 from hal.quantization.int8_arithmetic import Activation, ScaledLayer, merge_scaled, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
@@ -18,11 +20,22 @@ _OFFSET = {COMPRESSED_TENSORS: "weight_zero_point", MODELSLIM: "weight_offset"}
 
 
 class ScaledRows(Scheme):
-    """Int8 weights with a scale per row. The layers' buffers are ``weight_scale`` and, except for experts, ``bias``."""
+    """Int8 weights with a scale per row.
+
+    Attributes:
+        layers: the classes of the layers that replace a linear layer, and the projections of experts.
+    """
 
     writes = frozenset(_OFFSET)
+    layers: ClassVar[tuple[type[ScaledLinear], type[ScaledGroupedLinear]]]
 
-    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
+    def layer(self, linear: Linear) -> ScaledLinear:
+        return self.layers[0](linear)
+
+    def grouped_layer(self, linear: GroupedLinear) -> ScaledGroupedLinear:
+        return self.layers[1](linear)
+
+    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:
         column = ((rows, 1), (rows,))
         found = {
             "weight_scale": TensorSpec(column),
@@ -33,7 +46,7 @@ class ScaledRows(Scheme):
             found["bias"] = TensorSpec(shapes[format])
         return found
 
-    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> ScaledLayer:  # noqa: A002
+    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> ScaledLayer:
         offset = self._offset(format)
         check_symmetric(name, offset, tensors.get(offset))
         bias = tensors.get("bias")
@@ -48,7 +61,7 @@ class ScaledRows(Scheme):
 
     def write(
         self,
-        format: str,  # noqa: A002
+        format: str,
         name: str,
         weight: Tensor,
         bias: Tensor | None,
@@ -64,7 +77,7 @@ class ScaledRows(Scheme):
             return {**found, "weight_offset": torch.zeros_like(column)}
         raise unknown_format(self, format)
 
-    def _offset(self, format: str) -> str:  # noqa: A002
+    def _offset(self, format: str) -> str:
         """Return the last part of the name of the tensor that holds the zero points of the weight."""
         if format not in _OFFSET:
             raise unknown_format(self, format)

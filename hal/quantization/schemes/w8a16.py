@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hal.nn import GroupedLinear, Int8GroupedLinear, Int8Linear, Linear
+from hal.nn.quantized_experts import Int8GroupedLinear
+from hal.nn.quantized_linear import Int8Linear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.schemes.scaled_rows import ScaledRows
@@ -19,9 +20,4 @@ class W8A16(ScaledRows):
     name = "w8a16"
     summary = "int8 weights with a scale for each output channel, and floating-point activations"
     spellings = _SPELLINGS
-
-    def layer(self, linear: Linear) -> Int8Linear:
-        return Int8Linear(linear)
-
-    def grouped_layer(self, linear: GroupedLinear) -> Int8GroupedLinear:
-        return Int8GroupedLinear(linear)
+    layers = Int8Linear, Int8GroupedLinear

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hal.errors import CheckpointError
-from hal.nn import GroupedLinear, Linear, StaticQuantizedGroupedLinear, StaticQuantizedLinear
+from hal.nn import GroupedLinear, Linear
+from hal.nn.quantized_experts import StaticQuantizedGroupedLinear
+from hal.nn.quantized_linear import StaticQuantizedLinear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.int8_arithmetic import (
     AGAIN,
@@ -45,7 +47,7 @@ class W8A8(Scheme):
     def grouped_layer(self, linear: GroupedLinear) -> StaticQuantizedGroupedLinear:
         return StaticQuantizedGroupedLinear(linear)
 
-    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:  # noqa: A002
+    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:
         one, column, row = ((1,), ()), ((rows, 1), (rows,)), ((rows,), (rows, 1))
         if format == COMPRESSED_TENSORS:
             found = {
@@ -72,7 +74,7 @@ class W8A8(Scheme):
         """Return the sums of the rows, which the input's offset is multiplied by."""
         return int8_row_sums(rows)
 
-    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> StaticLayer:  # noqa: A002
+    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> StaticLayer:
         assert statistics is not None
         if format == COMPRESSED_TENSORS:
             check_symmetric(name, "weight_zero_point", tensors.get("weight_zero_point"))
@@ -98,7 +100,7 @@ class W8A8(Scheme):
             "deq_scale": merged.deq_scale.view(rows),
         }
 
-    def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:  # noqa: A002
+    def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:
         """Return a symmetric activation for compressed-tensors, or one with an offset for ModelSlim, as their tools."""
         if format == COMPRESSED_TENSORS:
             return activation_for(low, high, symmetric=True)
@@ -108,7 +110,7 @@ class W8A8(Scheme):
 
     def write(
         self,
-        format: str,  # noqa: A002
+        format: str,
         name: str,
         weight: Tensor,
         bias: Tensor | None,

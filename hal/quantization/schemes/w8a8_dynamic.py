@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hal.nn import DynamicQuantizedGroupedLinear, DynamicQuantizedLinear, GroupedLinear, Linear
+from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear
 from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.schemes.scaled_rows import ScaledRows
@@ -24,9 +25,4 @@ class W8A8Dynamic(ScaledRows):
     name = "w8a8_dynamic"
     summary = "the same weights, and int8 activations, dynamic per token"
     spellings = _SPELLINGS
-
-    def layer(self, linear: Linear) -> DynamicQuantizedLinear:
-        return DynamicQuantizedLinear(linear)
-
-    def grouped_layer(self, linear: GroupedLinear) -> DynamicQuantizedGroupedLinear:
-        return DynamicQuantizedGroupedLinear(linear)
+    layers = DynamicQuantizedLinear, DynamicQuantizedGroupedLinear

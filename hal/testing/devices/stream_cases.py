@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.device.device import Device
-from hal.device.stream import Stream
+from hal.device.stream import Event, Stream
 from hal.testing.case import Case, require
 from hal.testing.target import Target
 
@@ -36,6 +36,16 @@ def _work(x: Tensor, number: int) -> Tensor:
     for _ in range(WORK):
         x = x * 1
     return x + number
+
+
+def _recorded(target: Target, event: Event, number: int) -> Tensor:
+    """Return :func:`_work` of zeros on a new stream, and record the event behind it."""
+    stream, base = target.device.stream(), torch.zeros(64, 64, device=target.device.torch)
+    target.device.synchronize()
+    with stream:
+        made = _work(base, number)
+    event.record(stream)
+    return made
 
 
 def _chain(device: Device, waits: str) -> None:
@@ -181,13 +191,8 @@ def _before_record(target: Target) -> None:
 
 
 def _event_synchronize(target: Target) -> None:
-    device = target.device
-    stream, event = device.stream(), device.event()
-    base = torch.zeros(64, 64, device=device.torch)
-    device.synchronize()
-    with stream:
-        x = _work(base, 3)
-    event.record(stream)
+    event = target.device.event()
+    x = _recorded(target, event, 3)
     event.synchronize()
     require(event.query() is True, "query() of an event is False after synchronize()")
     require(float(x.cpu()[0, 0]) == 3.0, "an event completed before the work recorded by it")
@@ -212,13 +217,8 @@ def _timing(target: Target) -> None:
 
 def _across(target: Target) -> None:
     """Check that several streams can wait for one event."""
-    device = target.device
-    writer, event = device.stream(), device.event()
-    base = torch.zeros(64, 64, device=device.torch)
-    device.synchronize()
-    with writer:
-        x = _work(base, 7)
-    event.record(writer)
+    device, event = target.device, target.device.event()
+    x = _recorded(target, event, 7)
     made, readers = [], [device.stream() for _ in range(3)]
     for reader in readers:
         event.wait(reader)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from helpers.kernel_checks import check_kernel, draw_on
 
 import hal
 from hal import ops
 from hal.errors import ConfigError, DeviceOutOfMemory
 from hal.ops import Draw, Operation, Sample
-from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
@@ -35,30 +34,6 @@ def opened(gpu: Opened, operation: Operation, library: str | None, dtype: torch.
     return backend
 
 
-def draw_on_gpu(operation: Operation, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
-    """Return the operation's samples on the GPU, with host arguments on the host."""
-    for sample in operation.samples(Draw(dtype, "cuda", seed)):
-        names = zip(operation.signature.parameters, sample, strict=True)
-        yield tuple(value.cpu() if name in operation.host else value for name, value in names)
-
-
-def on_cpu(sample: Sample) -> Sample:
-    return tuple(value.cpu().clone() if isinstance(value, Tensor) else value for value in sample)
-
-
-def check(operation: Operation, dtype: torch.dtype, kernel: Callable[..., Any], sample: Sample, what: str) -> None:
-    """Check results and mutated arguments; other arguments must not change."""
-    before, reference = on_cpu(sample), on_cpu(sample)
-    with torch.inference_mode():
-        found, expected = kernel(*sample), operation.reference(*reference)
-    assert_agree(operation, dtype, found, expected, what)
-    for name, old, new, right in zip(operation.signature.parameters, before, sample, reference, strict=True):
-        if name in operation.mutates:
-            assert_agree(operation, dtype, new, right, f"{what}: {name}")
-        elif isinstance(old, Tensor):
-            assert torch.equal(new.cpu(), old), f"{operation.name} wrote {name} ({what})"
-
-
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,8 +42,8 @@ def test_it_meets_the_reference(
     gpu: Opened, seed: int, dtype: torch.dtype, library: str | None, operation: Operation
 ) -> None:
     backend = opened(gpu, operation, library, dtype)
-    for number, sample in enumerate(draw_on_gpu(operation, dtype, seed)):
-        check(operation, dtype, getattr(backend.ops, operation.name), sample, f"sample {number}, seed {seed}")
+    for number, sample in enumerate(draw_on("cuda", operation, dtype, seed)):
+        check_kernel(operation, dtype, getattr(backend.ops, operation.name), sample, f"sample {number}, seed {seed}")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
@@ -76,7 +51,7 @@ def test_nothing_waits_for_the_gpu(gpu: Opened, operation: Operation) -> None:
     """torch raises where one of its functions would synchronize; kernels must not do so at any call."""
     backend = opened(gpu, operation, None, torch.float16)
     kernel = getattr(backend.ops, operation.name)
-    for sample in list(draw_on_gpu(operation, torch.float16, 0)):
+    for sample in list(draw_on("cuda", operation, torch.float16, 0)):
         with torch.inference_mode():
             kernel(*sample)  # compilation and allocation at a first call
             torch.cuda.set_sync_debug_mode("error")
@@ -125,7 +100,7 @@ def test_attention_of_the_shapes_of_models(gpu: Opened, dtype: torch.dtype, libr
     queries, lengths, shape = SHAPES[name]
     for seed in range(2):
         sample = attention_sample(Draw(dtype, "cuda", seed), queries, lengths, **shape)
-        check(ATTENTION, dtype, backend.ops.paged_attention, sample, f"{name}, seed {seed}")
+        check_kernel(ATTENTION, dtype, backend.ops.paged_attention, sample, f"{name}, seed {seed}")
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
@@ -139,7 +114,7 @@ def test_a_step_after_another_on_the_same_tensors(gpu: Opened, library: str | No
         first[7].copy_(kv_lens)
         for _ in range(2):  # the same lengths, with other blocks
             first[3].copy_(first[3].flip(0))
-            check(ATTENTION, torch.float16, backend.ops.paged_attention, first, f"lengths {lengths}")
+            check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, first, f"lengths {lengths}")
 
 
 def test_int8_of_the_shapes_of_models(gpu: Opened) -> None:
@@ -149,7 +124,7 @@ def test_int8_of_the_shapes_of_models(gpu: Opened) -> None:
         x, weight = (draw.integers(-128, 128, each, width, dtype=torch.int8) for each in (rows, out))
         x_scale, scale = draw.normal(rows).abs().float() * 1e-2, draw.normal(out).abs().float() * 1e-2
         arguments = (x, x_scale, weight, scale, None, torch.float16)
-        check(operation, torch.float16, backend.ops.quant_linear_dynamic, arguments, f"{rows} x {width} x {out}")
+        check_kernel(operation, torch.float16, backend.ops.quant_linear_dynamic, arguments, f"{rows} x {width} x {out}")
 
 
 def test_out_of_memory_is_told_as_such(gpu: Opened) -> None:

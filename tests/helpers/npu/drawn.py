@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hal.ops import Draw, Sample
 
@@ -87,8 +86,3 @@ def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
         "left_over": 3 if kind == "left over" else 0,
     }  # fmt: skip
     return attention_arguments(Draw(dtype, "npu", seed), new, lengths, **(given | fixed))
-
-
-def on_cpu(values: Any) -> Any:
-    """Return copies of a sample's tensors on the CPU."""
-    return tuple(value.to("cpu", copy=True) if isinstance(value, Tensor) else value for value in values)

@@ -6,8 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import hal
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one CPU thread: the computations are small, and threads would compete with those of the streams."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    hal.open("cpu")
 
 
 @pytest.fixture

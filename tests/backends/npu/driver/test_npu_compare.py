@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,7 @@ NORM = "model.layers.1.self_attn.k_norm"
 
 Opened = Callable[..., hal.Backend]
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one CPU thread: the computations are small, and threads would compete with those of the streams."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    hal.open("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compared(*arguments: str | Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from helpers.distributions import install
 from helpers.npu import processes
 
 import hal
@@ -35,11 +36,8 @@ def test_the_python_of_the_page_runs(page: Path, tmp_path: Path) -> None:
         if language == "ini":
             parser = ConfigParser()
             parser.read_string(text)
-            metadata = tmp_path / "toy-1.0.dist-info"
-            metadata.mkdir()
-            (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
             groups = parser["options.entry_points"].items()
-            (metadata / "entry_points.txt").write_text("".join(f"[{group}]\n{names}\n" for group, names in groups))
+            install(tmp_path, "toy", "".join(f"[{group}]\n{names}\n" for group, names in groups))
         elif module := MODULE.match(text):
             (tmp_path / module[1]).write_text(text, encoding="utf-8")
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,6 @@ def test_whole_experts_on_each_rank(
     found = started("tokens", 2, tmp_path, **arguments, compilers=compilers, parallel=parallel, on=NPU)
     for compiler in compilers:
         assert [rank[compiler] for rank in found] == [alone] * 2, compiler
-
-
-@pytest.fixture
-def pair() -> Iterator[Group]:
-    """Yield a group of two ranks of which this process is the first, and alone: it can trace, but not communicate."""
-    made = Group("pair", 0, 2, object())
-    register_group(made)
-    yield made
-    forget_group(made)
 
 
 FUSED = ("all_gather_linear", "linear_all_reduce", "linear_reduce_scatter")

@@ -17,18 +17,11 @@ import hal
 from hal.errors import CompileError
 from hal.ops.rounding import rms
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCHEMES = ("bfloat16", "float16", "w8a16", "w8a8", "w8a8_dynamic")
 MODES = ("eager", "graph", "piecewise", "npugraph_ex")
 BUCKETS = (1, 2, 4, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    hal.open("cpu")
 
 
 @pytest.fixture(scope="module")

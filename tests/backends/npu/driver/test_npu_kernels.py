@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hal.backends.npu import emulator
-from helpers.npu.drawn import attention_arguments, drawn_attention, on_cpu
+from helpers.kernel_checks import check_kernel, draw_on, on_cpu
+from helpers.npu.drawn import attention_arguments, drawn_attention
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -34,39 +35,20 @@ def each_operation() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
 
 
-def draw_on_npu(operation: Operation, dtype: torch.dtype, seed: int) -> Iterator[Sample]:
-    """Return the operation's samples on the NPU, with host arguments on the host."""
-    for sample in operation.samples(Draw(dtype, "npu", seed)):
-        names = zip(operation.signature.parameters, sample, strict=True)
-        yield tuple(value.cpu() if name in operation.host else value for name, value in names)
-
-
-def check(operation: Operation, dtype: torch.dtype, kernel: Callable[..., Any], sample: Sample, what: str = "") -> None:
-    """Check results and mutated arguments; other arguments must not change."""
-    before, reference = on_cpu(sample), on_cpu(sample)
-    found, expected = kernel(*sample), operation.reference(*reference)
-    assert_agree(operation, dtype, found, expected, what)
-    for name, old, new, right in zip(operation.signature.parameters, before, sample, reference, strict=True):
-        if name in operation.mutates:
-            assert_agree(operation, dtype, new, right, f"{what}: {name}")
-        elif isinstance(old, Tensor):
-            assert torch.equal(new.cpu().nan_to_num(), old.nan_to_num()), f"{operation.name} wrote {name} ({what})"
-
-
 @each_operation()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(4), ids="seed={}".format)
 def test_it_meets_the_reference(npu: Opened, seed: int, dtype: torch.dtype, operation: Operation) -> None:
     backend = npu()
-    for number, sample in enumerate(draw_on_npu(operation, dtype, seed)):
-        check(operation, dtype, getattr(backend.ops, operation.name), sample, f"sample {number}")
+    for number, sample in enumerate(draw_on("npu", operation, dtype, seed)):
+        check_kernel(operation, dtype, getattr(backend.ops, operation.name), sample, f"sample {number}")
 
 
 @each_operation()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_dispatcher_gives_the_same(npu: Opened, dtype: torch.dtype, operation: Operation) -> None:
     npu()
-    for sample in draw_on_npu(operation, dtype, 5):
+    for sample in draw_on("npu", operation, dtype, 5):
         by_node, by_call = ([v.clone() if isinstance(v, Tensor) else v for v in sample] for _ in range(2))
         found, expected = operation.overload(*by_node), operation.function(*by_call)
         for got, want in zip(tree_leaves((found, by_node)), tree_leaves((expected, by_call)), strict=True):
@@ -77,9 +59,9 @@ def test_the_dispatcher_gives_the_same(npu: Opened, dtype: torch.dtype, operatio
 @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
 def test_under_any_schedule(npu: Opened, seed: int, operation: Operation) -> None:
     backend = npu()
-    for sample in list(draw_on_npu(operation, torch.float16, 1))[:3]:
+    for sample in list(draw_on("npu", operation, torch.float16, 1))[:3]:
         with emulator.schedule(seed):
-            check(operation, torch.float16, getattr(backend.ops, operation.name), sample)
+            check_kernel(operation, torch.float16, getattr(backend.ops, operation.name), sample)
 
 
 def quantized_nothing(draw: Draw) -> dict[str, list[Sample]]:
@@ -146,7 +128,7 @@ def test_of_no_tokens(npu: Opened) -> None:
     assert set(of_nothing) == set(ops.catalogue())
     for name, samples in of_nothing.items():
         for sample in samples:
-            check(ops.operation(name), torch.float16, getattr(backend.ops, name), sample)
+            check_kernel(ops.operation(name), torch.float16, getattr(backend.ops, name), sample)
 
 
 class TestAttention:
@@ -155,7 +137,7 @@ class TestAttention:
     @pytest.mark.parametrize("seed", range(48), ids="seed={}".format)
     def test_of_all_kinds(self, npu: Opened, seed: int, dtype: torch.dtype, option: str) -> None:
         backend = npu(options={"attention": option})
-        check(ATTENTION, dtype, backend.ops.paged_attention, drawn_attention(seed, dtype))
+        check_kernel(ATTENTION, dtype, backend.ops.paged_attention, drawn_attention(seed, dtype))
 
     @pytest.mark.parametrize("option", ["fused", "atb"])
     @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -180,7 +162,7 @@ class TestAttention:
     def test_where_it_is_particular(self, npu: Opened, case: dict[str, Any], head_dim: int, option: str) -> None:
         backend = npu(options={"attention": option})
         sample = attention_arguments(Draw(torch.float16, "npu", 3), **case, head_dim=head_dim)
-        check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+        check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
     @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
     def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
@@ -188,7 +170,7 @@ class TestAttention:
         for kind in range(8):
             sample = drawn_attention(kind, torch.float16)
             with emulator.schedule(seed):
-                check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+                check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
     def test_a_table_and_queries_that_are_strided(self, npu: Opened) -> None:
         backend = npu()
@@ -201,7 +183,7 @@ class TestAttention:
             assert not turned.is_contiguous()
             rest = starts.cpu(), lens.cpu(), scale, causal, window
             sample = (turned, *caches, wide, starts, lens, *rest)
-            check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+            check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "packed"),
@@ -241,7 +223,7 @@ class TestAttention:
         backend = npu()
         sample = list(attention_arguments(Draw(torch.float16, "npu"), [1], [5], head_dim=64, window=3))
         wide = torch.nn.functional.pad(sample[3], (0, 2048 - sample[3].shape[1]))
-        check(ATTENTION, torch.float16, backend.ops.paged_attention, (*sample[:3], wide, *sample[4:]))
+        check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, (*sample[:3], wide, *sample[4:]))
         wide = torch.nn.functional.pad(wide, (0, 1))
         with pytest.raises(OperationError, match=r"block table of 262272 slots .* limit is 262144") as caught:
             backend.ops.paged_attention(*sample[:3], wide, *sample[4:])
@@ -253,7 +235,7 @@ class TestAttention:
         sample = attention_arguments(Draw(torch.float16, "npu"), [5, 7], [5, 200], head_dim=64)
         with pytest.raises(CaptureError, match="several launches of attention"):
             backend.graph().capture(lambda: ops.paged_attention(*sample))
-        check(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
+        check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +257,7 @@ def test_heads_that_are_turned_in_one_launch(
         angles.sin().to(dtype), 1e-6, heads - 4, 4,
     )  # fmt: skip
     with emulator.trace() as trace:
-        check(operation, dtype, backend.ops.split_qkv_rmsnorm_rope, sample)
+        check_kernel(operation, dtype, backend.ops.split_qkv_rmsnorm_rope, sample)
     assert trace.counts()["ApplyRotaryPosEmbV2" if turned == 1 else "RotaryPositionEmbeddingV2"] == turned
 
 
@@ -309,13 +291,13 @@ class TestSharedBlocks:
     ) -> None:
         backend, sample = npu(), self.sample(dtype, new, [300, 299, 270], **given)
         with emulator.trace() as trace:
-            check(ATTENTION, dtype, backend.ops.paged_attention, sample)
+            check_kernel(ATTENTION, dtype, backend.ops.paged_attention, sample)
         assert trace.counts()["FusedInferAttentionScoreV3"] == launches
 
     def test_one_call_where_they_fit(self, npu: Opened) -> None:
         backend, sample = npu(), self.sample(torch.bfloat16, [3, 3, 9], [300, 9, 128])
         with emulator.trace() as trace:
-            check(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
+            check_kernel(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
         assert trace.counts()["FusedInferAttentionScoreV3"] == 1
 
     @pytest.mark.parametrize(("dtype", "new"), [(torch.bfloat16, [3, 1, 9]), (torch.float16, [3, 3, 3])], ids=str)
@@ -373,7 +355,7 @@ class TestLaunches:
         self, npu: Opened, name: str, number: int, expected: dict[str, int]
     ) -> None:
         backend = npu()
-        sample = list(draw_on_npu(ops.operation(name), torch.float16, 0))[number]
+        sample = list(draw_on("npu", ops.operation(name), torch.float16, 0))[number]
         torch.npu.synchronize()
         with emulator.trace() as trace:
             getattr(backend.ops, name)(*sample)
@@ -405,7 +387,7 @@ class TestLaunches:
     def test_sampling_copies_nothing_to_the_device(self, npu: Opened) -> None:
         """A copy from the host waits for all previous launches, and a capture refuses it."""
         backend = npu()
-        sample = list(draw_on_npu(ops.operation("sample"), torch.float16, 0))[-1]
+        sample = list(draw_on("npu", ops.operation("sample"), torch.float16, 0))[-1]
         torch.npu.synchronize()
         with emulator.trace() as trace:
             expected = backend.ops.sample(*sample)
@@ -439,7 +421,7 @@ class TestSampling:
             draw.integers(-(2**62), 2**62, rows),
             draw.integers(0, 4096, rows),
         )
-        check(ops.operation("sample"), torch.bfloat16, backend.ops.sample, sample)
+        check_kernel(ops.operation("sample"), torch.bfloat16, backend.ops.sample, sample)
 
 
 class TestFractalWeights:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -20,19 +19,11 @@ from helpers.npu.compare import BUCKETS, DTYPES, FAMILIES, MODES, Case
 import hal
 from hal.step.dummies import DUMMY_BLOCK
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIGURATIONS = (0, 1, 6, 11)
 
 Tamper = Callable[[hal.Batch, int], hal.Batch]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    """Use one CPU thread: the computations are small, and threads would compete with those of the streams."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    hal.open("cpu")
 
 
 @pytest.fixture(scope="module", params=DTYPES)

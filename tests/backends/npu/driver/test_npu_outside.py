@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import toys
-from helpers.catalogue import forgetting_operations
 
 import hal
 from hal.errors import CaptureError
 
 Opened = Callable[..., hal.Backend]
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "npugraph_ex")
+
+pytestmark = pytest.mark.usefixtures("toys_installed")
 
 
 def configured(architecture: str, mode: str) -> dict[str, Any]:
@@ -30,13 +31,6 @@ def configured(architecture: str, mode: str) -> dict[str, Any]:
         "cache": {"num_tokens": 9 * 128, "block_size": 128, "num_sequences": toys.SLOTS},
         "dtype": "float16",
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed() -> Iterator[None]:
-    """Install the package for these tests only: it registers plugins that would change other tests."""
-    with toys.installed(), forgetting_operations():
-        yield
 
 
 @pytest.fixture(scope="module", params=sorted(toys.SPLIT_AT))

@@ -72,6 +72,19 @@ def opened(npu: Opened) -> Opened:
     return pieces
 
 
+def assert_attention_is_launched(runner: hal.Runner) -> None:
+    """Check that a decode step of three layers replays four graphs, and launches attention between them."""
+    batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
+    runner.step(batch)
+    torch.npu.synchronize()
+    with emulator.trace() as trace:
+        runner.step(batch)
+        torch.npu.synchronize()
+    assert sum(record.kind == "graph" for record in trace.records) == 4
+    assert trace.counts(phase="replay")["FusedInferAttentionScoreV3"] == 0
+    assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3
+
+
 def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=2e-2, atol=2e-2)
 
@@ -140,16 +153,7 @@ def test_unknown_names(opened: Opened) -> None:
 
 
 def test_attention_is_launched_and_the_rest_replayed(opened: Opened) -> None:
-    runner = hal.Runner(Deep(), opened())
-    batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
-    runner.step(batch)
-    torch.npu.synchronize()
-    with emulator.trace() as trace:
-        runner.step(batch)
-        torch.npu.synchronize()
-    assert sum(record.kind == "graph" for record in trace.records) == 4
-    assert trace.counts(phase="replay")["FusedInferAttentionScoreV3"] == 0
-    assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3
+    assert_attention_is_launched(hal.Runner(Deep(), opened()))
 
 
 @pytest.mark.parametrize("markers", [False, True])
@@ -271,15 +275,7 @@ class TestMarkers:
             assert_same(runner.step(batch).logits, eagerly(runner, batch))
 
     def test_attention_is_launched_and_the_rest_replayed(self, opened: Opened) -> None:
-        runner = marked(Deep(), opened())
-        batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
-        runner.step(batch)
-        torch.npu.synchronize()
-        with emulator.trace() as trace:
-            runner.step(batch)
-            torch.npu.synchronize()
-        assert sum(record.kind == "graph" for record in trace.records) == 4
-        assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3
+        assert_attention_is_launched(marked(Deep(), opened()))
 
     def test_pieces_and_buckets_share_memory(self, opened: Opened) -> None:
         def taken(sizes: Sequence[int], layers: int = 2) -> int:

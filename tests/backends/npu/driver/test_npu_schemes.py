@@ -16,18 +16,11 @@ from helpers.npu import compare, processes, schemes
 
 import hal
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEQUENCES, WINDOW = 3, 40
 MODES = ("graph", "piecewise", "piecewise_eager", "npugraph_ex")
 BUCKETS = (1, 2, 4, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-    hal.open("cpu")
 
 
 @pytest.fixture(scope="module")

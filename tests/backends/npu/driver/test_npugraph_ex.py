@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,13 @@ from hal.execution.capture.full_graph import FullGraphForm
 from hal.nn import Batch
 from hal.step import StaticBatch, StepShape
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Opened = Callable[..., hal.Backend]
 ATTENTION = "FusedInferAttentionScoreV3"
 CACHE_READERS = {ATTENTION, "PagedAttentionOperation", "ScatterPaKvCache", "QkvRmsNormRopeCache"}
 SIZES = [2, 4]
 GRAPHS = ("graph", "group", "captured")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hal.backends.npu import emulator
 from helpers.checkpoints import random_checkpoint
-from helpers.npu.drawn import attention_arguments, drawn_attention, on_cpu
+from helpers.kernel_checks import on_cpu
+from helpers.npu.drawn import attention_arguments, drawn_attention
 from helpers.reference import prompts
 from torch import Tensor
 

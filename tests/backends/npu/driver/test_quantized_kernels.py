@@ -9,7 +9,7 @@ import pytest
 import torch
 from hal.backends.npu import emulator
 from hal.backends.npu.kernels.quantized import prepared_deq_scale
-from helpers.npu.drawn import on_cpu
+from helpers.kernel_checks import on_cpu
 from torch import Tensor
 
 import hal

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,8 @@ from hal import ops
 from hal.nn import (
     Attention,
     Batch,
-    CausalLM,
     Concatenated,
     Consumer,
-    Embedding,
     Linear,
     MergedLinear,
     RMSNorm,
@@ -25,6 +22,8 @@ from hal.nn import (
 )
 from hal.nn.model import LayerState
 from hal.ops import FLOATING, Draw, Sample
+
+from .model import ToyLM
 
 EXPERTS, CHOSEN, INNER = 4, 2, 16
 
@@ -101,23 +100,6 @@ class ExpertsLayer(nn.Module):
         return output
 
 
-class ExpertsForCausalLM(CausalLM):
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.vocab_size, self.max_length = config["vocab_size"], 256
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        self.embed_tokens, self.lm_head = Embedding(self.vocab_size, width), Linear(width, self.vocab_size)
-        layers = [ExpertsLayer(width, heads) for _ in range(config["num_hidden_layers"])]
-        self.layers = nn.ModuleList(layers)
-        self.states = [layer.states for layer in layers]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ExpertsForCausalLM:
-        return cls(config)
-
-    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        hidden = self.embed_tokens(batch.token_ids)
-        for layer, state in zip(self.layers, states, strict=True):
-            hidden = layer(hidden, batch, state)
-        logits: Tensor = self.lm_head(hidden[batch.logits_indices])
-        return logits
+class ExpertsForCausalLM(ToyLM):
+    def layer(self, index: int, width: int, heads: int) -> ExpertsLayer:
+        return ExpertsLayer(width, heads)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import Batch, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn import Batch, Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.ops import FLOATING, Draw, Sample
 from hal.step import TOKEN, State
+
+from .model import ToyLM
 
 LATENT = 24
 
@@ -98,23 +99,6 @@ class LatentLayer(nn.Module):
         return hidden + self.out(attended.flatten(1))
 
 
-class LatentForCausalLM(CausalLM):
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.vocab_size, self.max_length = config["vocab_size"], 256
-        width = config["hidden_size"]
-        self.embed_tokens, self.lm_head = Embedding(self.vocab_size, width), Linear(width, self.vocab_size)
-        layers = [LatentLayer(width, config["num_attention_heads"]) for _ in range(config["num_hidden_layers"])]
-        self.layers = nn.ModuleList(layers)
-        self.states = [layer.states for layer in layers]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> LatentForCausalLM:
-        return cls(config)
-
-    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        hidden = self.embed_tokens(batch.token_ids)
-        for layer, state in zip(self.layers, states, strict=True):
-            hidden = layer(hidden, batch, state)
-        logits: Tensor = self.lm_head(hidden[batch.logits_indices])
-        return logits
+class LatentForCausalLM(ToyLM):
+    def layer(self, index: int, width: int, heads: int) -> LatentLayer:
+        return LatentLayer(width, heads)

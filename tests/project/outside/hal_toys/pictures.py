@@ -7,12 +7,14 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hal import ops
-from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn import Batch, Linear
 from hal.nn.model import LayerState
 from hal.step import field
+
+from .model import AttentionLayer, ToyLM
 
 PATCH = 12
 """Elements of an image's embedding, before the model projects it."""
@@ -39,12 +41,8 @@ class PictureBatch(Batch):
     is_image: Tensor = field("tokens", torch.bool, default=_nowhere)
 
 
-class PictureLayer(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.head_dim = heads, width // heads
-        self.norm, self.qkv, self.out = RMSNorm(width, 1e-6), Linear(width, 3 * width), Linear(width, width)
-        self.attention = Attention(heads, self.head_dim)
+class PictureLayer(AttentionLayer):
+    """Attention whose queries and keys are rotated."""
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: PictureBatch, state: LayerState) -> Tensor:
         query, key, value = self.qkv(self.norm(hidden)).view(-1, 3, self.heads, self.head_dim).unbind(1)
@@ -52,23 +50,17 @@ class PictureLayer(nn.Module):
         return hidden + self.out(self.attention(query, key, value, batch, state))
 
 
-class PicturesForCausalLM(CausalLM):
+class PicturesForCausalLM(ToyLM):
     batch_type = PictureBatch
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.vocab_size, self.max_length = config["vocab_size"], 256
+        super().__init__(config)
         width, heads = config["hidden_size"], config["num_attention_heads"]
-        self.embed_tokens, self.lm_head = Embedding(self.vocab_size, width), Linear(width, self.vocab_size)
         self.patch = Linear(PATCH, width)
-        layers = [PictureLayer(width, heads) for _ in range(config["num_hidden_layers"])]
-        self.layers = nn.ModuleList(layers)
         self.half = width // heads // 2
-        self.states = [layer.attention.states for layer in layers]
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> PicturesForCausalLM:
-        return cls(config)
+    def layer(self, index: int, width: int, heads: int) -> PictureLayer:
+        return PictureLayer(width, heads)
 
     def forward(self, batch: PictureBatch, states: Sequence[LayerState]) -> Tensor:
         text = self.embed_tokens(batch.token_ids)

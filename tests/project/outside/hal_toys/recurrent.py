@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn import Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.ops import FLOATING, Draw, Sample
 from hal.step import SEQUENCE, SlotBatch, State
+
+from .model import AttentionLayer, ToyLM
 
 LAGS = 3
 """Rows that a convolution reads: a token's own, and those of the two tokens before it."""
@@ -143,43 +144,8 @@ class RecurrentLayer(nn.Module):
         return hidden + self.out(attended)
 
 
-class AttentionLayer(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.head_dim = heads, width // heads
-        self.norm, self.qkv, self.out = RMSNorm(width, 1e-6), Linear(width, 3 * width), Linear(width, width)
-        self.attention = Attention(heads, self.head_dim)
-        self.states = self.attention.states
-
-    def forward(self, hidden: Tensor, batch: SlotBatch, state: LayerState) -> Tensor:
-        heads = self.qkv(self.norm(hidden)).view(-1, 3, self.heads, self.head_dim)
-        query, key, value = heads.unbind(1)
-        return hidden + self.out(self.attention(query, key, value, batch, state))
-
-
-class RecurrentForCausalLM(CausalLM):
+class RecurrentForCausalLM(ToyLM):
     batch_type = SlotBatch
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.vocab_size, self.max_length = config["vocab_size"], 256
-        width = config["hidden_size"]
-        self.embed_tokens, self.lm_head = Embedding(self.vocab_size, width), Linear(width, self.vocab_size)
-        heads = config["num_attention_heads"]
-        layers = [
-            AttentionLayer(width, heads) if index % 2 else RecurrentLayer(width)
-            for index in range(config["num_hidden_layers"])
-        ]
-        self.layers = nn.ModuleList(layers)
-        self.states = [layer.states for layer in layers]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> RecurrentForCausalLM:
-        return cls(config)
-
-    def forward(self, batch: SlotBatch, states: Sequence[LayerState]) -> Tensor:
-        hidden = self.embed_tokens(batch.token_ids)
-        for layer, state in zip(self.layers, states, strict=True):
-            hidden = layer(hidden, batch, state)
-        logits: Tensor = self.lm_head(hidden[batch.logits_indices])
-        return logits
+    def layer(self, index: int, width: int, heads: int) -> AttentionLayer | RecurrentLayer:
+        return AttentionLayer(width, heads) if index % 2 else RecurrentLayer(width)
