@@ -44,7 +44,7 @@ def test_the_page_names_the_versions_that_are_installed() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert tested
     assert list(Requirement(extra).specifier.filter(tested)) == tested
-    assert re.findall(r"^VLLM \?= (\S+)$", makefile, re.MULTILINE) == [max(tested, key=lambda it: it.split("."))]
+    assert set(re.findall(r"^VLLM \?= (\S+)$", makefile, re.MULTILINE)) <= set(tested)
 
 
 @needs_vllm
