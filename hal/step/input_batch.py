@@ -16,7 +16,7 @@ from hal.device.device import Device
 from hal.errors import BatchError
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
-from hal.step.sequence_rows import PENDING, SequenceRows
+from hal.step.sequence_rows import PENDING, SequenceRows, to_device
 from hal.step.slot_batch import SlotBatch
 from hal.step.staging import Staging
 
@@ -171,5 +171,5 @@ class InputBatch(SequenceRows):
             if where.all() and np.array_equal(of_token, self._rows[: len(of_token)]):
                 token_ids.copy_(self.sampled[: len(of_token)])
                 return
-            places = torch.from_numpy(np.stack((where.nonzero()[0], of_token[where]))).to(token_ids.device)
+            places = to_device(np.stack((where.nonzero()[0], of_token[where])), token_ids.device)
             token_ids[places[0]] = self.sampled[places[1]]

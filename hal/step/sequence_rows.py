@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,17 @@ from hal.step.batch_inputs import Bounds, integers_of
 
 PENDING = -1
 """The token id of a token that is still on the device."""
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device. The host does not wait for the device's work, as a plain copy would.
+
+    Args:
+        values: a CPU tensor, an array or a sequence.
+        device: the device.
+    """
+    tensor = torch.as_tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class SequenceRows:
@@ -147,7 +159,7 @@ class SequenceRows:
         if list(rows) == list(range(len(rows))):
             self.sampled[: len(rows)].copy_(tokens)
         else:
-            self.sampled[torch.tensor(rows, device=self.sampled.device)] = tokens.to(torch.int64)
+            self.sampled[to_device(rows, self.sampled.device)] = tokens.to(torch.int64)
 
     def set_cached(self, row: int, cached: int) -> None:
         """Set how many of a sequence's first tokens are in the cache, such as after a step.
@@ -220,7 +232,9 @@ class SequenceRows:
             array[targets] = array[sources]
         self._tokens[targets, :width] = self._tokens[sources, :width]
         self._table[targets, :columns] = self._table[sources, :columns]
-        self.sampled[targets] = self.sampled[sources]
+        if self._pending[targets].any():
+            device = self.sampled.device
+            self.sampled[to_device(targets, device)] = self.sampled[to_device(sources, device)]
 
     def _clear(self, row: int) -> None:
         self._table[row, : self._blocks[row]] = 0

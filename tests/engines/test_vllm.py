@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from helpers.vllm_programs import found_by, installed, needs_vllm, run
 
 from hal.config.environment import environment_mapping
 from hal.engines.vllm import register
-
-
-def _installed(distribution: str) -> bool:
-    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-needs_vllm = pytest.mark.skipif(not _installed("vllm"), reason="vLLM is not installed: see make test-vllm")
-HERE = Path(__file__).parent
-ENVIRONMENT = {
-    "HAL_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_LOGGING_LEVEL": "WARNING",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -48,24 +30,24 @@ def test_hal_is_active_only_if_asked_for(
     assert register() == ("hal.engines.vllm.platform.HalPlatform" if active else None)
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with vLLM, on the emulated CANN if torch_npu is installed: transformers imports it then."""
-    emulated = _installed("torch-npu")
-    prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if emulated else []
-    command = [*prefix, sys.executable, "-c", program, *arguments]
-    paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-
-
-def compared(tmp_path: Path, checkpoint: Path, **asked: Any) -> dict[str, Any]:
-    out = tmp_path / "found.json"
-    arguments = json.dumps({"checkpoint": str(checkpoint), "out": str(out), **asked})
-    result = run("import vllm_requests; vllm_requests.main()", arguments)
-    assert out.exists(), result.stdout + result.stderr
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    print(asked, found["counts"], f"ties: {found['ties']}")  # noqa: T201
-    return found
+def check_random(
+    tmp_path: Path, checkpoint: Path, device: str, compiler: str, dtype: str, requests: int, *, devices: int = 1,
+    parallel: Mapping[str, Any] = MappingProxyType({}), **vllm: Any,
+) -> dict[str, int]:  # fmt: skip
+    """Check random requests, and return what was counted."""
+    if device == "npu" and not installed("torch-npu"):
+        pytest.skip("torch_npu is not installed")
+    configuration = {"backend": device, "compilation": {"compiler": compiler}, "parallel": dict(parallel)}
+    found = found_by(
+        "vllm_requests.main", tmp_path, checkpoint, devices=devices, hal=configuration, vllm=vllm, dtype=dtype,
+        block=16 if device == "cpu" else 128, seed=1, requests=requests,
+    )  # fmt: skip
+    assert found["wrong"] == []
+    assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
+    assert found["requests"] == requests
+    counts: dict[str, int] = found["counts"]
+    assert all(counts[kind] > 0 for kind in ("mixed", "decode", "chunks", "resumed", "prefix hits"))
+    return counts
 
 
 @needs_vllm
@@ -86,16 +68,64 @@ def test_random_requests_get_the_tokens_of_generate(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, device: str, compiler: str, dtype: str, requests: int
 ) -> None:
     """A small cache and small steps, so that requests are cut into chunks, resumed, and find cached prefixes."""
-    if device == "npu" and not _installed("torch-npu"):
-        pytest.skip("torch_npu is not installed")
-    found = compared(
-        tmp_path, request.getfixturevalue(name), hal={"backend": device, "compilation": {"compiler": compiler}},
-        dtype=dtype, block=16 if device == "cpu" else 128, seed=1, requests=requests,
+    check_random(tmp_path, request.getfixturevalue(name), device, compiler, dtype, requests)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("device", "dtype", "requests", "asynchronous"),
+    [("cpu", "float32", 200, False), ("npu", "float16", 60, False), ("npu", "float16", 60, True)],
+)
+def test_a_step_starts_before_the_tokens_of_the_last_are_on_the_host(
+    trained: Path, tmp_path: Path, device: str, dtype: str, requests: int, asynchronous: bool
+) -> None:
+    counts = check_random(tmp_path, trained, device, "graph", dtype, requests, async_scheduling=asynchronous)
+    assert bool(counts["ahead"]) == asynchronous
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "device", "compiler", "dtype", "requests", "parallel"),
+    [
+        ("trained", "cpu", "eager", "float32", 200, {}),
+        ("trained", "cpu", "graph", "float32", 200, {}),
+        ("trained_experts", "cpu", "graph", "float32", 60, {}),
+        ("trained_experts", "cpu", "graph", "float32", 60, {"experts": "all_to_all"}),
+        ("trained", "npu", "eager", "float16", 40, {}),
+        ("trained", "npu", "graph", "float16", 40, {}),
+    ],
+)
+def test_two_ranks_split_a_model(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, device: str, compiler: str, dtype: str, requests: int,
+    parallel: dict[str, Any],
+) -> None:  # fmt: skip
+    checkpoint = request.getfixturevalue(name)
+    check_random(
+        tmp_path, checkpoint, device, compiler, dtype, requests, devices=2, parallel=parallel, tensor_parallel_size=2
+    )
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "experts"), [("trained", "split"), ("trained_experts", "split"), ("trained_experts", "all_to_all")]
+)
+def test_two_replicas_give_the_tokens_of_generate(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, experts: str
+) -> None:
+    configuration = {"backend": "cpu", "compilation": {"compiler": "graph"}, "parallel": {"experts": experts}}
+    found = found_by(
+        "vllm_ranks.replicas", tmp_path, request.getfixturevalue(name), hal=configuration,
+        vllm={"data_parallel_size": 2},
     )  # fmt: skip
     assert found["wrong"] == []
-    assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
-    assert found["requests"] == requests
-    assert all(found["counts"][kind] > 0 for kind in ("mixed", "decode", "chunks", "resumed", "prefix hits"))
+
+
+@needs_vllm
+def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
+    found = found_by("vllm_ranks.killed", tmp_path, trained, hal={"backend": "cpu"}, vllm={"tensor_parallel_size": 2})
+    assert found["error"].startswith("RuntimeError")  # vLLM's, from the error of the other rank
+    assert found["seconds"] < 30
+    assert found["left"] == []
 
 
 @needs_vllm
@@ -104,7 +134,7 @@ def test_random_requests_get_the_tokens_of_generate(
     [
         ("enable_lora=True", "hal does not support vLLM's lora_config"),
         ("pipeline_parallel_size=2", "hal does not support vLLM's pipeline_parallel_size = 2"),
-        ("tensor_parallel_size=2", "hal does not support vLLM's tensor_parallel_size = 2"),
+        ("additional_config={'hal': {'parallel': {'tensor': 2}}}", "has parallel.tensor = 2, which vLLM decides"),
         ("kv_cache_dtype='fp8'", "hal does not support vLLM's kv_cache_dtype = fp8"),
         (
             "enforce_eager=True, additional_config={'hal': {'compilation': {'compiler': 'graph'}}}",
@@ -118,3 +148,9 @@ def test_what_is_refused_at_the_start(trained: Path, arguments: str, problem: st
     result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, {arguments})")
     assert result.returncode != 0
     assert problem in result.stdout + result.stderr
+
+
+@needs_vllm
+def test_experts_are_shared_as_hal_is_configured(trained_experts: Path) -> None:
+    result = run(f"from vllm import LLM; LLM({str(trained_experts)!r}, enable_expert_parallel=True)")
+    assert "hal does not read vLLM's enable_expert_parallel" in result.stdout + result.stderr

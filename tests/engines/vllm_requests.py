@@ -1,7 +1,8 @@
 """Runs random requests through vLLM, and compares their tokens with hal.generate's, or with those of a request alone.
 
-The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``dtype``, ``block`` (tokens per block),
-``seed``, ``requests``, and ``out``, the file for the result. test_vllm.py runs it in a separate process.
+The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``vllm`` (further arguments of ``vllm.LLM``),
+``dtype``, ``block`` (tokens per block), ``seed``, ``requests``, and ``out``, the file for the result. test_vllm.py runs
+it in a separate process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,21 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 import hal
+from hal.engines.vllm.step_output import StepOutput
 from hal.engines.vllm.worker import HalWorker
 
 LONGEST, CACHED = 704, 1024
 TIE = 0.02
 """The difference of two logits, of up to 12, that rounding to float16 in the layers may turn."""
-COUNTS: Counter[str] = Counter()
-"""Steps with prompts and running sequences, chunks of prompts, resumed requests, and prompts with a cached prefix."""
+STEPS: Counter[str] = Counter()
+"""Steps of this worker with prompts and running sequences, chunks of prompts, resumed requests, prompts with a cached
+prefix, and steps that started before the tokens of the step before were on the host."""
 
 
 class CountingWorker(HalWorker):
     """Counts what the scheduler asks for."""
+
+    output: StepOutput | None = None
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Count, and run the step."""
@@ -35,15 +42,28 @@ class CountingWorker(HalWorker):
         decoding = {name for name, done in zip(cached.req_ids, cached.num_output_tokens, strict=True) if done}
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduled:
-            COUNTS["mixed"] += bool(decoding) and len(decoding) < len(scheduled)
-            COUNTS["decode"] += len(decoding) == len(scheduled)
-            COUNTS["chunks"] += len(cached.req_ids) - len(decoding)
-            COUNTS["resumed"] += len(cached.resumed_req_ids)
-            COUNTS["resumed"] += sum(
+            STEPS["mixed"] += bool(decoding) and len(decoding) < len(scheduled)
+            STEPS["decode"] += len(decoding) == len(scheduled)
+            STEPS["chunks"] += len(cached.req_ids) - len(decoding)
+            STEPS["resumed"] += len(cached.resumed_req_ids)
+            STEPS["resumed"] += sum(
                 bool(len(each.prefill_token_ids or ()) > len(each.prompt_token_ids)) for each in new
             )
-            COUNTS["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
+            STEPS["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
+            STEPS["ahead"] += self.output is not None and not self.output.arrived
         return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Keep the output, and on a host, where it is there at once, a checksum of the tokens."""
+        output = super().sample_tokens(grammar_output)
+        self.output = output if isinstance(output, StepOutput) else None
+        if self.output is not None and self.device.type == "cpu":
+            STEPS["checksum"] = zlib.crc32(json.dumps(self.output.tokens).encode(), STEPS["checksum"])
+        return output
+
+    def counted(self) -> dict[str, int]:
+        """Return the counts of this rank."""
+        return dict(STEPS)
 
 
 def gap(checkpoint: str, tokens: list[int], one: int, other: int) -> float:
@@ -61,7 +81,8 @@ def main() -> None:
     draw = random.Random(asked["seed"])
     vocabulary = json.loads((Path(asked["checkpoint"]) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     prefixes = [[draw.randrange(5, vocabulary) for _ in range(200)] for _ in range(3)]
-    prompts, params, plain = [], [], []
+    prompts, params, kinds = [], [], []
+    counts: Counter[str] = Counter()
     for index in range(asked["requests"]):
         length = draw.choice((draw.randint(1, 40), draw.randint(1, 600)))
         prompt = [draw.randrange(5, vocabulary) for _ in range(length)]
@@ -72,9 +93,11 @@ def main() -> None:
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw.randint(1, 40), "ignore_eos": True}
         # In 16 bits, a draw may fall between two tokens whose probabilities rounding moves.
         seed = "seed" if asked["dtype"] == "float32" else "greedy"
-        kind = draw.choice(("greedy",) * 5 + (seed, "penalties", "logprobs", "prompt logprobs", "regex"))
+        kind = draw.choice(("greedy",) * 5 + (seed, "random", "penalties", "logprobs", "prompt logprobs", "regex"))
         if kind == "seed":
             given |= {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": index}
+        elif kind == "random":
+            given |= {"temperature": 0.9}
         elif kind == "penalties":
             given |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
         elif kind == "logprobs":
@@ -85,36 +108,41 @@ def main() -> None:
             given |= {"structured_outputs": StructuredOutputsParams(regex=r"[a-f]{3}[0-9]{2,4}")}
             given["ignore_eos"] = False
         params.append(SamplingParams(**given))
-        plain.append(kind in ("greedy", "logprobs", "prompt logprobs"))
-        COUNTS[kind] += 1
+        kinds.append(kind)
+        counts[kind] += 1
     same = {
         "model": asked["checkpoint"], "max_model_len": LONGEST, "block_size": asked["block"], "dtype": asked["dtype"],
         "worker_cls": f"{__name__}.CountingWorker",
     }  # fmt: skip
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     engine = LLM(
         **same, additional_config={"hal": asked["hal"]}, max_num_seqs=8, max_num_batched_tokens=96,
-        num_gpu_blocks_override=CACHED // asked["block"], enable_prefix_caching=True,
+        num_gpu_blocks_override=CACHED // asked["block"], enable_prefix_caching=True, **asked.get("vllm", {}),
     )  # fmt: skip
-    found = engine.generate(given, params, use_tqdm=False)
-    counts = dict(COUNTS)
+    start = time.perf_counter()
+    found = engine.generate(inputs, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
     wrong, ties = list[str](), list[int]()
+    first, *others = engine.collective_rpc("counted")
+    if any(each["checksum"] != first["checksum"] for each in others if "checksum" in first):
+        wrong.append("the ranks drew different tokens")
     # The plain ones against hal.generate.
-    backend = hal.open({**asked["hal"], "dtype": asked["dtype"], "cache": {"num_tokens": 8192}})
+    alone = {name: each for name, each in asked["hal"].items() if name != "parallel"}
+    backend = hal.open({**alone, "dtype": asked["dtype"], "cache": {"num_tokens": 8192}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
-    chosen = [index for index, each in enumerate(plain) if each]
+    chosen = [index for index, each in enumerate(kinds) if each in ("greedy", "logprobs", "prompt logprobs")]
     expected: dict[int, list[int]] = {index: [] for index in chosen}
     wanted = [hal.SamplingParams(max_new_tokens=params[index].max_tokens) for index in chosen]
     for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
         expected[chosen[token.prompt]].append(token.token_id)
     # The others against the same request without company, by the same sampler.
-    for index, each in enumerate(plain):
-        if not each:
-            (alone,) = engine.generate([given[index]], [params[index]], use_tqdm=False)
-            expected[index] = list(alone.outputs[0].token_ids)
+    for index, kind in enumerate(kinds):
+        if kind in ("seed", "penalties", "regex"):
+            (again,) = engine.generate([inputs[index]], [params[index]], use_tqdm=False)
+            expected[index] = list(again.outputs[0].token_ids)
     for index, output in enumerate(found):
         tokens = list(output.outputs[0].token_ids)
-        if tokens != expected[index]:
+        if tokens != expected.get(index, tokens):
             at = next(
                 (k for k, pair in enumerate(zip(tokens, expected[index], strict=False)) if pair[0] != pair[1]), -1
             )
@@ -129,4 +157,5 @@ def main() -> None:
             count = len(output.prompt_logprobs)
             if count != len(prompts[index]):
                 wrong.append(f"request {index} has {count} log-probabilities for {len(prompts[index])} tokens")
-    Path(asked["out"]).write_text(json.dumps({"counts": counts, "wrong": wrong, "ties": ties, "requests": len(found)}))
+    result = {"counts": counts | first, "wrong": wrong, "ties": ties, "requests": len(found), "seconds": seconds}
+    Path(asked["out"]).write_text(json.dumps(result), encoding="utf-8")

@@ -8,13 +8,14 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 import hal
 from hal.engines.vllm.request import Request, Requests
 from hal.engines.vllm.sampling import Sampling
+from hal.engines.vllm.step_output import StepOutput
 
 
 @attrs.frozen(eq=False)
@@ -42,9 +43,12 @@ class HalModelRunner:
         self._sampler = Sampler(logprobs_mode=vllm_config.model_config.logprobs_mode)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._step: _Step | None = None
+        self._running: StepOutput | None = None  # whose tokens the requests do not have yet
 
     def execute_model(self, scheduled: Any) -> Any:
         """Run the step that vLLM's scheduler asks for. Its tokens are chosen by :meth:`sample_tokens`."""
+        if self._running is not None and (self._running.arrived or self.requests.restarts(scheduled)):
+            self._settle()
         self.requests.update(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -90,41 +94,33 @@ class HalModelRunner:
             return logits[kept]
 
     def sample_tokens(self, grammar: Any) -> Any:
-        """Choose the tokens of the last step, and return what the scheduler reads."""
+        """Choose the tokens of the last step. They stay on the device, where the next step reads them.
+
+        Returns:
+            None if the step has failed, as vLLM asks for.
+        """
         if self._step is None:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return None
+        self._settle()  # Penalties read the tokens of the step before. The device runs this one meanwhile.
         step, self._step = self._step, None
-        tokens: list[list[int]] = [[] for _ in step.names]
-        logprobs = None
-        if step.ends:
-            names = [step.names[row] for row in step.ends]
-            with self.runner.backend.explaining(), torch.inference_mode():
+        names = [step.names[row] for row in step.ends]
+        with self.runner.backend.explaining(), torch.inference_mode():
+            sampled = None
+            if names:
                 if grammar is not None:
                     apply_grammar_bitmask(step.scheduled, grammar, SimpleNamespace(req_ids=names), step.logits)
-                output = self._sampler(step.logits, self._sampling.metadata([self.requests[each] for each in names]))
-                chosen = output.sampled_token_ids.tolist()
-                if output.logprobs_tensors is not None:
-                    ends = set(step.ends)
-                    counts = [0]
-                    for row in range(len(step.names)):
-                        counts.append(counts[-1] + (row in ends))
-                    logprobs = output.logprobs_tensors.tolists(counts)
-            for row, name, each in zip(step.ends, names, chosen, strict=True):
-                tokens[row] = each
-                self.requests.append(name, each)
-        return ModelRunnerOutput(
-            req_ids=step.names,
-            req_id_to_index={name: index for index, name in enumerate(step.names)},
-            sampled_token_ids=tokens,
-            logprobs=logprobs,
-            prompt_logprobs_dict=self._prompt_logprobs(step.names),
-        )
+                sampled = self._sampler(step.logits, self._sampling.metadata([self.requests[each] for each in names]))
+            prompts = self.requests.scored_prompts(step.names)
+            output = self._running = StepOutput(self.runner.backend, step.names, step.ends, sampled, prompts)
+            if output.arrived:
+                self._settle()
+            elif sampled is not None:
+                self.requests.defer(names, sampled.sampled_token_ids.view(-1))
+        return output
 
-    def _prompt_logprobs(self, names: list[str]) -> dict[str, LogprobsTensors]:
-        found = {}
-        for name in names:
-            request = self.requests[name]
-            if request.prompt_logprobs and request.scored == len(request.prompt) - 1:
-                found[name] = LogprobsTensors.cat(request.prompt_logprobs)
-                request.prompt_logprobs = []
-        return found
+    def _settle(self) -> None:
+        """Take in the tokens of the last step, once they are on the host."""
+        output, self._running = self._running, None
+        if output is not None:
+            for row in output.ends:
+                self.requests.settle(output.names[row], output.tokens[row])

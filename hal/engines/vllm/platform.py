@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import psutil
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from hal.errors import ConfigError
-
-REFUSED = {
-    "speculative_config": "speculative decoding", "lora_config": "LoRA", "kv_transfer_config": "KV connectors",
-    "ec_transfer_config": "encoder connectors",
-}  # fmt: skip
-"""What of vLLM's configuration hal does not support, by the name of its part."""
+from hal.engines.vllm.refused import check_config
 
 
 class HalPlatform(Platform):
     """Runs models on the hal backend that ``additional_config={"hal": {...}}`` configures."""
 
     _enum = PlatformEnum.OOT
-    device_name = "hal"
-    device_type = "cpu"
+    device_name = device_type = "cpu"  # Both name a torch device.
     dispatch_key = "CPU"
     dist_backend = "gloo"
     ray_device_key = ""
@@ -46,6 +40,12 @@ class HalPlatform(Platform):
         return int(psutil.virtual_memory().total)
 
     @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """Make the worker's device the current one of a thread, such as the one that waits for results."""
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+
+    @classmethod
     def is_pin_memory_available(cls) -> bool:
         """Return False: hal pins what it copies."""
         return False
@@ -59,22 +59,12 @@ class HalPlatform(Platform):
         """
         from vllm.config import CompilationMode, CUDAGraphMode  # vllm.config imports this module.
 
-        for name, feature in REFUSED.items():
-            if getattr(vllm_config, name, None) is not None:
-                raise ConfigError(f"hal does not support vLLM's {name}", f"start vLLM without {feature}")
+        check_config(vllm_config)
         parallel = vllm_config.parallel_config
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if (size := getattr(parallel, name)) > 1:
-                raise ConfigError(f"hal does not support vLLM's {name} = {size}", "leave it at 1")
-        if (dtype := vllm_config.cache_config.cache_dtype) != "auto":
-            raise ConfigError(
-                f"hal does not support vLLM's kv_cache_dtype = {dtype}",
-                "leave it out: hal's models declare their states",
-            )
-        if vllm_config.load_config.load_format == "dummy":
-            raise ConfigError("hal loads no dummy weights", "pass a checkpoint, without load_format=dummy")
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "hal.engines.vllm.worker.HalWorker"
+        # A forked process could use neither a device that this one has opened, nor its threads of OpenMP.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         compilation = vllm_config.compilation_config
         compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []

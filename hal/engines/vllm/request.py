@@ -7,8 +7,10 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from hal.step import InputBatch
+from hal.step.sequence_rows import PENDING
 
 
 @attrs.define(eq=False)
@@ -20,7 +22,7 @@ class Request:
         params: vLLM's sampling parameters.
         blocks: its blocks, in order.
         computed: the number of its tokens in the cache.
-        outputs: the tokens that were sampled.
+        outputs: the tokens that were sampled. The last one is ``PENDING`` while only the device has it.
         generator: the random generator of a request with a seed.
         scored: of how many of the prompt's tokens the log-probabilities are known.
         prompt_logprobs: these, in parts.
@@ -91,13 +93,14 @@ class Requests:
                 request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
             self._known[new.req_id] = request
         cached = scheduled.scheduled_cached_reqs
-        for name, blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for name, blocks, computed, outputs in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
         ):
             request = self._known[name]
             if name in cached.resumed_req_ids:
                 self._drop(name)
                 request.blocks = list(blocks[0])
+                del request.outputs[outputs:]  # The scheduler may have dropped the tokens of a running step.
             elif blocks is not None:
                 request.blocks += blocks[0]
                 if name in self._rows:
@@ -110,10 +113,40 @@ class Requests:
             if name not in self._rows:
                 self._place(name, scheduled.num_scheduled_tokens)
 
-    def append(self, name: str, tokens: list[int]) -> None:
-        """Append sampled tokens to a request."""
-        self._known[name].outputs += tokens
-        self.inputs.extend(self._rows[name], tokens)
+    def restarts(self, scheduled: Any) -> bool:
+        """Return whether a step starts a known request anew, or runs nothing. Such a step reads all tokens so far."""
+        new = any(each.req_id in self._known for each in scheduled.scheduled_new_reqs)
+        return new or bool(scheduled.scheduled_cached_reqs.resumed_req_ids) or not scheduled.num_scheduled_tokens
+
+    def defer(self, names: list[str], tokens: Tensor) -> None:
+        """Append a sampled token to each request, which the host does not know yet."""
+        rows = self.rows(names)
+        self.inputs.put(rows, tokens)
+        for name, row in zip(names, rows, strict=True):
+            self.inputs.extend_pending(row)
+            self._known[name].outputs.append(PENDING)
+
+    def settle(self, name: str, tokens: list[int]) -> None:
+        """Append sampled tokens to a request, or replace the one that was deferred. It may have finished."""
+        request, row = self._known.get(name), self._rows.get(name)
+        if request is None:
+            return
+        if request.outputs[-1:] == [PENDING]:
+            request.outputs[-1:] = tokens
+            if row is not None:
+                self.inputs.resolve(row, *tokens)
+        else:
+            request.outputs += tokens
+            self.inputs.extend(self._rows[name], tokens)
+
+    def scored_prompts(self, names: list[str]) -> dict[str, list[Any]]:
+        """Return, once, the log-probabilities of the prompts that are complete, in parts."""
+        found = {}
+        for name in names:
+            request = self._known[name]
+            if request.prompt_logprobs and request.scored == len(request.prompt) - 1:
+                found[name], request.prompt_logprobs = request.prompt_logprobs, []
+        return found
 
     def advance(self, names: list[str], counts: list[int]) -> None:
         """Count the tokens of a step as cached."""

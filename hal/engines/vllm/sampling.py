@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from hal.engines.vllm.request import Request
+from hal.step.sequence_rows import to_device
 
+COLUMNS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+"""The parameters of which the sampler takes a column, in float32."""
 GREEDY = 1e-5
 """Temperatures below take the most likely token, as in vLLM's sampler."""
 
@@ -36,11 +39,15 @@ class Sampling:
 
     def metadata(self, requests: list[Request]) -> SamplingMetadata:
         """Return the metadata for the rows of these requests."""
-        update = None
-        if self._metadata is None or requests != self._requests:
+        update, before = None, self._requests
+        if self._metadata is None or requests != before:
             update = BatchUpdate(
-                batch_size=len(requests), removed=list(range(len(requests), len(self._requests))), moved=[],
-                added=[(row, each.params, each.prompt, each.outputs) for row, each in enumerate(requests)],
+                batch_size=len(requests), removed=list(range(len(requests), len(before))), moved=[],
+                added=[
+                    (row, each.params, each.prompt, each.outputs)
+                    for row, each in enumerate(requests)
+                    if row >= len(before) or before[row] is not each
+                ],
             )  # fmt: skip
         for each in self._processors.all:
             each.update_state(update)
@@ -55,23 +62,25 @@ class Sampling:
             each.presence_penalty or each.frequency_penalty or each.repetition_penalty != 1.0 for each in params
         )
         asked = [each.logprobs for each in params if each.logprobs is not None]
+        # One copy to the device for all.
+        values = torch.tensor([[getattr(each, name) for each in params] for name in COLUMNS], dtype=torch.float32)
+        columns = dict(zip(COLUMNS, to_device(values, self._device), strict=True))
+        top_k = [each.top_k if each.top_k > 0 else self._vocab_size for each in params]
         return SamplingMetadata(
-            temperature=None if all(greedy) else self._column(params, lambda it: it.temperature),
+            temperature=None if all(greedy) else columns["temperature"],
             all_greedy=all(greedy),
             all_random=not any(greedy),
-            top_p=self._column(params, lambda it: it.top_p) if any(each.top_p < 1 for each in params) else None,
-            top_k=(
-                self._column(params, lambda it: it.top_k if it.top_k > 0 else self._vocab_size, torch.int32)
-                if any(each.top_k > 0 for each in params)
-                else None
-            ),
+            top_p=columns["top_p"] if any(each.top_p < 1 for each in params) else None,
+            top_k=to_device(torch.tensor(top_k, dtype=torch.int32), self._device)
+            if any(each.top_k > 0 for each in params)
+            else None,
             generators={row: each.generator for row, each in enumerate(requests) if each.generator is not None},
             max_num_logprobs=(-1 if -1 in asked else max(asked)) if asked else None,
             no_penalties=not penalized,
             prompt_token_ids=self._prompts(requests) if penalized else None,
-            frequency_penalties=self._column(params, lambda it: it.frequency_penalty),
-            presence_penalties=self._column(params, lambda it: it.presence_penalty),
-            repetition_penalties=self._column(params, lambda it: it.repetition_penalty),
+            frequency_penalties=columns["frequency_penalty"],
+            presence_penalties=columns["presence_penalty"],
+            repetition_penalties=columns["repetition_penalty"],
             output_token_ids=[each.outputs for each in requests],  # They grow with the requests.
             allowed_token_ids_mask=self._refused(params) if any(each.allowed_token_ids for each in params) else None,
             bad_words_token_ids={
@@ -80,15 +89,10 @@ class Sampling:
             logitsprocs=self._processors,
         )
 
-    def _column(
-        self, params: Sequence[Any], value: Callable[[Any], float], dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        return torch.tensor([value(each) for each in params], dtype=dtype, device=self._device)
-
     def _prompts(self, requests: Sequence[Request]) -> Tensor:
         width = max(len(each.prompt) for each in requests)
         rows = [each.prompt + [self._vocab_size] * (width - len(each.prompt)) for each in requests]
-        return torch.tensor(rows, device=self._device)
+        return to_device(rows, self._device)
 
     def _refused(self, params: Sequence[Any]) -> Tensor:
         mask = torch.zeros(len(params), self._vocab_size, dtype=torch.bool)
@@ -96,4 +100,4 @@ class Sampling:
             if each.allowed_token_ids:
                 mask[row] = True
                 mask[row, each.allowed_token_ids] = False
-        return mask.to(self._device)
+        return to_device(mask, self._device)

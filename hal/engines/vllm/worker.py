@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
 from hal.drivers.compiler_registry import EAGER
 from hal.engines.vllm.model_runner import HalModelRunner
+from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
 from hal.errors import ConfigError, ModelError
 
 log = logging.getLogger("vllm.hal")
@@ -22,7 +24,7 @@ class HalWorker(WorkerBase):
     """Implements vLLM's worker with hal. vLLM decides the blocks' number, hal their layout."""
 
     def init_device(self) -> None:
-        """Open the backend."""
+        """Open the backend, and join the other ranks of this replica."""
         asked = dict((self.vllm_config.additional_config or {}).get("hal", {}))
         cache = dict(asked.get("cache", {}))
         if self.cache_config.user_specified_block_size:
@@ -35,8 +37,11 @@ class HalWorker(WorkerBase):
             raise ConfigError(
                 f"enforce_eager is set, and hal's compilation is {config['compilation']}", "leave one of them out"
             )
+        choose_device(self.parallel_config, self.local_rank)
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
+        join_ranks(self.backend, self.parallel_config, self.rank, self.local_rank, self.distributed_init_method)
+        torch.manual_seed(self.model_config.seed)  # All ranks draw the same tokens.
         self.cache_config.block_size = self.backend.block_size
         log.info("hal: %r", self.backend)
 
@@ -117,6 +122,10 @@ class HalWorker(WorkerBase):
         """Choose the tokens of the last step."""
         return self.model_runner.sample_tokens(grammar_output)
 
+    def execute_dummy_batch(self) -> None:
+        """Run a step for other replicas, if they share experts with this one."""
+        self.model_runner.runner.idle()
+
     def update_max_model_len(self, max_model_len: int) -> None:
         """Do nothing: the runner takes any shorter length."""
 
@@ -127,6 +136,7 @@ class HalWorker(WorkerBase):
     def shutdown(self) -> None:
         """Close the backend."""
         self.backend.close()
+        leave_ranks(self.parallel_config)
 
 
 def _spec_of(index: int, states: Mapping[str, hal.State], block_size: int, dtype: Any) -> KVCacheSpec:

@@ -1,0 +1,101 @@
+"""Programs of several processes, which test_vllm.py runs: copies of a model, and a rank that is killed.
+
+The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``vllm`` (further arguments of vLLM), and
+``out``, the file for the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+import hal
+
+TOKENS, PROMPTS = 20, 24
+
+
+def _read() -> tuple[dict[str, Any], list[list[int]]]:
+    asked = json.loads(sys.argv[1])
+    vocabulary = json.loads((Path(asked["checkpoint"]) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    draw = random.Random(asked.get("seed", 1))
+    return asked, [[draw.randrange(5, vocabulary) for _ in range(draw.randint(1, 90))] for _ in range(PROMPTS)]
+
+
+def _arguments(asked: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": asked["checkpoint"], "max_model_len": 256, "dtype": asked.get("dtype", "float32"),
+        "num_gpu_blocks_override": 128, "additional_config": {"hal": asked["hal"]}, **asked["vllm"],
+    }  # fmt: skip
+
+
+def _write(asked: dict[str, Any], **found: Any) -> None:
+    Path(asked["out"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+async def _answers(asked: dict[str, Any], prompts: list[list[int]], replicas: int) -> list[list[int]]:
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(asked)))
+
+    async def answer(index: int) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        given: Any = {"prompt_token_ids": prompts[index]}
+        async for output in engine.generate(given, params, str(index), data_parallel_rank=index % replicas):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    try:
+        return list(await asyncio.gather(*(answer(index) for index in range(len(prompts)))))
+    finally:
+        engine.shutdown()
+
+
+def replicas() -> None:
+    """Send each replica its share of the prompts, and compare the tokens with those of hal.generate."""
+    asked, prompts = _read()
+    found = asyncio.run(_answers(asked, prompts, asked["vllm"]["data_parallel_size"]))
+    alone = {name: each for name, each in asked["hal"].items() if name != "parallel"}
+    backend = hal.open({**alone, "dtype": asked.get("dtype", "float32"), "cache": {"num_tokens": 8192}})
+    runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
+    expected: list[list[int]] = [[] for _ in prompts]
+    for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=TOKENS)):
+        expected[token.prompt].append(token.token_id)
+    _write(asked, wrong=[index for index, tokens in enumerate(found) if tokens != expected[index]])
+
+
+def killed() -> None:
+    """Kill a rank while it works. Write the error, the seconds until it came, and the processes that are left."""
+    asked, prompts = _read()
+    engine = LLM(**_arguments(asked))
+    (_, victim) = sorted(multiprocessing.active_children(), key=lambda each: each.name)
+    times: list[float] = []
+
+    def kill() -> None:
+        times.append(time.monotonic())
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+
+    threading.Timer(1.0, kill).start()
+    error = ""
+    try:
+        while not times or time.monotonic() < times[0] + 60:
+            params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+            engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    except Exception as raised:  # whatever vLLM makes of it
+        error = f"{type(raised).__name__}: {raised}"
+    seconds = time.monotonic() - times[0]
+    until = time.monotonic() + 60
+    while (left := multiprocessing.active_children()) and time.monotonic() < until:
+        time.sleep(0.1)
+    _write(asked, error=error, seconds=seconds, left=[each.name for each in left])
