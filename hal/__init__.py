@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from hal.drivers.driver import Driver, Probe
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.errors import HalError
-    from hal.execution.runner import Runner, StepOutput
+    from hal.execution.memory_plan import MemoryPlan, plan_memory
+    from hal.execution.replace_weights import replace_weights
+    from hal.execution.runner import Runner
+    from hal.execution.state_spec import state_spec
+    from hal.execution.steps import StepOutput
     from hal.generation.generate import Token, generate
     from hal.generation.sampling_params import SamplingParams
     from hal.step import Batch, State, StateMemory, StateSpec, StepShape
@@ -61,6 +65,7 @@ _HOME = {
     "HostDevice": "hal.device.host_device",
     "HalError": "hal.errors",
     "Limits": "hal.device.limits",
+    "MemoryPlan": "hal.execution.memory_plan",
     "MemoryStats": "hal.device.memory",
     "Probe": "hal.drivers.driver",
     "ParallelConfig": "hal.config",
@@ -70,7 +75,7 @@ _HOME = {
     "State": "hal.step",
     "StateMemory": "hal.step",
     "StateSpec": "hal.step",
-    "StepOutput": "hal.execution.runner",
+    "StepOutput": "hal.execution.steps",
     "StepShape": "hal.step",
     "Stream": "hal.device.stream",
     "Token": "hal.generation.generate",
@@ -78,6 +83,9 @@ _HOME = {
     "generate": "hal.generation.generate",
     "load_model": "hal.checkpoint.loading",
     "open": "hal.drivers.registry:open_backend",
+    "plan_memory": "hal.execution.memory_plan",
+    "replace_weights": "hal.execution.replace_weights",
+    "state_spec": "hal.execution.state_spec",
 }
 _MODULES = ("nn", "ops")
 
@@ -98,6 +106,7 @@ __all__ = [
     "HalError",
     "HostDevice",
     "Limits",
+    "MemoryPlan",
     "MemoryStats",
     "ParallelConfig",
     "PhaseConfig",
@@ -118,6 +127,9 @@ __all__ = [
     "nn",
     "open",
     "ops",
+    "plan_memory",
+    "replace_weights",
+    "state_spec",
 ]
 
 

@@ -20,7 +20,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels
-from .packing import ROWS, Packing, linear
+from .packing import ROWS, Packing, linear, packed
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
@@ -94,6 +94,10 @@ class CpuBackend(Backend):
             return weight
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
         return self._packing.prepare(weight, shared=use.shared, sizes=sizes)
+
+    def replace_weight(self, prepared: Tensor, weight: Tensor, use: WeightUse) -> None:
+        """Write new values into a weight, in the layout that it has: another measurement may choose another one."""
+        prepared.copy_(packed(weight) if prepared.is_mkldnn else weight)
 
     def plain_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in its plain layout."""

@@ -73,11 +73,11 @@ class Packing:
         )
         if not pays:
             return weight
-        packed = _pack(weight)
+        made = packed(weight)
         if shared and min(speedups) <= MIN_SPEEDUP:
             faster = takewhile(lambda each: each[1] > MIN_SPEEDUP, zip(rows, speedups, strict=True))
-            packed.table, packed.rows = weight, max(size for size, _ in faster)  # type: ignore[attr-defined]
-        return packed
+            made.table, made.rows = weight, max(size for size, _ in faster)  # type: ignore[attr-defined]
+        return made
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -89,11 +89,13 @@ def _speedups(weight: Tensor, sizes: Sequence[int]) -> list[float]:
     """Return the speedup of the packed layout for each number of rows, on weights larger than the caches."""
     copies = min(SAMPLE_BYTES // weight.nbytes, MAX_COPIES)
     plain = [weight, *(weight.clone() for _ in range(copies - 1))]
-    packed = [_pack(each) for each in plain]
+    in_layout = [packed(each) for each in plain]
     speedups = []
     for rows in sizes:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        took = [(_seconds(x, plain), _seconds(x, packed)) for _ in range(4)]  # interleaved, so that noise affects both
+        took = [
+            (_seconds(x, plain), _seconds(x, in_layout)) for _ in range(4)
+        ]  # interleaved, so that noise affects both
         by_torch, by_packing = (min(each) for each in zip(*took, strict=True))
         speedups.append(by_torch / by_packing)
     return speedups
@@ -106,9 +108,10 @@ def _seconds(x: Tensor, weights: Sequence[Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return packed
+def packed(weight: Tensor) -> Tensor:
+    """Return a packed copy of a weight ``[out_features, in_features]``."""
+    result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return result
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -40,12 +40,14 @@ def measure(order: dict[str, Any]) -> int | None:
             model_of(need("transformers", "--against transformers"), setting.checkpoint.config)
     device = setting.backend.device
     before = device.memory_stats().allocated
-    contender = SIDES[order["side"]](setting).contender(order["mode"], Inputs(setting, plan.batch_sizes[0]))
+    side = SIDES[order["side"]](setting)
+    loading = device.memory_stats().peak  # A capture restarts the peak.
+    contender = side.contender(order["mode"], Inputs(setting, plan.batch_sizes[0]))
     for _ in range(STEPS):
         contender.reset()
         contender.step()
     device.synchronize()
-    most = device.memory_stats().peak
+    most = max(loading, device.memory_stats().peak)
     return most - before if most else None
 
 

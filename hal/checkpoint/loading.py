@@ -17,6 +17,7 @@ from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.validate import check_fit, check_tied
 from hal.checkpoint.weight_bindings import Binding, bindings_of
 from hal.checkpoint.weight_filling import Filling, weight_buffers
+from hal.checkpoint.weight_replacement import LoadedWeights
 from hal.config.settings import ExpertsMode
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
@@ -80,6 +81,7 @@ def load_model(
     bindings = bindings_of(model)
     check_fit(checkpoint, model, bindings, quantized)
     check_tied(checkpoint, model)
+    beside = quantized.names()
     if distributed:
         quantized.distribute(mesh.expert)
     if (tensor := mesh.tensor).size > 1:
@@ -91,6 +93,7 @@ def load_model(
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills", "make "
                               "it a parameter, or compute it in forward")  # fmt: skip
+    model.loaded = LoadedWeights(tuple(bindings), quantized, frozenset(beside), dtype)
     return model.eval()
 
 

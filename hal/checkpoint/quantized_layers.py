@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.quantized_parts import Computed, QuantizedLayer, QuantizedPart
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.weight_bindings import Binding
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError, ModelError
-from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Share, Weight, WeightUse
+from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Share, Weight
 from hal.nn.experts import EXPERTS
 from hal.nn.linear import OUT
 from hal.nn.weights.share import EQUALLY
 from hal.quantization.description import Quantization
-from hal.quantization.scheme import Scheme, TensorSpec
 
 
 def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear | GroupedLinear]]:
@@ -35,33 +35,6 @@ def named_parts(path: str, layer: Linear | GroupedLinear) -> list[tuple[str, int
     """Return the names and rows of the checkpoint's layers that make up ``layer``, at ``path`` in the model."""
     pieces = Binding(path, layer, "weight", layer.weights["weight"], layer.weight).pieces()
     return [(piece.source.rpartition(".")[0], piece.source_shape[0]) for piece in pieces]
-
-
-@attrs.frozen(eq=False)
-class _Part:
-    """A layer of the checkpoint, which is one of the model's layers or a part of one.
-
-    Attributes:
-        layer: the model's layer.
-        rows: the rows of its weight.
-        values: the tensors other than its weight that have been read.
-        statistics: the statistics of its weight's rows that have been read.
-    """
-
-    name: str
-    layer: nn.Module
-    rows: int
-    scheme: Scheme
-    specs: Mapping[str, TensorSpec]
-    values: dict[str, Tensor] = attrs.field(factory=dict)
-    statistics: list[Tensor] = attrs.field(factory=list)
-
-
-@attrs.frozen(eq=False)
-class _Layer:
-    module: nn.Module
-    scheme: Scheme
-    parts: tuple[_Part, ...]
 
 
 class QuantizedLayers:
@@ -82,8 +55,8 @@ class QuantizedLayers:
     """
 
     def __init__(self, model: CausalLM, checkpoint: Checkpoint) -> None:
-        self._layers: list[_Layer] = []
-        self._parts: dict[str, _Part] = {}
+        self._layers: list[QuantizedLayer] = []
+        self._parts: dict[str, QuantizedPart] = {}
         self._format = ""
         self._tensor = SOLO
         self._tensors = checkpoint.tensors
@@ -119,15 +92,17 @@ class QuantizedLayers:
                 module, bias = scheme.layer(linear), linear.bias is not None
         model.set_submodule(path, module)
         parts = tuple(
-            _Part(name, module, rows, scheme, scheme.tensors(self._format, rows, bias)) for name, rows in names
+            QuantizedPart(name, module, rows, scheme, scheme.tensors(self._format, rows, bias)) for name, rows in names
         )
-        self._layers.append(_Layer(module, scheme, parts))
+        self._layers.append(QuantizedLayer(module, scheme, parts))
         self._parts |= {part.name: part for part in parts}
 
-    def problems(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
-        """Return the problems of the tensors other than the weights."""
+    def problems(self, tensors: Mapping[str, TensorInfo], layers: Collection[nn.Module] | None = None) -> list[str]:
+        """Return the problems of the tensors other than the weights, of some of the model's layers or of all."""
         found = []
         for part in self._parts.values():
+            if layers is not None and part.layer not in layers:
+                continue
             for suffix, spec in part.specs.items():
                 info = tensors.get(f"{part.name}.{suffix}")
                 if info is not None and (problem := spec.problem(info.shape, info.dtype)):
@@ -139,6 +114,16 @@ class QuantizedLayers:
     def names(self) -> set[str]:
         """Return the names of the tensors other than the weights that the checkpoint may hold."""
         return {f"{part.name}.{suffix}" for part in self._parts.values() for suffix in part.specs}
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        """The model's quantized layers."""
+        return {layer.module for layer in self._layers}
+
+    def layer_of(self, name: str) -> nn.Module | None:
+        """Return the model's layer that a tensor other than a weight belongs to, or None."""
+        part = self._parts.get(name.rpartition(".")[0])
+        return None if part is None or name.rpartition(".")[2] not in part.specs else part.layer
 
     def split(self, tensor: Group) -> None:
         """Keep only what this rank's part of each layer needs.
@@ -188,7 +173,7 @@ class QuantizedLayers:
             self._parts |= {part.name: part for part in agreeing}
             self._layers[index] = attrs.evolve(layer, parts=(*layer.parts[start:stop], *agreeing))
 
-    def _without_rows(self, part: _Part) -> _Part:
+    def _without_rows(self, part: QuantizedPart) -> QuantizedPart:
         """Return another rank's expert as a part without rows. Only its numbers for all rows are read."""
         weight: Any = part.layer.weight
         statistics = part.scheme.row_statistics(torch.empty(0, weight.shape[-1], dtype=weight.dtype))
@@ -198,8 +183,10 @@ class QuantizedLayers:
             part,
             rows=0,
             specs={suffix: spec for suffix, spec in part.specs.items() if spec.whole},
-            values={suffix: torch.empty(0, *info.shape[1:], dtype=DTYPES[info.dtype]) for suffix, info in rows.items()},
-            statistics=[] if statistics is None else [statistics],
+            first_values={
+                suffix: torch.empty(0, *info.shape[1:], dtype=DTYPES[info.dtype]) for suffix, info in rows.items()
+            },
+            first_statistics=() if statistics is None else (statistics,),
         )
 
     def keep(self, name: str, values: Tensor) -> None:
@@ -231,7 +218,24 @@ class QuantizedLayers:
             CheckpointError: a number is out of range, or the parts of a layer are inconsistent.
         """
         changed = False
+        for computed in self.computed():
+            changed |= computed.set(backend, dtype)
+        return changed
+
+    def forget(self) -> None:
+        """Forget what has been read."""
+        for part in self._parts.values():
+            part.forget()
+
+    def computed(self, layers: Collection[nn.Module] | None = None) -> Iterator[Computed]:
+        """Compute what the schemes compute from what was read, and forget that; for some of the model's layers or all.
+
+        Raises:
+            CheckpointError: a number is out of range, or the parts of a layer are inconsistent.
+        """
         for layer in self._layers:
+            if layers is not None and layer.module not in layers:
+                continue
             declared: Mapping[str, Weight] = getattr(layer.module, "weights", {})
             parts = [
                 layer.scheme.part(
@@ -246,14 +250,12 @@ class QuantizedLayers:
                         "declare",
                         "add it to the layer's weights, without sources",
                     )
-                changed |= _set(layer.module, name, value, declared[name], backend, dtype)
+                yield Computed(layer.module, layer.parts[0].name, name, value, declared[name])
             for part in layer.parts:
-                part.values.clear()
-                part.statistics.clear()
-        return changed
+                part.forget()
 
 
-def _of_rank(part: _Part, name: str, values: Tensor, tensor: Group) -> Tensor:
+def _of_rank(part: QuantizedPart, name: str, values: Tensor, tensor: Group) -> Tensor:
     """Return what one of the ranks that split a layer keeps of a tensor beside its weight."""
     shard = getattr(part.layer, "shard", None)
     if tensor.size == 1 or shard in (None, EXPERTS) or values.shape[:1] != (part.rows,):
@@ -268,19 +270,3 @@ def _of_rank(part: _Part, name: str, values: Tensor, tensor: Group) -> Tensor:
 
 ADDED = frozenset({"bias", "quant_bias"})
 """Tensors beside a weight that are added to its product."""
-
-
-def _set(
-    module: nn.Module, name: str, value: Tensor | None, weight: Weight, backend: Backend, dtype: torch.dtype
-) -> bool:
-    """Set a tensor of a layer. Return whether the backend changed its format."""
-    if value is None:
-        setattr(module, name, None)
-        return False
-    moved = value.to(backend.device.torch)
-    consumer = weight.consumer
-    prepared = moved if consumer is None else backend.prepare_weight(
-        moved, WeightUse(consumer.operation, consumer.argument, dtype)
-    )  # fmt: skip
-    setattr(module, name, prepared)
-    return prepared is not moved

@@ -31,7 +31,7 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
         for binding in bindings
         for piece in binding.pieces()
         if piece.source in tensors
-        for problem in _problems(tensors[piece.source], piece, binding)
+        for problem in tensor_problems(tensors[piece.source], piece, binding)
     )
     problems += quantized.problems(tensors)
     known = {*bound, *model.tied, *quantized.names()}
@@ -63,7 +63,8 @@ def check_tied(checkpoint: Checkpoint, model: CausalLM) -> None:
             )
 
 
-def _problems(info: TensorInfo, piece: Piece, binding: Binding) -> Iterator[str]:
+def tensor_problems(info: TensorInfo, piece: Piece, binding: Binding) -> Iterator[str]:
+    """Yield why a checkpoint's tensor cannot fill a piece of a layer's tensor."""
     if info.shape != piece.source_shape:
         yield f"{piece.source} is {list(info.shape)}, not {list(piece.source_shape)}"
     if rounds(held := binding.held):

@@ -26,6 +26,7 @@ class Filling:
         ranks: Group = getattr(backend.mesh, binding.weight.among) if hasattr(binding.module, "split") else SOLO
         self.pieces = binding.pieces(ranks.rank, ranks.size)
         self.shape = binding.local_shape(ranks.size)
+        self.module = binding.module
         self._binding = binding
         self._zero = binding.weight.once and ranks.rank > 0
         self._computing, self._backend = computing, backend
@@ -37,20 +38,32 @@ class Filling:
 
     def put(self, piece: Piece, start: int, values: Tensor, buffers: Mapping[torch.dtype, WeightBuffers]) -> bool:
         """Copy rows of a piece. Return whether this completes the tensor and the backend changes its format."""
-        consumer = self._binding.weight.consumer
         if self._tensor is None:
-            shape, device = self.shape, self._backend.device.torch
-            if consumer is None:
-                self._tensor = torch.empty(shape, dtype=self.dtype, device=device)
+            if self._binding.weight.consumer is None:
+                self._tensor = self._allocated()
             else:
-                self._tensor = buffers[self.dtype].take(shape)
+                self._tensor = buffers[self.dtype].take(self.shape)
+        return self._copy(piece, start, values) and self._keep(buffers)
+
+    def _allocated(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self._backend.device.torch)
+
+    def _copy(self, piece: Piece, start: int, values: Tensor) -> bool:
+        """Copy rows of a piece into memory that is allocated. Return whether this completes the tensor."""
+        assert self._tensor is not None
         piece.put(self._tensor, start, values)
         self._left -= values.numel()
         if self._left:
             return False
         if self._zero:
             self._tensor.zero_()
+        return True
+
+    def _keep(self, buffers: Mapping[torch.dtype, WeightBuffers]) -> bool:
+        """Make the tensor the layer's. Return whether the backend changes its format."""
         weight, self._tensor = self._tensor, None
+        assert weight is not None
+        consumer = self._binding.weight.consumer
         if consumer is None:
             self._binding.set(weight)
             return self._prepare_tied()
@@ -73,6 +86,28 @@ class Filling:
         log.info("%s is held twice, as it is and prepared for %s: %d MiB more", binding.full_name,
                  use.consumer.operation, prepared.numel() * prepared.element_size() >> 20)  # fmt: skip
         return True
+
+
+class Refilling(Filling):
+    """A tensor of a layer that is filled again, in the memory that it has."""
+
+    def put_again(self, piece: Piece, values: Tensor) -> None:
+        """Copy a piece. The last one completes the tensor, and writes it into the layer's."""
+        binding, consumer = self._binding, self._binding.weight.consumer
+        held = getattr(binding.module, binding.name)
+        if self._tensor is None:
+            self._tensor = held if consumer is None else self._allocated()
+        if not self._copy(piece, 0, values):
+            return
+        weight, self._tensor = self._tensor, None
+        if consumer is not None:
+            self._backend.replace_weight(
+                held, weight, WeightUse(consumer.operation, consumer.argument, self._computing)
+            )
+        tied = self._tied_use
+        if tied is not None and (prepared := getattr(binding.module, tied.attribute)) is not None:
+            use = WeightUse(tied.consumer.operation, tied.consumer.argument, self._computing, shared=True)
+            self._backend.replace_weight(prepared, held, use)
 
 
 def weight_buffers(filling: Sequence[Filling], backend: Backend, most: int) -> Mapping[torch.dtype, WeightBuffers]:

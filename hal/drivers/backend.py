@@ -324,6 +324,19 @@ class Backend(BackendResources):
         """
         return weight
 
+    def replace_weight(self, prepared: Tensor, weight: Tensor, use: WeightUse) -> None:
+        """Write new values into the memory of a prepared weight, which graphs and compiled code read.
+
+        Override it if :meth:`prepare_weight` may choose another layout in a later call, or if ``copy_`` between two
+        tensors of its layout does not work.
+
+        Args:
+            prepared: the result of :meth:`prepare_weight` for the former values.
+            weight: the new values, in the form that :meth:`prepare_weight` takes.
+            use: as for :meth:`prepare_weight`.
+        """
+        prepared.copy_(self.prepare_weight(weight, use))
+
     def plain_weight(self, weight: Tensor) -> Tensor:
         """Return a prepared weight in a form that torch can copy to other devices and save.
 

@@ -12,9 +12,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-import attrs
 import torch
-from torch import Tensor
 
 from hal.device.capture_lock import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
@@ -25,7 +23,7 @@ from hal.execution.context import FormContext, Phase
 from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, spec_of
-from hal.execution.steps import Steps
+from hal.execution.steps import StepOutput, Steps
 from hal.nn import CausalLM
 from hal.step import Batch, Bounds, StateMemory
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
@@ -34,18 +32,6 @@ from hal.step.input_batch import InputBatch
 from hal.step.prefix_cache import PrefixCache
 
 log = logging.getLogger("hal.execution")
-
-
-@attrs.frozen(eq=False)
-class StepOutput:
-    """The result of a step.
-
-    Attributes:
-        logits: ``[rows, vocab_size]``, in the weights' dtype, one row for each of the batch's ``logits_indices``. Valid
-            until the runner's next step.
-    """
-
-    logits: Tensor
 
 
 class Runner(Closable):
@@ -64,6 +50,7 @@ class Runner(Closable):
         backend: runs the steps, in any thread, whichever backend is active.
         max_sequences: the most sequences of a batch. Larger default capture sizes are skipped.
         max_length: the most tokens of a sequence; None means the limit of model and cache.
+        num_blocks: the number of blocks, including the dummy block; None for blocks of ``cache.num_tokens`` tokens.
 
     Attributes:
         spec: the specification of the states.
@@ -81,8 +68,9 @@ class Runner(Closable):
     """
 
     def __init__(
-        self, model: CausalLM, backend: Backend, *, max_sequences: int | None = None, max_length: int | None = None
-    ) -> None:
+        self, model: CausalLM, backend: Backend, *, max_sequences: int | None = None, max_length: int | None = None,
+        num_blocks: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(f"this runner on the backend {backend.name}", "create another hal.Runner, on an open backend")
         self.backend = backend
         self._model: CausalLM | None = model
@@ -92,16 +80,16 @@ class Runner(Closable):
         self._max_sequences = max_sequences
         with backend.uses:  # The backend stays open until the runner is registered, and closes it from then on.
             try:
-                self._make(model, max_length)
+                self._make(model, max_length, num_blocks)
             except BaseException:
                 self._let_go()  # Else the exception's traceback would keep the memory alive.
                 raise
             backend.runners.add(self)
 
-    def _make(self, model: CausalLM, max_length: int | None) -> None:
+    def _make(self, model: CausalLM, max_length: int | None, num_blocks: int | None) -> None:
         backend = self.backend
         check_placed(model, backend)
-        self.spec = spec_of(model, backend)
+        self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
         with backend.explaining():
             self._states = states = backend.allocate(self.spec)

@@ -1,10 +1,16 @@
-"""The states that a runner allocates for its model, and the check that they fit into the device's memory."""
+"""The states of a model, known from its config or allocated by a runner, and the check that they fit into memory."""
 
 from __future__ import annotations
 
 import gc
 import math
+from pathlib import Path
 
+import torch
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import build_model
+from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.nn import CausalLM
@@ -13,10 +19,52 @@ from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.state import SEQUENCE
 
 
-def spec_of(model: CausalLM, backend: Backend) -> StateSpec:
-    """Return the specification of a model's states, for the tokens and sequences that the backend's config sets."""
+def state_spec(
+    checkpoint: str | Path | Checkpoint, *, block_size: int, num_blocks: int = DUMMY_BLOCK + 1, num_sequences: int = 0,
+    dtype: torch.dtype | None = None, ranks: int = 1,
+) -> StateSpec:  # fmt: skip
+    """Return the specification of a checkpoint's states, without a backend, from its config.
+
+    Args:
+        checkpoint: the checkpoint, or its folder. Its weights are not read.
+        block_size: tokens per block.
+        num_blocks: the number of blocks, including the dummy block.
+        num_sequences: concurrent sequences, for states per sequence.
+        dtype: the dtype of weights; None for the checkpoint's.
+        ranks: the number of ranks that split each layer.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit its architecture.
+        ConfigError: the model does not support its config, or ranks cannot split it.
+        ModelError: the model class cannot be imported.
+    """
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    model = build_model(opened, tensor=SOLO if ranks == 1 else Group("planned", size=ranks, planned=True))
+    return StateSpec(
+        tuple(model.states), dtype or opened.dtype, num_blocks, block_size,
+        num_sequences + DUMMY_SLOT + 1 if states_per_sequence(model) else 0,
+    )  # fmt: skip
+
+
+def states_per_sequence(model: CausalLM) -> list[str]:
+    """Return the names of a model's states per sequence."""
+    return [name for layer in model.states for name, state in layer.items() if state.per is SEQUENCE]
+
+
+def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) -> StateSpec:
+    """Return the specification of a model's states, for the tokens and sequences that the backend's config sets.
+
+    Args:
+        model: the model.
+        backend: the backend.
+        num_blocks: see :class:`hal.Runner`.
+    """
     cache = backend.config.cache
-    in_slots = [name for layer in model.states for name, state in layer.items() if state.per is SEQUENCE]
+    if num_blocks is not None and not (type(num_blocks) is int and num_blocks > DUMMY_BLOCK + 1):
+        raise ConfigError(
+            f"num_blocks is {num_blocks!r:.70}", f"pass an integer of {DUMMY_BLOCK + 2} or more: one is the dummy block"
+        )
+    in_slots = states_per_sequence(model)
     if in_slots and cache.reuse_prefixes:
         raise ConfigError(
             f"cache.reuse_prefixes is set, but {type(model).__name__} keeps {in_slots[0]} per sequence, which "
@@ -26,7 +74,7 @@ def spec_of(model: CausalLM, backend: Backend) -> StateSpec:
     return StateSpec(
         tuple(model.states),
         dtype=next(model.parameters()).dtype,
-        num_blocks=math.ceil(cache.num_tokens / backend.block_size) + DUMMY_BLOCK + 1,
+        num_blocks=num_blocks or math.ceil(cache.num_tokens / backend.block_size) + DUMMY_BLOCK + 1,
         block_size=backend.block_size,
         num_slots=cache.num_sequences + DUMMY_SLOT + 1 if in_slots else 0,
     )
@@ -42,5 +90,5 @@ def check_fits(spec: StateSpec, backend: Backend) -> None:
     if spec.nbytes > free:
         raise ConfigError(
             f"a cache of {spec.num_tokens} tokens takes {spec.nbytes >> 20} MiB of {free >> 20} MiB free",
-            "lower cache.num_tokens",
+            "lower cache.num_tokens, or the runner's num_blocks",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Set as AbstractSet
 
+import attrs
 from torch import Tensor
 
 from hal.drivers.compiler import Form
@@ -15,6 +16,18 @@ from hal.nn import CausalLM
 from hal.step import Batch, StateMemory, StepShape
 
 log = logging.getLogger("hal.execution")
+
+
+@attrs.frozen(eq=False)
+class StepOutput:
+    """The result of a step.
+
+    Attributes:
+        logits: ``[rows, vocab_size]``, in the weights' dtype, one row for each of the batch's ``logits_indices``. Valid
+            until the runner's next step.
+    """
+
+    logits: Tensor
 
 
 class Steps:

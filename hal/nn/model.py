@@ -32,6 +32,7 @@ class CausalLM(nn.Module):
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.
         ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
+        loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
     """
 
     vocab_size: int
@@ -42,6 +43,7 @@ class CausalLM(nn.Module):
     tied: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
     prepared_by: str | None = None
+    loaded: object | None = None
 
     @classmethod
     @abstractmethod

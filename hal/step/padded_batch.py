@@ -14,32 +14,37 @@ from hal.step.fields import Field, Padding, fields_of
 
 
 def padding_batch(
-    batch_type: type[Batch], lengths: Sequence[int], *, all_logits: bool, block_size: int, device: torch.device
-) -> Batch:
-    """Return a batch of padding only: new sequences of token 0, which write to the dummy block.
+    batch_type: type[Batch], lengths: Sequence[int], *, all_logits: bool, block_size: int, device: torch.device,
+    cached: Sequence[int] | None = None,
+) -> Batch:  # fmt: skip
+    """Return a batch of padding only: sequences of token 0, which write to the dummy block.
 
     Unlike the padding rows of a :class:`hal.step.StaticBatch`, they have their length, so that any kernel runs them.
 
     Args:
         batch_type: the class of the batch.
-        lengths: the number of tokens of each sequence, 1 or more.
+        lengths: the number of new tokens of each sequence, 1 or more.
         all_logits: whether each token has a row of logits; otherwise each sequence's last.
         block_size: tokens per block of the cache.
         device: the device of all fields except host twins.
+        cached: the number of tokens before the new ones of each sequence; None for 0.
     """
+    starts = [0] * len(lengths) if cached is None else cached
+    kv_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
     ends = torch.tensor(lengths).cumsum(0)
     tokens = int(ends[-1])
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([torch.arange(*each) for each in zip(starts, kv_lens, strict=True)])
     rows = torch.arange(tokens) if all_logits else ends - 1
     sizes = {
-        "tokens": tokens, "sequences": len(lengths), "rows": rows.shape[0], "blocks": -(-max(lengths) // block_size),
+        "tokens": tokens, "sequences": len(lengths), "rows": rows.shape[0],
+        "blocks": -(-max(kv_lens) // block_size),
     }  # fmt: skip
     own = {
         "positions": positions,
         "slot_mapping": (DUMMY_BLOCK * block_size + positions % block_size).to(torch.int32),
         "block_table": torch.full((len(lengths), sizes["blocks"]), DUMMY_BLOCK, dtype=torch.int32),
         "query_start_loc": functional.pad(ends, (1, 0)).to(torch.int32),
-        "kv_lens": torch.tensor(lengths, dtype=torch.int32),
+        "kv_lens": torch.tensor(kv_lens, dtype=torch.int32),
         "logits_indices": rows,
     }
     padding = Padding(sizes, lengths[0] if len(set(lengths)) == 1 else 0, block_size)

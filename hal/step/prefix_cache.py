@@ -26,6 +26,7 @@ class PrefixCache:
         self._owners: Counter[int] = Counter()
         self._holding: OrderedDict[bytes, int] = OrderedDict()  # blocks by digest, least recently used first
         self._contents: dict[int, bytes] = {}
+        self._stale: set[int] = set()
 
     def reuse(self, tokens: Sequence[int]) -> list[int]:
         """Return the cached blocks of the longest prefix of ``tokens``. The caller becomes an owner of them."""
@@ -43,6 +44,8 @@ class PrefixCache:
         """Record that the caller's ``blocks`` now hold ``tokens``. A last block that is not full is not recorded."""
         known = []
         for block, digest in zip(blocks, self._digests(tokens), strict=False):
+            if block in self._stale:
+                break
             if digest not in self._holding and block not in self._contents:
                 self._holding[digest] = block
                 self._contents[block] = digest
@@ -71,9 +74,17 @@ class PrefixCache:
         if ownerless := [block for block, times in Counter(blocks).items() if self._owners[block] < times]:
             raise ValueError(f"blocks {ownerless} were freed twice, or never allocated")
         self._owners.subtract(blocks)
-        self._allocator.give_back(
-            [each for each in dict.fromkeys(blocks) if not self._owners[each] and each not in self._contents]
-        )
+        ownerless = [each for each in dict.fromkeys(blocks) if not self._owners[each] and each not in self._contents]
+        self._stale.difference_update(ownerless)
+        self._allocator.give_back(ownerless)
+
+    def clear(self) -> None:
+        """Forget all contents, which other weights computed. Blocks with owners are not recorded again for these."""
+        for block in list(self._contents):
+            del self._holding[self._contents.pop(block)]
+            if not self._owners[block]:
+                self._allocator.give_back([block])
+        self._stale.update(block for block, owners in self._owners.items() if owners)
 
     def _use(self, chain: list[bytes]) -> None:
         """Mark blocks as used, in reverse: a block is useless without those before it, so the last is evicted first."""

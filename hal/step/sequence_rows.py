@@ -112,13 +112,12 @@ class SequenceRows:
             tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
         if len(block_ids):
             blocks = integers_of(row, "block {}", block_ids, self._bounds.first_block, self._bounds.num_blocks)
-            given = np.fromiter(blocks, np.int32, len(blocks))
-            if len(set(blocks)) < len(blocks) or np.isin(given, self._table[row, :first]).any():
+            if len(set(blocks)) < len(blocks) or not set(blocks).isdisjoint(self._table[row, :first].tolist()):
                 raise BatchError(
                     f"row {row} would have one of the blocks {blocks!s:.70} twice; it would overwrite its own tokens",
                     "pass each block once per sequence, and only those that are new",
                 )
-            self._table[row, first:last], self._blocks[row] = given, last
+            self._table[row, first:last], self._blocks[row] = blocks, last
         if len(token_ids):
             self._tokens[row, start:end], self._lengths[row] = tokens, end
 

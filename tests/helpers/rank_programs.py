@@ -297,3 +297,19 @@ def _held() -> dict[str, Counter[str]]:
         "threads": Counter(threads),
         "started": Counter(["started"] * distributed.is_initialized()),
     }
+
+
+def replaced(first: str, second: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the logits of the first checkpoint, of the second's weights in its place, and of the second."""
+    from helpers.replacing import logits, tensors
+
+    found = {}
+    for name, folder in (("fresh", second), ("before", first)):
+        config = {"backend": "cpu", "dtype": "float32", "parallel": parallel, "cache": {"num_tokens": 1024},
+                  "compilation": {"compiler": "graph", "capture_sizes": [1, 2]}}  # fmt: skip
+        with hal.open(config) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
+            found[name] = logits(runner)
+            if name == "before":
+                hal.replace_weights(runner, tensors(Path(second)))
+                found["replaced"] = logits(runner)
+    return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import attrs
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from torch import Tensor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
@@ -55,6 +56,28 @@ class HalWorker(WorkerBase):
             raise ConfigError("hal loads no dummy weights", "pass a checkpoint")
         self.model = hal.load_model(self.model_config.model, self.backend)
 
+    def reload_weights(
+        self, weights_iterator: Iterable[tuple[str, Tensor]] | None = None, weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:  # fmt: skip
+        """Write new weights in place of the loaded ones. vLLM's prefix cache must be reset after it.
+
+        Args:
+            weights_iterator: names in the checkpoint and tensors; None reads them from a checkpoint.
+            weights_path: the folder of that checkpoint; None for the model's own.
+            is_checkpoint_format: must be True.
+
+        Raises:
+            ConfigError: the weights are said not to be in a checkpoint's format.
+            CheckpointError: they do not fit the model.
+        """
+        if not is_checkpoint_format:
+            raise ConfigError("hal replaces weights in a checkpoint's format only", "leave is_checkpoint_format out")
+        if weights_iterator is None:
+            checkpoint = hal.Checkpoint.open(weights_path or self.model_config.model)
+            weights_iterator = ((name, tensor.clone()) for name, tensor in checkpoint.read(checkpoint.tensors))
+        hal.replace_weights(self.model_runner.runner, dict(weights_iterator))
+
     def get_model(self) -> Any:
         """Return the model."""
         return self.model
@@ -67,13 +90,13 @@ class HalWorker(WorkerBase):
         """Return what each layer keeps for a token, in vLLM's classes.
 
         Raises:
-            ModelError: a layer keeps anything but a key and a value per token.
+            ModelError: a layer keeps a state per sequence.
         """
         dtype = next(self.model.parameters()).dtype
         return {
             f"layers.{index}": _spec_of(index, states, self.backend.block_size, dtype)
-            for index, states in enumerate(self.model.states)
-        }
+            for index, states in enumerate(self.model.states) if states
+        }  # fmt: skip
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Return any layout of vLLM's, since hal has its own."""
@@ -82,13 +105,20 @@ class HalWorker(WorkerBase):
         return [next(iter(KVCacheLayout)).name]
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the cache: those asked for, or what the weights leave of the share vLLM may use."""
+        """Return the bytes for the cache: those asked for, or what weights, steps and captures leave of vLLM's share.
+
+        Raises:
+            DeviceOutOfMemory: the largest step does not fit.
+        """
         asked = self.cache_config.kv_cache_memory_bytes
         if asked is not None:
             return int(asked)
-        stats = self.backend.device.memory_stats()
-        share = int(stats.total * self.cache_config.gpu_memory_utilization)
-        return max(0, min(stats.free, share - stats.allocated))
+        plan = hal.plan_memory(
+            self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
+            max_length=self.model_config.max_model_len, share=self.cache_config.gpu_memory_utilization,
+        )  # fmt: skip
+        log.info("hal's memory:\n%s", plan)
+        return plan.available
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the runner with as many blocks as vLLM decided. Block 0 is vLLM's null block, and hal's dummy block.
@@ -101,12 +131,9 @@ class HalWorker(WorkerBase):
                 f"vLLM puts the layers into {groups} groups with blocks of their own; hal's worker supports one",
                 "run the model with hal.generate",
             )
-        config = self.backend.config
-        tokens = (kv_cache_config.num_blocks - 1) * self.backend.block_size
-        self.backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=tokens)))
         runner = hal.Runner(
             self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
-            max_length=self.model_config.max_model_len,
+            max_length=self.model_config.max_model_len, num_blocks=kv_cache_config.num_blocks,
         )  # fmt: skip
         self.model_runner = HalModelRunner(self.vllm_config, runner)
 
@@ -139,14 +166,20 @@ class HalWorker(WorkerBase):
         leave_ranks(self.parallel_config)
 
 
-def _spec_of(index: int, states: Mapping[str, hal.State], block_size: int, dtype: Any) -> KVCacheSpec:
+def _spec_of(index: int, states: Mapping[str, hal.State], block_size: int, dtype: torch.dtype) -> KVCacheSpec:
+    """Return a specification whose blocks take the bytes of a layer's. vLLM reads nothing else of it."""
     first, *others = states.values()
-    if first.per is not hal.step.TOKEN or len(first.shape) != 2 or others != [first]:
+    if any(each.per is not hal.step.TOKEN for each in states.values()):
         raise ModelError(
-            f"layer {index} keeps {dict(states)!s:.200}; hal inside vLLM supports a key and a value per token only",
+            f"layer {index} keeps {dict(states)!s:.200}; hal inside vLLM supports states per token only",
             "run the model with hal.generate",
         )
-    # A window is left out: vLLM would take blocks away that hal's attention still names.
-    return FullAttentionSpec(
-        block_size=block_size, num_kv_heads=first.shape[0], head_size=first.shape[1], dtype=first.dtype or dtype
-    )
+    # Windows are left out: vLLM would put the null block in the place of blocks that hal's attention still names.
+    if len(first.shape) == 2 and others == [first]:
+        heads, size = first.shape
+        return FullAttentionSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=size, dtype=first.dtype or dtype
+        )  # fmt: skip
+    # One row per token, as in latent attention, of all states together.
+    row = sum(math.prod(each.shape) * (each.dtype or dtype).itemsize for each in states.values())
+    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=row, dtype=torch.uint8)

@@ -39,10 +39,22 @@ def tokens_to_capture(context: FormContext) -> list[int]:
     """
     if context.phase == "decode":
         return sequences_to_capture(context)
-    limit = context.backend.config.max_prefill_tokens
+    return prompt_tokens_to_capture(context.config, context.backend.config.max_prefill_tokens)
+
+
+def prompt_tokens_to_capture(config: CompilationConfig, limit: int) -> list[int]:
+    """Return the numbers of tokens of prefill steps to capture, ascending.
+
+    Args:
+        config: of the phase.
+        limit: the most tokens of a step.
+
+    Raises:
+        ConfigError: see :func:`capture_sizes`.
+    """
     most = min(limit, LARGEST_TOKENS)
     defaults = [size for exponent in range(32) if (size := SMALLEST_TOKENS << exponent) < most]
-    return capture_sizes(context.config, (*defaults, most), limit)
+    return capture_sizes(config, (*defaults, most), limit)
 
 
 def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int | None = None) -> list[int]:

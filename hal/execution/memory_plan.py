@@ -1,0 +1,180 @@
+"""The memory that a runner needs, measured before it exists, and the number of blocks that fit beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+
+from hal.drivers.backend import Backend
+from hal.drivers.compiler_registry import EAGER
+from hal.errors import ConfigError
+from hal.execution.capture.capture_budget import MARGIN
+from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_capture, queries_to_capture
+from hal.execution.placement import check_placed
+from hal.execution.state_spec import spec_of
+from hal.nn import CausalLM
+from hal.step import StateSpec
+from hal.step.dummies import DUMMY_BLOCK
+from hal.step.padded_batch import padding_batch
+
+
+@attrs.frozen
+class MemoryPlan:
+    """The memory of a runner by purpose, in bytes. ``str(plan)`` is a table.
+
+    Attributes:
+        total: the device's memory.
+        share: the fraction of it that this process may use.
+        free: free on the device beside the loaded model.
+        held: held by this process: the weights and everything else, on a CPU also its code.
+        weights: the model's parameters and buffers, in ``held``.
+        step: the growth in the largest step; None if the device cannot measure it.
+        captures: the estimated memory of the graphs; None if the device cannot measure it.
+        spec: the states, for one block and the sequences that the config sets.
+    """
+
+    total: int
+    share: float
+    free: int
+    held: int
+    weights: int
+    step: int | None
+    captures: int | None
+    spec: StateSpec
+
+    @property
+    def available(self) -> int:
+        """The bytes for states."""
+        usable = min(self.free, int(self.total * self.share) - self.held)
+        return max(0, usable - (self.step or 0) - (self.captures or 0))
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block, of all layers."""
+        return self.spec.token_bytes * self.spec.block_size
+
+    @property
+    def sequence_bytes(self) -> int:
+        """The bytes of all states per sequence."""
+        return attrs.evolve(self.spec, num_blocks=0).nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that fit, including the dummy block; 0 for a model without states per token."""
+        return max(0, self.available - self.sequence_bytes) // self.block_bytes if self.block_bytes else 0
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, int | None]] = [
+            ("device", self.total), (f"usable: {self.share:.0%}, or what is free",
+                                     min(int(self.total * self.share), self.free + self.held)),
+            ("weights", self.weights), ("held beside the weights", self.held - self.weights),
+            ("largest step", self.step), ("captures, estimated", self.captures),
+            ("states per sequence", self.sequence_bytes), ("left for blocks", self.available - self.sequence_bytes),
+        ]  # fmt: skip
+        lines = [
+            f"{name:<32}{'not measured' if size is None else f'{size / (1 << 20):,.1f} MiB':>16}" for name, size in rows
+        ]
+        tokens = max(0, self.num_blocks - DUMMY_BLOCK - 1) * self.spec.block_size
+        return "\n".join(
+            [*lines, f"{self.num_blocks:,} blocks of {self.block_bytes / 1024:,.1f} KiB: {tokens:,} tokens"]
+        )
+
+
+def plan_memory(
+    model: CausalLM, backend: Backend, *, max_sequences: int, max_length: int | None = None, share: float = 0.9
+) -> MemoryPlan:
+    """Measure the memory of a model's largest steps, and return how many blocks fit beside it.
+
+    Runs a step of ``max_prefill_tokens`` tokens in ``max_sequences`` sequences eagerly, the first of which ends at
+    ``max_length``; and one of the largest size to capture. Captures nothing: graphs of several sizes take little more
+    memory than an eager step of the largest. Ranks that step together call it together. Each plans for its own device;
+    use the smallest ``num_blocks``.
+
+    Args:
+        model: loaded on the backend.
+        backend: its config has the compiler, ``max_prefill_tokens`` and the block size.
+        max_sequences: the most sequences of a batch.
+        max_length: the most tokens of a sequence; None for the model's maximum.
+        share: the fraction of the device's memory that this process may use, above 0 and at most 1.
+
+    Raises:
+        ConfigError: an argument is out of range, or the model was loaded for another backend.
+        DeviceOutOfMemory: a step does not fit.
+        ClosedError: the backend is closed.
+    """
+    if not (type(max_sequences) is int and max_sequences > 0):
+        raise ConfigError(f"max_sequences is {max_sequences!r:.70}", "pass an integer of 1 or more")
+    if not 0 < share <= 1:
+        raise ConfigError(f"share is {share!r:.70}", "pass a fraction above 0 and at most 1")
+    with backend.uses:
+        check_placed(model, backend)
+        spec = attrs.evolve(spec_of(model, backend), num_blocks=DUMMY_BLOCK + 1)
+        longest = min(model.max_length, max_length or model.max_length)
+        tokens = max(min(backend.config.max_prefill_tokens, max_sequences * longest), max_sequences)
+        # The first step may load kernels, so it is not counted.
+        steps = [[1], _shared(tokens, max_sequences), *_captured(backend, max_sequences, longest)]
+        backend.device.synchronize()
+        backend.device.empty_cache()
+        stats = backend.device.memory_stats()
+        token = backend.enter()
+        try:
+            with backend.explaining(), torch.inference_mode():
+                _, step, *captured = _growths(model, backend, steps, longest)
+        finally:
+            backend.leave(token)
+        backend.device.empty_cache()
+    known = [each for each in captured if each is not None]
+    captures = round(MARGIN * sum(known)) if len(known) == len(captured) else None
+    return MemoryPlan(
+        total=stats.total, share=share, free=stats.free, held=stats.allocated, weights=_weight_bytes(model), step=step,
+        captures=captures, spec=spec,
+    )  # fmt: skip
+
+
+def _captured(backend: Backend, max_sequences: int, longest: int) -> Iterator[list[int]]:
+    """Yield the lengths of the new tokens in the largest step to capture, for each phase that is captured."""
+    compilation, limits = backend.config.compilation, backend.limits
+    if (decode := compilation.of("decode")).compiler != EAGER:
+        most = capture_sizes(decode, limits.capture_sizes, max_sequences)[-1]
+        yield [min(longest, max(queries_to_capture(decode)))] * most
+    if (prefill := compilation.of("prefill")).compiler != EAGER:
+        tokens = prompt_tokens_to_capture(prefill, backend.config.max_prefill_tokens)[-1]
+        yield _shared(tokens, math.ceil(tokens / longest))
+
+
+def _shared(tokens: int, sequences: int) -> list[int]:
+    """Return the lengths of ``sequences`` sequences that share ``tokens`` tokens equally."""
+    return [tokens // sequences + (row < tokens % sequences) for row in range(sequences)]
+
+
+def _growths(model: CausalLM, backend: Backend, steps: Sequence[list[int]], longest: int) -> list[int | None]:
+    """Return the growth of memory in each of the steps, which are given as the new tokens of each sequence.
+
+    The steps are padding, on a cache of as many blocks as they name: some kernels check the number.
+    """
+    size, device = backend.block_size, backend.device
+    cached = [[longest - lengths[0], *[0] * (len(lengths) - 1)] for lengths in steps]
+    blocks = max(
+        sum(math.ceil((start + new) / size) for start, new in zip(starts, lengths, strict=True))
+        for starts, lengths in zip(cached, steps, strict=True)
+    )
+    states = backend.allocate(spec_of(model, backend, blocks + DUMMY_BLOCK + 1))
+    found = list[int | None]()
+    for starts, lengths in zip(cached, steps, strict=True):
+        batch = padding_batch(
+            model.batch_type, lengths, all_logits=False, block_size=size, device=device.torch, cached=starts
+        )
+        device.synchronize()
+        device.empty_cache()
+        measured, before = device.reset_peak(), device.memory_stats().allocated
+        model(batch, states.layers)
+        device.synchronize()
+        found.append(max(0, device.memory_stats().peak - before) if measured else None)
+    return found
+
+
+def _weight_bytes(model: CausalLM) -> int:
+    return sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,52 @@
+"""New weights for a runner that keeps its graphs, as for the rollouts of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hal.checkpoint.weight_replacement import replace_tensors
+from hal.execution.runner import Runner
+
+
+def replace_weights(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+    """Write new values into the weights of a runner's model, in place.
+
+    Captured graphs, compiled code and other runners of the model use them in the next step. All tensors are checked
+    first: an error leaves the model unchanged. Cached prefixes are dropped. Keys and values of running sequences stay
+    as the former weights computed them.
+
+    No runner of the model may run a step meanwhile. If ranks share the model, each passes the same whole tensors, and
+    keeps its part.
+
+    Args:
+        runner: its model was loaded with :func:`hal.load_model`.
+        tensors: whole tensors by their names in the checkpoint, on any device, in a dtype that the checkpoint could
+            have. Tensors that are merged into one, such as the query, key and value projections of a layer, are passed
+            together, and so are all tensors of a quantized layer. Other tensors may be left out.
+
+    Raises:
+        CheckpointError: a name is unknown, a shape or dtype does not fit, or a part of a merged tensor is missing.
+        ModelError: :func:`hal.load_model` did not load the model.
+        ClosedError: the runner is closed.
+    """
+    backend = runner.backend
+    with runner.uses:
+        token = backend.enter()
+        try:
+            with backend.explaining(), torch.inference_mode():
+                backend.device.synchronize()  # Steps may still run.
+                replace_tensors(runner.model, backend, tensors)
+                backend.device.synchronize()  # The caller may change its tensors.
+        finally:
+            backend.leave(token)
+        for each in list(backend.runners):
+            if (
+                isinstance(each, Runner)
+                and not each.closed
+                and each.model is runner.model
+                and each.prefixes is not None
+            ):
+                each.prefixes.clear()

@@ -1,0 +1,82 @@
+"""Tests that every family of models gives the tokens of hal.generate inside vLLM. `make test-vllm` runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import EXPERTS, random_checkpoint, trained_tokenizer, write_json
+from helpers.vllm_server import ENVIRONMENT, installed
+from safetensors.torch import save_file
+
+from hal.checkpoint.model_registry import find_model
+from hal.checkpoint.weight_bindings import bindings_of
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "eos_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "norm_topk_prob": False,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": None, "num_attention_heads": 2,
+    },
+}  # fmt: skip
+
+
+def family(folder: Path, model_type: str, seed: int = 1) -> Path:
+    """Write a random checkpoint of a family."""
+    folder.mkdir()
+    tokenizer = trained_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {**COMMON, "vocab_size": tokenizer.get_vocab_size(), "model_type": model_type, **FAMILIES[model_type]}
+    config = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
+    write_json(folder / "config.json", config)
+    with torch.device("meta"):
+        model = find_model(config["architectures"][0]).from_config(config)
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {piece.source: piece.source_shape for binding in bindings_of(model) for piece in binding.pieces()}
+    save_file({
+        name: torch.randn(shape, generator=draw) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+        + (1 if "norm" in name else 0)
+        for name, shape in shapes.items()
+    }, folder / "model.safetensors")  # fmt: skip
+    return folder
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: see make test-vllm")
+def test_every_family_gives_the_tokens_of_generate(tmp_path: Path) -> None:
+    checkpoints = {name: str(family(tmp_path / name, name)) for name in FAMILIES}
+    checkpoints["qwen3"] = str(random_checkpoint(tmp_path / "qwen3"))
+    checkpoints["qwen3_moe"] = str(random_checkpoint(tmp_path / "qwen3_moe", **EXPERTS))
+    out = tmp_path / "found.json"
+    asked = {
+        "checkpoints": checkpoints,
+        "before": str(family(tmp_path / "before", "llama", 2)),
+        "out": str(out),
+        "hal": {"backend": "cpu", "compilation": {"compiler": "graph"}},
+    }
+    # transformers imports torch_npu if it is installed.
+    prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if installed("torch-npu") else []
+    command = [*prefix, sys.executable, "-c", "import vllm_families; vllm_families.main()", json.dumps(asked)]
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert out.exists(), result.stdout + result.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found == {name: [] for name in (*checkpoints, "reloaded", "specifications")}

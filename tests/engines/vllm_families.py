@@ -1,0 +1,94 @@
+"""Generates with checkpoints of several families through vLLM and by hal.generate, and compares the tokens.
+
+The argument is JSON with ``checkpoints``, by name; ``before``, a checkpoint whose weights those of the first replace;
+``hal``, hal's configuration; and ``out``, the file for what differs. test_vllm_families.py runs it in another process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+import hal
+from hal.engines.vllm.worker import HalWorker
+from hal.errors import ModelError
+from hal.step import SEQUENCE, TOKEN, State
+
+LONGEST, CACHED, NEW = 128, 512, 20
+
+
+def differing(checkpoint: str, config: dict[str, Any], seed: int, before: str | None = None) -> list[str]:
+    """Return what differs between the tokens of the two. vLLM may start with other weights, and reload them."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(5, 90) for _ in range(draw.randint(1, 100))] for _ in range(12)]
+    engine = LLM(
+        model=before or checkpoint, max_model_len=LONGEST, block_size=16, dtype="float32", skip_tokenizer_init=True,
+        max_num_seqs=4, max_num_batched_tokens=48, num_gpu_blocks_override=CACHED // 16,
+        additional_config={"hal": config},
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": each} for each in prompts]
+    found = engine.generate(given, params, use_tqdm=False)
+    if before is not None:
+        former = [[*each.outputs[0].token_ids] for each in found]
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+        engine.reset_prefix_cache()
+        found = engine.generate(given, params, use_tqdm=False)
+        if former == [[*each.outputs[0].token_ids] for each in found]:
+            return ["the new weights give the tokens of the former"]
+    backend = hal.open({**config, "dtype": "float32", "cache": {"num_tokens": 2048}})
+    runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
+    expected: list[list[int]] = [[] for _ in prompts]
+    for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
+        expected[token.prompt].append(token.token_id)
+    return [
+        f"prompt {index}: {[*output.outputs[0].token_ids]} and {wanted}"
+        for index, (output, wanted) in enumerate(zip(found, expected, strict=True))
+        if [*output.outputs[0].token_ids] != wanted
+    ]
+
+
+def specifications() -> list[str]:
+    """Return what is wrong with the specifications of layers that no family has."""
+    wrong = []
+    latent = {"compressed": State(TOKEN, (48,)), "rotary": State(TOKEN, (16,), torch.float32)}
+    narrow = {"compressed": State(TOKEN, (24,)), "rotary": State(TOKEN, (16,), torch.float32)}
+    worker = HalWorker.__new__(HalWorker)
+    worker.backend = SimpleNamespace(block_size=16)
+    worker.model = SimpleNamespace(
+        states=[latent, {}, narrow], parameters=lambda: iter([torch.empty(1, dtype=torch.bfloat16)])
+    )
+    specs = worker.get_kv_cache_spec()
+    sizes = {name: spec.page_size_bytes for name, spec in specs.items()}
+    if sizes != {"layers.0": 16 * (48 * 2 + 64), "layers.2": 16 * (24 * 2 + 64)}:
+        wrong.append(f"latent layers take {sizes}")
+    asked: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), kv_transfer_config=None,
+        cache_config=SimpleNamespace(), model_config=SimpleNamespace(),
+    )  # fmt: skip
+    if (groups := len(get_kv_cache_groups(asked, dict(specs)))) != 1:
+        wrong.append(f"latent layers are in {groups} groups")
+    worker.model.states = [{"matrix": State(SEQUENCE, (4, 8, 8))}]
+    try:
+        wrong.append(f"a recurrent layer has {worker.get_kv_cache_spec()}")
+    except ModelError as error:
+        if "states per token only" not in error.problem:
+            wrong.append(str(error))
+    return wrong
+
+
+def main() -> None:
+    """Compare all, and write what differs."""
+    asked = json.loads(sys.argv[1])
+    found = {name: differing(folder, asked["hal"], 3) for name, folder in asked["checkpoints"].items()}
+    found["reloaded"] = differing(next(iter(asked["checkpoints"].values())), asked["hal"], 4, asked["before"])
+    found["specifications"] = specifications()
+    Path(asked["out"]).write_text(json.dumps(found), encoding="utf-8")
