@@ -319,34 +319,28 @@ def test_incremental_and_prompt(layout: str, seed: int) -> None:
     compare(many, layout, output, None, list(many.hidden(3, 0, 0, None)), 0.125)
 
 
+OF_VERSION = {
+    1: ("", "num_heads", "scale", "softmax_lse_flag", "actual_seq_lengths_kv"),
+    2: ("_v2", "num_query_heads", "softmax_scale", "return_softmax_lse", "actual_seq_kvlen"),
+}
+"""The suffix of a version of the function, and its names of heads, scale, whether to return lse, and lengths."""
+
+
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", OF_VERSION)
 def test_out_with_a_workspace(version: int, seed: int) -> None:
     draw = Draw(f"out {version}", torch.float16, seed)
     batch = Batch(draw, 4, 2, 64, [1, 1], [draw.between(1, 20) for _ in range(2)])
     tensors = [batch.laid_out(p, "BSH", n) for p, n in ((batch.queries, 1), (batch.keys, 20), (batch.values, 20))]
     shared = {"num_key_value_heads": 2, "input_layout": "BSH"}
-    if version == 1:
-        names = {
-            "num_heads": 4,
-            "scale": 0.125,
-            "softmax_lse_flag": True,
-            "actual_seq_lengths_kv": list(batch.key_lengths),
-        }
-        workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **names, **shared)
-        operation = torch_npu.npu_fused_infer_attention_score.out
-    else:
-        names = {
-            "num_query_heads": 4,
-            "softmax_scale": 0.125,
-            "return_softmax_lse": True,
-            "actual_seq_kvlen": list(batch.key_lengths),
-        }
-        workspace = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **names, **shared)
-        operation = torch_npu.npu_fused_infer_attention_score_v2.out
+    suffix, *names = OF_VERSION[version]
+    given = dict(zip(names, (4, 0.125, True, list(batch.key_lengths)), strict=True))
+    get_workspace = getattr(torch_npu, f"_npu_fused_infer_attention_score{suffix}_get_max_workspace")
+    operation = getattr(torch_npu, f"npu_fused_infer_attention_score{suffix}").out
+    workspace = get_workspace(*tensors, **given, **shared)
     assert workspace.numel() > 0
     output, lse = torch.full_like(tensors[0], torch.nan), torch.full((2, 4, 1, 1), torch.nan, device="npu")
-    operation(*tensors, **names, **shared, workspace=workspace, out=[output, lse])
+    operation(*tensors, **given, **shared, workspace=workspace, out=[output, lse])
     compare(batch, "BSH", output, lse, list(batch.hidden(0, 0, 0, None)), 0.125)
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hal.backends.npu.emulator import control, tracing
+from helpers.emulator.torchrun import torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -293,10 +291,4 @@ def test_random_calls_on_overlapping_groups(tmp_path: Path, seed: int, count: in
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torch_distributed(ranks: int) -> None:
     """Run every collective of torch.distributed, eager, asynchronous and captured, in processes of torchrun."""
-    options = {**json.loads(os.environ["HAL_NPU_EMULATOR_OPTIONS"]), "devices": ranks}
-    environ = {**os.environ, "HAL_NPU_EMULATOR_OPTIONS": json.dumps(options), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command.append(str(SCRIPTS / "torch_collectives.py"))
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert sorted(done.stdout.split()) == [f"rank-{rank}-well" for rank in range(ranks)]
+    torchrun(SCRIPTS / "torch_collectives.py", ranks)

@@ -70,6 +70,15 @@ def reason() -> str:
     return (ACL.aclGetRecentErrMsg() or b"").decode()
 
 
+def ends_well(script: str) -> None:
+    """Run a script without torch_npu's queue, in a process that a failure may leave unusable. It prints "well" last."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "TASK_QUEUE_ENABLE": "0"},
+    )  # fmt: skip
+    assert done.stdout == "well\n", done.stderr
+
+
 REFUSED = {
     "item": (lambda x: x.sum().item(), 107027),
     "cpu": (lambda x: x.cpu(), 107030),
@@ -139,11 +148,7 @@ capture(lambda: x.add_(1)).replay()
 assert x.cpu().tolist() == [2] * 4
 print("well")
 """
-        environment = {**os.environ, "TASK_QUEUE_ENABLE": "0"}
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-        assert done.stdout == "well\n", done.stderr
+        ends_well(script)
 
     def test_the_end_of_a_capture_in_which_waits_were_refused(self):
         raw, event = Raw(), ctypes.c_void_p()
@@ -361,11 +366,7 @@ for _ in range(2):
     else: raise AssertionError("two updates at once were taken")
 print("well")
 """
-        environment = {**os.environ, "TASK_QUEUE_ENABLE": "0"}
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-        assert done.stdout == "well\n", done.stderr
+        ends_well(script)
 
     def test_out_of_streams_and_tasks(self):
         x = torch.ones(4).npu()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import torch
 import torch_npu
 from hal.backends.npu.emulator import control, faults, tracing
 from helpers.emulator.device_ranks import two_ranks
+from helpers.emulator.torchrun import torchrun
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -524,10 +523,4 @@ def test_what_a_generation_takes(clean: dict[str, str], soc: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_in_processes_of_torch_distributed(ranks: int) -> None:
     """The group's name from torch.distributed, eager and captured, in processes of torchrun."""
-    options = {**json.loads(os.environ["HAL_NPU_EMULATOR_OPTIONS"]), "devices": ranks}
-    environ = {**os.environ, "HAL_NPU_EMULATOR_OPTIONS": json.dumps(options), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command.append(str(SCRIPTS / "torch_mc2.py"))
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert sorted(done.stdout.split()) == [f"rank-{rank}-well" for rank in range(ranks)]
+    torchrun(SCRIPTS / "torch_mc2.py", ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,24 +11,16 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from helpers.emulator.torchrun import environment, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = ROOT / "docs" / "reference" / "tests-of-others.md"
 
 
-def environment(devices: int) -> dict[str, str]:
-    options = {**json.loads(os.environ["HAL_NPU_EMULATOR_OPTIONS"]), "devices": devices}
-    return {**os.environ, "HAL_NPU_EMULATOR_OPTIONS": json.dumps(options), "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallelism_and_functional_collectives(ranks: int) -> None:
     """DTensor's results are those of one device, and functional collectives give exact values."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command.append(str(SCRIPTS / "torch_parallel.py"))
-    done = subprocess.run(command, env=environment(ranks), capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert sorted(done.stdout.split()) == [f"rank-{rank}-well" for rank in range(ranks)]
+    torchrun(SCRIPTS / "torch_parallel.py", ranks)
 
 
 OTHER_THAN_NCCL = "expects what only NCCL, or CUDA, has"
