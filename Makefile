@@ -8,6 +8,8 @@ CHECKPOINT ?= checkpoints/tiny-python
 CUDA_VENV ?= $(VENV)/cuda
 VLLM ?= 0.32.0
 VLLM_VENV ?= $(VENV)/vllm-$(VLLM)
+SGLANG ?= 0.5.23
+SGLANG_VENV ?= $(VENV)/sglang-$(SGLANG)
 CUDA_TESTS ?= tests/backends/cuda/emulated $(wildcard tests/backends/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
@@ -15,7 +17,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm
+.PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm test-sglang
 
 # The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -86,6 +88,10 @@ test-cuda-emulated: $(CUDA_VENV)/.test
 test-vllm: $(VLLM_VENV)/.test
 	$(VLLM_VENV)/bin/python -m pytest -q tests/engines
 
+# hal inside SGLang, without SGLang's kernels: no part of `make test`, since it installs some 2 GB.
+test-sglang: $(SGLANG_VENV)/.test
+	$(SGLANG_VENV)/bin/python -m pytest -q tests/engines
+
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
 
@@ -149,4 +155,14 @@ $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	  vllm==$(VLLM) torch==2.13.0
 	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist
 	$(PIP) --no-deps torch-npu==2.13.0
+	touch $@
+
+# SGLang names another torch, and CUDA's libraries. torchvision's kernels need the torch that it was built with.
+$(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(PIP) torch===2.13.0 torchvision===0.28.0 triton
+	$(PIP) --no-deps sglang==$(SGLANG)
+	$(PIP) --requirement tests/engines/sglang-requirements.txt torch===2.13.0
+	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist torch===2.13.0
 	touch $@

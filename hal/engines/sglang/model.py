@@ -1,0 +1,121 @@
+"""The models that SGLang's registry finds: one class for each architecture that hal knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import InputLogprobProcessor
+from sglang.srt.runtime_context import get_context, get_model, get_schedule
+from torch import Tensor, nn
+
+import hal
+from hal.checkpoint.model_registry import MODELS
+from hal.engines.sglang.batches import batch_of, num_logits, output_of
+from hal.engines.sglang.server_args import configuration
+from hal.errors import BatchError, ConfigError, ModelError
+
+
+class HalSteps:
+    """hal's backend, model and runner of a model of SGLang's.
+
+    Args:
+        server_args: SGLang's arguments.
+        dtype: the dtype that SGLang decided.
+    """
+
+    def __init__(self, server_args: Any, dtype: torch.dtype) -> None:
+        config = configuration(server_args)
+        name = str(dtype).removeprefix("torch.")
+        if config.dtype not in ("auto", name):
+            raise ConfigError(f"SGLang's dtype is {name}, and hal's {config.dtype}", f"pass --dtype {config.dtype}")
+        decided: dict[str, Any] = {
+            "dtype": name, "cache": attrs.evolve(config.cache, block_size=get_schedule().page_size)
+        }  # fmt: skip
+        self.backend = hal.open(attrs.evolve(config, **decided))
+        self._model = hal.load_model(get_model().model_path, self.backend)
+        _check_states(self._model)
+        self._scores = InputLogprobProcessor(self._model.vocab_size)
+        self._bounded = get_schedule().max_total_tokens is not None
+
+    def start(self, model_runner: Any) -> None:
+        """Make the runner, with as many blocks as SGLang's pool has pages. Block 0 is the page that SGLang leaves free.
+
+        Raises:
+            ConfigError: the cache does not fit, or SGLang has measured the memory of another device.
+        """
+        if self.backend.device.torch.type != "cpu" and not self._bounded:
+            raise ConfigError(
+                "SGLang sizes the cache by the host's memory, and hal keeps it on a device", "pass --max-total-tokens"
+            )
+        config = self.backend.config
+        cache = attrs.evolve(config.cache, num_tokens=model_runner.token_to_kv_pool.size)
+        self.backend.configure(attrs.evolve(config, cache=cache))
+        self._runner = hal.Runner(
+            self._model, self.backend, max_sequences=model_runner.max_running_requests,
+            max_length=model_runner.model_config.context_len,
+        )  # fmt: skip
+        self._req_to_token = model_runner.req_to_token_pool.req_to_token
+
+    def run(self, forward_batch: Any) -> LogitsProcessorOutput:
+        """Run a step of SGLang's.
+
+        Raises:
+            BatchError: the batch has embeddings in place of tokens, or as :meth:`hal.Batch.from_tensors`.
+        """
+        if forward_batch.input_embeds is not None or forward_batch.replace_embeds is not None:
+            raise BatchError("a request has embeddings in place of tokens", "send token ids")
+        asked = num_logits(forward_batch)
+        batch = batch_of(forward_batch, self._req_to_token, self._runner, asked)
+        logits = self._runner.step(batch).logits
+        with self.backend.explaining():
+            host = logits.to("cpu", torch.float32, copy=True)  # Those of the runner are valid until its next step.
+        return output_of(forward_batch, host, asked, self._scores)
+
+
+class HalForCausalLM(nn.Module):
+    """A model that hal loads and runs. It has no parameters that SGLang sees.
+
+    Args:
+        config: the checkpoint's configuration, as transformers reads it. hal reads the checkpoint's own file.
+        quant_config: SGLang's reading of a quantized checkpoint, which hal does not use.
+    """
+
+    steps: HalSteps
+
+    def __init__(self, config: Any, quant_config: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self._dtype = torch.get_default_dtype()  # SGLang creates models under theirs.
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the checkpoint with hal, which reads from SGLang's iterator nothing.
+
+        Raises:
+            ConfigError: the server runs already, or hal's configuration is invalid.
+            CheckpointError: as :func:`hal.load_model`.
+            ModelError: a layer keeps anything but a key and a value per token.
+        """
+        if "steps" in vars(self):
+            raise ConfigError("hal does not replace the weights of a running server", "start another server")
+        self.steps = HalSteps(get_context().server_args, self._dtype)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> LogitsProcessorOutput:
+        """Run a step."""
+        return self.steps.run(forward_batch)
+
+
+def _check_states(model: hal.nn.CausalLM) -> None:
+    for index, states in enumerate(model.states):
+        first, *others = states.values()
+        if first.per is not hal.step.TOKEN or len(first.shape) != 2 or others != [first]:
+            raise ModelError(
+                f"layer {index} keeps {dict(states)!s:.200}; hal inside SGLang supports a key and a value per token",
+                "run the model with hal.generate",
+            )
+
+
+EntryClass = [type(name, (HalForCausalLM,), {}) for name in MODELS.names()]

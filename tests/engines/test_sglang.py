@@ -1,0 +1,144 @@
+"""Tests of hal inside SGLang. Most need SGLang: `make test-sglang` runs them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hal.engines.sglang import register
+from hal.errors import ConfigError
+
+
+def _installed(distribution: str) -> bool:
+    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+needs_sglang = pytest.mark.skipif(not _installed("sglang"), reason="SGLang is not installed: see make test-sglang")
+HERE = Path(__file__).parent
+ENVIRONMENT = {"SGLANG_PLATFORM": "hal", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "active"),
+    [({}, False), ({"SGLANG_PLATFORM": "hal"}, True), ({"SGLANG_PLATFORM": "other"}, False)],
+)
+def test_hal_is_active_only_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], active: bool
+) -> None:
+    for name in ("SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert register() == ("hal.engines.sglang.platform:HalPlatform" if active else None)
+    assert os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") == ("hal.engines.sglang" if active else None)
+
+
+def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "hal")
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "others.models")
+    with pytest.raises(ConfigError, match=r"SGLANG_EXTERNAL_MODEL_PACKAGE is 'others\.models'"):
+        register()
+
+
+def run(*command: str, timeout: int = 1500) -> subprocess.CompletedProcess[str]:
+    """Run Python with SGLang, on the emulated CANN if torch_npu is installed: transformers imports it then."""
+    prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if _installed("torch-npu") else []
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run(
+        [*prefix, sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout,
+        check=False,
+    )  # fmt: skip
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("name", "device", "compiler", "dtype", "requests", "arguments"),
+    [
+        ("trained", "cpu", "eager", "float32", 100, {}),
+        ("trained", "cpu", "graph", "float32", 100, {}),
+        ("trained", "cpu", "piecewise", "float32", 40, {"page_size": 16, "enable_mixed_chunk": True}),
+        ("trained", "cpu", None, "float32", 30, {"enable_torch_compile": True, "torch_compile_max_bs": 4}),
+        ("trained_experts", "cpu", "graph", "float32", 30, {"page_size": 1}),
+    ],
+)
+def test_random_requests_get_the_tokens_of_generate(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, device: str,
+    compiler: str | None, dtype: str, requests: int, arguments: dict[str, Any],
+) -> None:  # fmt: skip
+    """A small cache and small steps, so that requests are cut into chunks, and find cached prefixes.
+
+    SGLang retracts a request in each twentieth step of one case.
+    """
+    retracting = arguments.get("page_size") == 1
+    if retracting:
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "20")
+    out = tmp_path / "found.json"
+    asked = {
+        "checkpoint": str(request.getfixturevalue(name)), "out": str(out), "dtype": dtype, "seed": 1,
+        "hal": {"backend": device} | ({"compilation": {"compiler": compiler}} if compiler else {}),
+        "requests": requests, "arguments": arguments,
+    }  # fmt: skip
+    result = run(str(HERE / "sglang_requests.py"), json.dumps(asked))
+    assert out.exists(), result.stdout + result.stderr
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    print(asked, found["counts"], f"ties: {found['ties']}, worst score: {found['worst score']}")  # noqa: T201
+    assert found["wrong"] == []
+    assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
+    assert found["requests"] == requests
+    assert found["worst score"] < 1e-3
+    kinds = ("prefix hits", "chunks", "regex", "penalties", "prompt logprobs") + ("retractions",) * retracting
+    assert all(found["counts"][kind] > 0 for kind in kinds)
+
+
+ARGUMENTS = """
+import json, sys
+from sglang.srt.server_args import prepare_server_args
+found = []
+for each in json.loads(sys.argv[2]):
+    try:
+        prepare_server_args(["--model-path", sys.argv[1], *each]).resolve_once()
+        found.append("accepted")
+    except (Exception, SystemExit) as error:
+        found.append(f"{type(error).__name__}: {error}")
+print("FOUND" + json.dumps(found))
+"""
+ON_CPU = ["--json-model-override-args", '{"hal": {"backend": "cpu"}}']
+REFUSED: list[tuple[list[str], str]] = [
+    (["--tp-size", "2"], "hal does not support SGLang's tp_size = 2"),
+    (["--enable-lora"], "hal does not support SGLang's enable_lora = True"),
+    (["--load-format", "dummy"], "hal does not support SGLang's load_format = 'dummy'"),
+    (["--attention-backend", "triton"], "hal does not support SGLang's attention_backend = 'triton'"),
+    (["--cuda-graph-bs-decode", "1", "2"], "hal does not support SGLang's cuda_graph_bs_decode = [1, 2]"),
+    (["--json-model-override-args", '{"hal": {"compilr": 1}}'], "unknown key 'compilr'"),
+    (["--json-model-override-args", '{"hal": {"backend": "cpu", "compilation": {"compiler": "eager"}}}',
+      "--enable-torch-compile"], "enable_torch_compile is set, and hal's compiler is eager"),
+    (["--json-model-override-args", '{"hal": {"backend": "cpu", "compilation": {"compiler": "inductor"}}}',
+      "--enable-torch-compile", "--torch-compile-max-bs", "4"], "torch_compile_max_bs"),
+    ([*ON_CPU, "--torch-compile-max-bs", "4"], "torch_compile_max_bs is 4"),
+    (["--json-model-override-args", '{"hal": {"backend": "cpu", "cache": {"block_size": 32}}}', "--page-size", "16"],
+     "SGLang's page_size is 16, and hal's cache.block_size 32"),
+    (["--compilation-config", '{"compiler": "graph"}'], "SystemExit: 2"),  # SGLang has no such argument.
+    (ON_CPU, "accepted"),
+    ([*ON_CPU, "--enable-torch-compile", "--torch-compile-max-bs", "4"], "accepted"),
+]  # fmt: skip
+
+
+@needs_sglang
+def test_arguments_are_served_or_refused(trained: Path) -> None:
+    result = run("-c", ARGUMENTS, str(trained), json.dumps([each for each, _ in REFUSED]), timeout=300)
+    assert "FOUND" in result.stdout, result.stderr
+    found = json.loads(result.stdout.rpartition("FOUND")[2])
+    for (arguments, problem), each in zip(REFUSED, found, strict=True):
+        assert problem in each, arguments
