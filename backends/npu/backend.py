@@ -98,7 +98,7 @@ class NpuBackend(Backend):
         if generation.experts:
             table |= experts.kernels() | self._experts.kernels()
         fused = FusedCollectives(device.torch, generation, options.mc2_rows, options.nz_weights)
-        table |= fused.kernels | dense_attention.kernels(device.torch)
+        table |= {**fused.kernels, **dense_attention.kernels(device.torch)}
         self._exchange = ExpertExchange(device.torch) if generation.distributes_experts else None
         if self._exchange is not None:
             table |= self._exchange.kernels()
