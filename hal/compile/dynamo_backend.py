@@ -1,7 +1,8 @@
 """The ``torch.compile`` backend ``hal``, which applies the active backend's passes to the graphs of Dynamo.
 
-A graph is traced again without functionalization, so caches are written in place. It is then rewritten and lowered like
-a runner's step. Nothing is captured; only runners capture graphs.
+A graph is traced again without functionalization, so caches are written in place. hal's operations are recognized in
+what a model in plain torch spells out; see :mod:`hal.compile.recognize`. The graph is then rewritten and lowered like a
+runner's step. Nothing is captured; only runners capture graphs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -18,6 +21,7 @@ from hal.compile.fx.make_graph import make_graph
 from hal.compile.lower import hoist_preparations, lower
 from hal.compile.optimize import PREPARATIONS, chosen_passes, wanted_rewrites
 from hal.compile.pass_manager import PassManager
+from hal.compile.recognize.recognition import Recognition
 from hal.drivers.backend import active_backend
 from hal.errors import BackendNotActive, CompileError, ConfigError, nearest
 
@@ -33,8 +37,8 @@ def backend(
 
     Args:
         module: the graph.
-        inputs: example inputs. Unused, because the graph carries fake tensors.
-        options: ``passes``, as in :class:`hal.CompilationConfig`.
+        inputs: example inputs, among which parameters are known. The graph itself carries fake tensors.
+        options: ``passes``, as in :class:`hal.CompilationConfig`, and also with the names of what is recognized.
 
     Returns:
         The compiled function. It calls kernels of the active backend, and raises BackendNotActive if another one is
@@ -56,14 +60,22 @@ def backend(
     mode = next((each.fake_mode for each in fakes if isinstance(each, FakeTensor)), None)
     if mode is None:
         raise CompileError("Dynamo passed a graph without tensors", "exclude that function from torch.compile")
-    graph = make_graph(module, fakes, mode)
+    _read_floats(module)
+    passes: Mapping[str, bool] = given.get("passes", {})
+    recognition = Recognition(active, inputs, passes)
+    others = {name: on for name, on in passes.items() if name not in recognition.names}
+    chosen = chosen_passes(active, others)
+    graph = make_graph(recognition.traced(module), fakes, mode)
     manager = PassManager(graph, mode)
-    for each in (*PREPARATIONS, *chosen_passes(active, given.get("passes", {})), *CLEANUPS):
+    for each in (*PREPARATIONS, *recognition.passes, *chosen, *CLEANUPS):
         manager.add(each)
     report = manager.apply()
+    report = attrs.evolve(report, passes=(*recognition.reports, *report.passes))
     log.info("optimized a graph of Dynamo:\n%s", report)
-    for warning in report.missed(wanted_rewrites(active, given.get("passes", {}))):
+    asked = {name for name, on in passes.items() if on and name in recognition.names}
+    for warning in report.missed(wanted_rewrites(active, others) | asked):
         log.warning("a graph of Dynamo: %s", warning)
+    added_inputs = recognition.finish()
     if hoist_preparations(graph.graph, active, mode):
         common_subexpressions(graph)
     lowered = lower(graph.graph)
@@ -75,6 +87,24 @@ def backend(
                 f"this function was compiled for the backend {active.name}, but another one is active",
                 "call activate() of that backend before, or torch.compiler.reset() to compile again",
             )
-        return lowered(*args)
+        return lowered(*args, *added_inputs(args))
 
     return run
+
+
+def _read_floats(module: fx.GraphModule) -> None:
+    """Write numbers such as a norm's epsilon, which are symbolic with ``dynamic=True``, as constants.
+
+    Reading them makes Dynamo guard them: another number compiles again.
+    """
+    found = {
+        node: float(node.meta["example_value"])
+        for node in module.graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.SymFloat)
+    }
+    for node in found:
+        for user in list(node.users):
+            args, kwargs = fx.map_arg((user.args, user.kwargs), lambda each: found.get(each, each))
+            user.args, user.kwargs = args, kwargs
+    if found:
+        module.recompile()

@@ -184,6 +184,8 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
             continue
         arguments = list(operation.arguments(node.args, node.kwargs).values())
         for place, prepare in kernel.places:
+            if arguments[place] is None:
+                continue
             traced = make_graph(prepare, [value(arguments[place])], mode)
             (source,) = (each for each in traced.graph.nodes if each.op == "placeholder")
             with graph.inserting_before(node):

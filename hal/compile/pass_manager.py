@@ -50,7 +50,7 @@ class PassManager:
                     f"the rewrite {which.name} takes no options, but got {', '.join(options)}", "leave them out"
                 )
             prepare(which)
-            self._passes.append((which.name, lambda: RewriteApplication(which, self._graph, self._mode).run()))
+            self._passes.append((which.name, lambda: self._rewrite(which)))
         elif callable(which):
             name = getattr(which, "__name__", repr(which))
             self._passes.append((name, lambda: self._call(name, which, options)))
@@ -73,6 +73,12 @@ class PassManager:
         self._graph.recompile()
         counts = expected or {}
         return Report(tuple(attrs.evolve(each, expected=counts.get(each.name)) for each in reports))
+
+    def _rewrite(self, which: Rewrite) -> PassReport:
+        report = RewriteApplication(which, self._graph, self._mode).run()
+        if report.matches and not isinstance(which.replacement, torch._ops.OpOverload):
+            normalize(self._graph.graph)  # A function may reshape its arguments, as those of the next pattern.
+        return report
 
     def _call(self, name: str, function: Pass, options: dict[str, Any]) -> PassReport:
         start = time.perf_counter()

@@ -10,6 +10,7 @@ from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
 from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.dense_attention import scaled_dot_product_attention
 from hal.ops.experts.dispatch import expert_combine, expert_dispatch
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
 from hal.ops.experts.int8 import grouped_linear_int8
@@ -47,7 +48,7 @@ __all__ = [
     "grouped_linear", "grouped_linear_int8", "intercepted", "linear", "linear_all_reduce", "linear_int8",
     "linear_reduce_scatter", "op", "operation", "operation_of_node", "paged_attention", "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static", "quant_grouped_linear_dynamic", "quant_grouped_linear_static", "quant_linear_dynamic",
-    "quant_linear_static", "quantize", "reduce_scatter", "rms_norm", "rotary_embedding", "sample", "silu_and_mul",
-    "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize", "split_qkv_rmsnorm_rope",
-    "split_qkv_rmsnorm_rope_cache", "store_kv_cache", "topk_route",
+    "quant_linear_static", "quantize", "reduce_scatter", "rms_norm", "rotary_embedding", "sample",
+    "scaled_dot_product_attention", "silu_and_mul", "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize",
+    "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache", "store_kv_cache", "topk_route",
 ]  # fmt: skip

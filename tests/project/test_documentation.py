@@ -32,6 +32,7 @@ ELSEWHERE = {
     "use-the-emulated-cann.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
     "run-on-an-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "one-model-on-cpu-and-npu.md": "tests/backends/npu/driver runs it, for the same reason",
+    "use-with-transformers.md": "tests/engines runs it: transformers imports torch_npu, which fails without CANN",
 }
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+\.py)\n")

@@ -1,10 +1,10 @@
 """The normal form of a traced graph, which makes pattern matching independent of how code is written.
 
 Tracing already turns operators, methods and functions into overloads. Normalization does the rest. Parts of a tensor,
-whether split, chunked, indexed or reshaped, become slices of the tensor. A view of a view becomes one view. Nodes
-without effect disappear, such as the factor that ``1 / x`` has in a trace. Sizes are read from the graph's inputs.
-In-place writes to tensors that nothing else aliases become out-of-place. Arithmetic is kept:
-:mod:`hal.compile.fx.arithmetic` knows its equivalent forms.
+whether split, chunked, indexed or reshaped, become slices of the tensor. A view of a view becomes one view, and two
+transpositions that cancel become none. Nodes without effect disappear, such as the factor that ``1 / x`` has in a
+trace. Sizes are read from the graph's inputs. In-place writes to tensors that nothing else aliases become out-of-place.
+Arithmetic is kept: :mod:`hal.compile.fx.arithmetic` knows its equivalent forms.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class _Normalizer:
                     self.slice(node)
                 elif node.target in VIEWS:
                     self.replace(node, self.viewed(node.args[0], node, node.target))
+                elif node.target is aten.transpose.int:
+                    self.replace(node, _transposed_back(node))
                 elif node.target in SAME or is_unit_factor(node):
                     self.replace(node, node.args[0])
 
@@ -211,6 +213,16 @@ def _is_known(node: fx.Node) -> bool:
     return (
         "val" in node.meta and bool(node.args) and (not isinstance(node.args[0], fx.Node) or "val" in node.args[0].meta)
     )
+
+
+def _transposed_back(node: fx.Node) -> Any:
+    """Return what a transposition undoes: the operand of another of the same dimensions, or None."""
+    source: Any = node.args[0]
+    if source.target is not aten.transpose.int:
+        return None
+    rank = value(node).dim()
+    one, other = ({dim % rank for dim in each.args[1:]} for each in (node, source))
+    return source.args[0] if one == other else None
 
 
 def _product(sizes: Iterable[Any]) -> Any:

@@ -22,8 +22,12 @@ OTHERS = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64
 """The dtypes that replace a declared one in violations."""
 
 
-def forms_of(samples: Callable[[Draw], Iterable[Sample]]) -> list[list[Sample]]:
+def forms_of(samples: Callable[[Draw], Iterable[Sample]], *, by_dtype: bool = False) -> list[list[Sample]]:
     """Group the samples by the positions of tensors and None, and by the values of flags.
+
+    Args:
+        samples: the samples of a rewrite.
+        by_dtype: whether to group them by the dtypes of tensors too: casts depend on them.
 
     Raises:
         CompileError: the rewrite has no samples.
@@ -31,13 +35,15 @@ def forms_of(samples: Callable[[Draw], Iterable[Sample]]) -> list[list[Sample]]:
     forms: dict[Any, list[Sample]] = {}
     for dtype in DRAWN:
         for sample in samples(Draw(dtype)):
-            forms.setdefault(tuple(map(_form, sample)), []).append(tuple(sample))
+            forms.setdefault(tuple(_form(each, by_dtype) for each in sample), []).append(tuple(sample))
     if not forms:
         raise CompileError("it has no samples", "yield at least one tuple of arguments")
     return list(forms.values())
 
 
-def _form(given: Any) -> Any:
+def _form(given: Any, by_dtype: bool) -> Any:
+    if by_dtype and isinstance(given, Tensor):
+        return given.dtype
     return Tensor if isinstance(given, Tensor) else given if isinstance(given, bool) else type(given)
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, fx
 
 from hal import ops
 from hal.compile.fx.alias_analysis import AliasAnalysis
+from hal.compile.fx.arithmetic import number_key
 from hal.compile.rewrite.match import Matcher
+from hal.compile.rewrite.node_match import kind
 from hal.compile.rewrite.pattern import other_units, outputs_of, trace_pattern
 from hal.compile.rewrite.proof_samples import DRAWN, check_sides, forms_of
 from hal.drivers.backend import Backend
@@ -154,8 +156,10 @@ def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
         CompileError: its sides differ in shapes or dtypes, or its pattern cannot be matched.
     """
     try:
-        forms = [form for samples in forms_of(rewrite.samples) for form in _forms_of(rewrite, samples)]
-        if not _derived(rewrite):
+        derived = _derived(rewrite)
+        groups = forms_of(rewrite.samples, by_dtype=not derived)
+        forms = _distinct(form for samples in groups for form in _forms_of(rewrite, samples))
+        if not derived:
             rewrite.check_declared()
             check_sides(rewrite.pattern, rewrite.replacement, rewrite.samples)
             _check_replacement(rewrite, forms)
@@ -167,6 +171,17 @@ def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
             "make its pattern and its replacement run on every sample",
         ) from error
     return tuple(sorted(forms, key=lambda form: -form.calls))
+
+
+def _distinct(forms: Iterable[Form]) -> list[Form]:
+    """Return the forms without those that differ from another in dtypes or sizes only."""
+    found: dict[Any, Form] = {}
+    for form in forms:
+        places = {node: place for place, node in enumerate(form.structure.nodes)}
+        calls = tuple((kind(node), tuple(places[each] for each in node.all_input_nodes)) for node in places)
+        others = tuple(number_key(each) for each in form.example if not isinstance(each, Tensor))
+        found.setdefault((calls, others), form)
+    return list(found.values())
 
 
 def _derived(rewrite: Rewrite) -> bool:

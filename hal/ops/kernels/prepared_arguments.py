@@ -22,7 +22,8 @@ class PreparingKernel:
     Attributes:
         kernel: takes the operation's arguments by position, with the prepared ones in their other form. It must not
             read host values.
-        prepare: functions from a tensor to its other form, in torch operations, by the kernel's argument name.
+        prepare: functions from a tensor to its other form, in torch operations, by the kernel's argument name. An
+            argument that is None stays None.
         places: the positions of these arguments, and their functions.
 
     Raises:
@@ -54,5 +55,6 @@ class PreparingKernel:
         """Run the operation on unprepared arguments."""
         given = list(args)
         for place, prepare in self.places:
-            given[place] = prepare(given[place])
+            if given[place] is not None:
+                given[place] = prepare(given[place])
         return self.kernel(*given)

@@ -44,6 +44,23 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
 
 
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    """Call torch's attention. For one query, the query heads that share a key head become its rows."""
+    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    if causal and (mask is not None or (queries > 1 and queries != keys)):
+        # torch aligns the first query with the first key, and takes either a mask or its own.
+        own = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        mask, causal = own if mask is None else own & mask, False
+    grouped = queries == 1 and heads > key.shape[1]
+    attended = functional.scaled_dot_product_attention(
+        query.reshape(query.shape[0], key.shape[1], -1, query.shape[3]) if grouped else query, key, value,
+        attn_mask=mask, is_causal=causal and queries > 1, scale=scale, enable_gqa=heads > key.shape[1] and not grouped,
+    )  # fmt: skip
+    return attended.reshape(query.shape) if grouped else attended
+
+
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": add_rms_norm,
     "embedding": functional.embedding,
@@ -51,6 +68,7 @@ KERNELS: dict[str, Kernel] = {
     "linear": functional.linear,
     "linear_int8": linear_int8,
     "rms_norm": rms_norm,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,
 }
 """Kernels by operation; ``store_kv_cache`` supports the canonical layout only."""

@@ -1,0 +1,146 @@
+"""The recognition of hal's operations in a graph of Dynamo, in the order of its passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hal.compile.fx.alias_analysis import AliasAnalysis
+from hal.compile.fx.clean import common_subexpressions
+from hal.compile.fx.symbolic_sizes import value
+from hal.compile.recognize import spellings
+from hal.compile.recognize.experts import grouped_experts, routings
+from hal.compile.recognize.merge_projections import MergeProjections
+from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls, parameters_among
+from hal.compile.rewrite.rewrite import Rewrite
+from hal.compile.rewrite_report import PassReport
+from hal.drivers.backend import Backend
+from hal.drivers.compiler_registry import pass_name
+
+aten = torch.ops.aten
+log = logging.getLogger("hal.compile")
+
+
+def integer_round_trips(module: fx.GraphModule) -> int:
+    """Remove conversions of int32 to int64 and back, between two recognized operations. Return the number removed."""
+    count = 0
+    for node in list(module.graph.nodes):
+        if not _converts(node, torch.int32) or not _converts(node.args[0], torch.int64):
+            continue
+        source = node.args[0].args[0]
+        if value(source).dtype is torch.int32:
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+            count += 1
+    return count
+
+
+def early_views(module: fx.GraphModule) -> int:
+    """Move views up to what they are views of, and copies of what is never written. Return the number moved.
+
+    So cosines and sines have their final shape before any layer, and a fused operation can take the place of its parts.
+    """
+    memory = AliasAnalysis(module.graph)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    count = 0
+    for node in list(module.graph.nodes):
+        copies = node.target is aten.clone.default and not any(True for _ in memory.writers(node.args[0]))
+        if node.target not in MOVED and not copies:
+            continue
+        last = max(inputs[-1], *node.all_input_nodes)
+        if node.prev is not last:
+            last.append(node)
+            count += 1
+    return count
+
+
+MOVED = frozenset({
+    aten.view.default, aten.expand.default, aten.slice.Tensor, aten.transpose.int, aten.unsqueeze.default,
+})  # fmt: skip
+
+
+def _converts(node: Any, dtype: torch.dtype) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten._to_copy.default and dict(node.kwargs) == {"dtype": dtype}
+
+
+def rewrites_of(backend: Backend) -> tuple[Rewrite, ...]:
+    """Return the rewrites from spellings to the operations that a backend has kernels for, in order."""
+    by_operation: Mapping[str, tuple[Rewrite, ...]] = {
+        "rms_norm": (spellings.rms_norm,),
+        "rotary_embedding": (spellings.rotary_embedding,),
+        "scaled_dot_product_attention": (spellings.repeated_heads,),
+        "topk_route": routings,
+        "grouped_linear": grouped_experts(),
+        "silu_and_mul": (spellings.silu_and_mul,),
+        "split_qkv_rmsnorm_rope": (spellings.batched_split,),
+    }
+    return tuple(each for name, rewrites in by_operation.items() if name in backend.kernels for each in rewrites)
+
+
+def _needs_gradients(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+
+
+class Recognition:
+    """The recognition of operations in one graph.
+
+    Args:
+        backend: whose kernels decide what is recognized.
+        inputs: of the graph, by which parameters are known.
+        passes: by name, False disables a part of the recognition; other names are ignored.
+
+    Attributes:
+        names: the names that ``passes`` may have: those of torch's calls, rewrites and merge_projections.
+    """
+
+    def __init__(self, backend: Backend, inputs: Sequence[Any], passes: Mapping[str, bool]) -> None:
+        self._inputs = inputs
+        self._calls = TorchCalls(backend, [name for name, on in passes.items() if not on])
+        if _needs_gradients(inputs):
+            log.warning(
+                "a graph of Dynamo: no operation is recognized, because a parameter requires grad, and hal supports "
+                "inference only; call the model under torch.inference_mode() or torch.no_grad()"
+            )
+            self._calls = TorchCalls(backend, tuple(RECOGNIZED))
+        self._merge = MergeProjections(parameters_among(inputs))
+        every: tuple[Rewrite | Callable[..., Any], ...] = (*rewrites_of(backend), self._merge)
+        self.names = frozenset((*RECOGNIZED, *map(pass_name, every)))
+        self._passes = [each for each in every if passes.get(pass_name(each), True) and not _needs_gradients(inputs)]
+
+    def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function in which torch's calls are replaced."""
+
+        def run(*args: Any) -> Any:
+            with self._calls:
+                return function(*args)
+
+        return run
+
+    @property
+    def passes(self) -> Iterator[Rewrite | Callable[..., Any]]:
+        """The passes, in order; none if gradients may be needed. The last ones read merged projections."""
+        last = [each for each in self._passes if each in (spellings.silu_and_mul, spellings.batched_split)]
+        if not self._passes:
+            return
+        for each in self._passes:
+            if each is self._merge:
+                yield common_subexpressions  # so that what reads equal views reads one input
+            if each not in last:
+                yield each
+        yield integer_round_trips
+        yield early_views
+        yield from last
+
+    @property
+    def reports(self) -> tuple[PassReport, ...]:
+        """The reports of what was recognized during the trace."""
+        return self._calls.reports
+
+    def finish(self) -> Callable[[Sequence[Any]], list[Tensor]]:
+        """Log what the recognition costs. Return a function from inputs to those that the passes added."""
+        self._merge.log_memory(self._inputs)
+        return self._merge.weights

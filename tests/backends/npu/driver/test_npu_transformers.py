@@ -1,0 +1,71 @@
+"""Tests of models of transformers on the emulated NPU: tokens, and launches with and without hal's operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+from helpers.tiny_transformers import FAMILIES, generate, model_of, prompts_of
+
+import hal
+
+pytest.importorskip("transformers", reason="these tests run models of transformers")
+
+SIZES = {"head_dim": 64, "hidden_size": 64}
+LAUNCHES = {"Qwen3": (56, 13), "Llama": (40, 12), "Mixtral": (68, 18), "Qwen3Moe": (84, 19)}
+"""Of a decode layer, without hal's operations and with them, as docs/how-to/use-with-transformers.md has them."""
+
+
+def launches(family: str, prepare: Callable[[Any], object], *, queries: int) -> Counter[str]:
+    """Return the launches that a second layer adds to a step, by kernel."""
+    found = []
+    for layers in (1, 2):
+        torch.compiler.reset()
+        model = model_of(family, layers=layers, dtype=torch.bfloat16, **SIZES).to("npu")
+        prepare(model)
+        prompt = torch.tensor(prompts_of(7), device="npu")
+        with torch.inference_mode():
+            for _ in range(2):
+                cache = model(prompt, use_cache=True).past_key_values if queries == 1 else None
+                tokens = prompt[:, :queries]
+                torch.npu.synchronize()
+                with emulator.trace() as trace:
+                    model(tokens, past_key_values=cache, use_cache=cache is not None)
+        found.append(trace.counts())
+    return found[1] - found[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_launches_of_a_decode_layer(family: str, npu: Callable[..., hal.Backend]) -> None:
+    npu(dtype="bfloat16")
+    plain = launches(family, lambda model: None, queries=1)
+    fused = launches(family, lambda model: model.compile(backend="hal"), queries=1)
+    torch.compiler.reset()
+    assert (sum(plain.values()), sum(fused.values())) == LAUNCHES[family], f"{plain}, {fused}"
+    assert fused["AddRmsNorm"] == 2
+    assert fused["FusedInferAttentionScoreV3"] == 1
+    assert fused["SwiGlu"] == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefill_layer_launches_fewer_kernels(family: str, npu: Callable[..., hal.Backend]) -> None:
+    npu(dtype="bfloat16")
+    plain = launches(family, lambda model: None, queries=7)
+    fused = launches(family, lambda model: model.compile(backend="hal"), queries=7)
+    torch.compiler.reset()
+    assert sum(fused.values()) < 0.4 * sum(plain.values()), f"{plain}, {fused}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens(family: str, npu: Callable[..., hal.Backend]) -> None:
+    npu(dtype="float16")
+    model, prompts = model_of(family, dtype=torch.float16, **SIZES).to("npu"), prompts_of(9, 4, 14)
+    expected = generate(model, prompts, 8)
+    torch.compiler.reset()
+    model.compile(backend="hal", dynamic=True)
+    assert generate(model, prompts, 8) == expected
+    torch.compiler.reset()

@@ -1,0 +1,131 @@
+"""A model of transformers on the CPU in five ways, by turns. Run it in a fresh process.
+
+- ``eager``: transformers as it is.
+- ``inductor``: ``torch.compile(model)``.
+- ``hal``: ``torch.compile(model, backend="hal")``.
+- ``use``: ``hal.engines.transformers.use(model)``, eagerly.
+- ``own``: hal's own model of the same weights, with the compiler ``graph``.
+
+Each decodes a token of every sequence after 128 cached ones, or reads a prompt of 128 tokens. Prints a JSON object for
+each step: the median milliseconds of each way (``median_ms``), and how many times as fast as ``eager`` it is
+(``speedup``). Arguments: families, ``Qwen3`` and ``Qwen3Moe`` by default; ``--threads N``; and ``--cpu-time``, to
+measure the processor time of one thread, which other processes disturb less.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hal  # isort: skip  # imports torch without vendors' extensions
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from helpers.tiny_transformers import model_of, prompts_of
+
+from hal.bench.contenders.extensions import only_imported_extensions
+from hal.bench.contenders.workload import Contender
+from hal.bench.figures.timing import interleave
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 4096, "layers": 4,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+CACHED, ROUNDS = 128, 15
+STEPS = (("decode", 1), ("decode", 8), ("prefill", 1))
+
+
+class Steps:
+    """The steps of one way to run transformers' model."""
+
+    def __init__(self, model: Any, call: Callable[..., Any], prompts: list[list[int]]) -> None:
+        self._call, self._tokens = call, torch.tensor(prompts)
+        self._cache = model(self._tokens, use_cache=True).past_key_values
+        self._next = torch.tensor([[1 + row] for row in range(len(prompts))])
+
+    def decode(self) -> torch.Tensor:
+        logits: torch.Tensor = self._call(self._next, past_key_values=self._cache, use_cache=True).logits[:, -1]
+        self._cache.crop(-1)
+        return logits
+
+    def prefill(self) -> torch.Tensor:
+        output = self._call(self._tokens, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1]  # type: ignore[no-any-return]
+
+
+def own_step(runner: hal.Runner, kind: str, prompts: list[list[int]]) -> Callable[[], torch.Tensor]:
+    """Return a step of hal's own model."""
+    each = runner.spec.blocks_for(CACHED + 1)
+    blocks = [list(range(1 + row * each, 1 + (row + 1) * each)) for row in range(len(prompts))]
+    prompt = runner.batch(prompts, blocks)
+    runner.step(prompt)
+    tokens = [[1 + row] for row in range(len(prompts))]
+    if kind == "prefill":
+        return lambda: runner.step(runner.batch(prompts, blocks)).logits
+    return lambda: runner.step(runner.batch(tokens, blocks, cached=[CACHED] * len(prompts))).logits
+
+
+def measure(family: str, kind: str, batch: int, clock: Callable[[], float]) -> dict[str, Any]:
+    """Return the medians of one step."""
+    from hal.engines.transformers import use
+
+    torch.compiler.reset()
+    sizes = SIZES | (EXPERTS if family == "Qwen3Moe" else {})
+    model, prompts = model_of(family, **sizes), prompts_of(*[CACHED] * batch)
+    other = copy.deepcopy(model)
+    ways = {
+        "eager": Steps(model, model, prompts),
+        "inductor": Steps(model, torch.compile(model), prompts),
+        "hal": Steps(model, torch.compile(model, backend="hal"), prompts),
+        "use": Steps(other, other, prompts),
+    }
+    calls = {name: getattr(each, kind) for name, each in ways.items()}
+    with tempfile.TemporaryDirectory() as folder, use(other):
+        model.save_pretrained(folder)
+        backend = hal.open({
+            "backend": "cpu", "dtype": "float32", "cache": {"num_tokens": (CACHED + 64) * batch},
+            "compilation": {"compiler": "graph", "capture_sizes": [batch]},
+        })  # fmt: skip
+        with hal.Runner(hal.load_model(Path(folder), backend), backend) as runner:
+            calls["own"] = own_step(runner, kind, prompts)
+            expected = calls["eager"]()
+            for call in calls.values():
+                torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-3)
+            contenders = [Contender(name, call, lambda: None) for name, call in calls.items()]
+            seconds = interleave(contenders, ROUNDS, warm=True, synchronize=lambda: None, clock=clock)
+    median = {name: statistics.median(each) for name, each in seconds.items()}
+    return {
+        "family": family, "step": kind, "batch": batch,
+        "median_ms": {name: round(each * 1e3, 2) for name, each in median.items()},
+        "speedup": {name: round(median["eager"] / each, 2) for name, each in median.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    clock = time.process_time if "--cpu-time" in arguments else time.perf_counter
+    threads = int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1
+    torch.set_num_threads(1 if "--cpu-time" in arguments else threads)
+    families = [each for each in arguments if each[0].isupper()] or ["Qwen3", "Qwen3Moe"]
+    logging.getLogger("hal").setLevel("ERROR")
+    hal.open({"backend": "cpu", "dtype": "float32"})
+    with only_imported_extensions(), torch.inference_mode():
+        for family in families:
+            for kind, batch in STEPS:
+                sys.stdout.write(json.dumps(measure(family, kind, batch, clock)) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Tests of the recognition of hal's operations in plain torch, without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hal
+from hal.compile.recognize import spellings
+from hal.compile.recognize.experts import grouped_experts, routings
+from hal.compile.rewrite.proof import check_rewrite
+
+REWRITES = (
+    spellings.rms_norm, spellings.rotary_embedding, spellings.silu_and_mul, spellings.repeated_heads,
+    spellings.batched_split, *routings, *grouped_experts(),
+)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def cpu() -> Iterator[hal.Backend]:
+    yield hal.open({"backend": "cpu", "dtype": "float32"})
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("rewrite", REWRITES, ids=lambda each: each.name)
+def test_both_sides_of_a_rewrite_agree(rewrite: hal.compile.rewrite.rewrite.Rewrite) -> None:
+    check_rewrite(rewrite, (torch.bfloat16,) if rewrite.name.startswith("experts_of") else DTYPES)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12, False), nn.Linear(8, 12, False), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def test_merged_projections_follow_their_weights(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    block = Block()
+    compiled = torch.compile(block, backend="hal", fullgraph=True)
+    x = torch.randn(3, 5, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), block(x))
+    assert "merge_projections: applied at 1 sites" in caplog.text
+    assert "linear: applied at 3 sites" in caplog.text
+    assert "silu_and_mul: applied at 1 sites" in caplog.text
+    assert "MiB of concatenated weights" in caplog.text
+    before = block(x)
+    with torch.no_grad():
+        block.up.weight.mul_(3)
+        torch.testing.assert_close(compiled(x), block(x))
+        block.gate.weight.data = torch.randn(12, 8)
+        torch.testing.assert_close(compiled(x), block(x))
+        block.up.weight = nn.Parameter(torch.randn(12, 8))
+        torch.testing.assert_close(compiled(x), block(x))
+        assert not torch.allclose(block(x), before)
+
+
+def test_parts_of_the_recognition_can_be_disabled(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    block, x = Block(), torch.randn(3, 8)
+    options = {"passes": {"merge_projections": False, "linear": True}}
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(block, backend="hal", options=options)(x), block(x))
+        assert "merge_projections" not in caplog.text
+        torch.compiler.reset()
+        caplog.clear()
+        options = {"passes": {"linear": False}}
+        torch.testing.assert_close(torch.compile(block, backend="hal", options=options)(x), block(x))
+        assert "linear" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dropout_p": 0.5}, "dropout_p is 0.5"),
+        ({"attn_mask": torch.zeros(2, 1, 3, 3)}, "mask is float32"),
+        ({"attn_mask": torch.ones(2, 4, 3, 3, dtype=torch.bool)}, "mask"),
+    ],
+)
+def test_attention_of_another_form_is_a_near_miss(
+    given: dict[str, object], reason: str, cpu: hal.Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(q: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, q, q, **given)  # type: ignore[arg-type]
+
+    with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
+        torch.compile(function, backend="hal")(torch.randn(2, 4, 3, 8))
+    (warning,) = [each for each in caplog.messages if each.startswith("a graph of Dynamo")]
+    assert "scaled_dot_product_attention was applied nowhere" in warning
+    assert reason in warning
+
+
+def test_attention_and_embedding(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.randn(7, 32)
+
+    def function(ids: Tensor, mask: Tensor | None) -> Tensor:
+        rows = functional.embedding(ids, weight).unflatten(-1, (4, 8)).transpose(1, 2)
+        keys = rows[:, :2, :, None].transpose(2, 3).expand(-1, -1, 2, -1, -1).reshape(rows.shape)
+        return functional.scaled_dot_product_attention(rows, keys, keys, mask, is_causal=mask is None)
+
+    ids = torch.randint(7, (3, 5))
+    for mask in (None, torch.ones(3, 1, 5, 5, dtype=torch.bool).tril()):
+        torch.compiler.reset()
+        caplog.clear()
+        with torch.inference_mode():
+            torch.testing.assert_close(torch.compile(function, backend="hal")(ids, mask), function(ids, mask))
+        for name in ("embedding", "scaled_dot_product_attention"):
+            assert f"{name}: applied at 1 sites" in caplog.text
+
+
+def test_gradients_are_kept(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    block, x = Block(), torch.randn(3, 8)
+    with caplog.at_level("WARNING", "hal.compile"):
+        torch.compile(block, backend="hal")(x).sum().backward()
+    assert "no operation is recognized, because a parameter requires grad" in caplog.text
+    found = [each.grad for each in block.parameters()]
+    block.zero_grad()
+    block(x).sum().backward()
+    torch.testing.assert_close(found, [each.grad for each in block.parameters()])
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 4), nn.Linear(8, 6), nn.Linear(8, 2, False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.first(x), self.second(x), self.third(x)
+
+
+def test_biases_are_merged_too(cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+    block, x = Biased(), torch.randn(2, 3, 8)
+    with torch.inference_mode():
+        compiled = torch.compile(block, backend="hal", dynamic=True)
+        for size in (2, 5):
+            torch.testing.assert_close(compiled(x[:, :size]), block(x[:, :size]))
+    assert "merge_projections: applied at 1 sites" in caplog.text

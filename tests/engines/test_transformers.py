@@ -1,0 +1,153 @@
+"""Tests of hal under transformers, on small random models: torch.compile, and hal.engines.transformers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import ROOT
+from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
+
+import hal
+from hal.errors import BackendNotActive, OperationError
+
+transformers = pytest.importorskip("transformers", reason="these tests run hal inside transformers")
+
+OURS = {"scaled_dot_product_attention": "paged_attention"}
+"""The operation of hal's own models in the place of each that only plain models have."""
+
+
+@pytest.fixture
+def cpu() -> Iterator[hal.Backend]:
+    yield hal.open({"backend": "cpu", "dtype": "float32"})
+    torch.compiler.reset()
+
+
+def own_counts(model: Any, folder: Path, backend: hal.Backend, prompt: list[int]) -> dict[str, int]:
+    """Return how often a step of hal's own model of a checkpoint calls each operation, compiled by the same backend."""
+    model.save_pretrained(folder)
+    ours = hal.load_model(folder, backend)
+    runner = hal.Runner(ours, backend)
+    batch = runner.batch([prompt], [[1]])
+    compiled = torch.compile(ours, backend="hal", fullgraph=True)
+    with torch.inference_mode():
+        compiled(batch, runner.states.layers)
+        with counted() as counts:
+            compiled(batch, runner.states.layers)
+    del counts["store_kv_cache"]  # transformers' cache is plain tensors
+    return dict(counts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal.Backend, tmp_path: Path) -> None:
+    model, (prompt,) = model_of(family), prompts_of(9)
+    compiled = torch.compile(model, backend="hal", fullgraph=True)
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(compiled(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+        with counted() as counts:
+            compiled(tokens, use_cache=False)
+    torch.compiler.reset()
+    found = {OURS.get(name, name): count for name, count in counts.items()}
+    assert found == own_counts(model, tmp_path / "checkpoint", cpu, prompt)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> None:
+    model, prompts = model_of(family), prompts_of(9, 4, 14)
+    expected = generate(model, prompts, 12)
+    model.compile(backend="hal", dynamic=True)
+    assert generate(model, prompts, 12) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_use(family: str, cpu: hal.Backend) -> None:
+    from hal.engines.transformers import use
+
+    model, prompts = model_of(family), prompts_of(9, 4, 14)
+    expected = generate(model, prompts, 12)
+    with use(model) as usage:
+        with counted() as counts:
+            assert generate(model, prompts, 12) == expected
+        assert usage.replaced == (("attention", "experts") if "Mo" in family or "Mix" in family else ("attention",))
+        assert counts["scaled_dot_product_attention"] == 2 * 12
+    with counted() as counts:
+        assert generate(model, prompts, 12) == expected
+    assert not counts
+
+
+def test_continuous_batching(cpu: hal.Backend) -> None:
+    from hal.engines.transformers import use
+
+    model, prompts = model_of("Qwen3"), prompts_of(9, 4, 33, 21)
+    greedy = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=24)
+    expected = [generate(model, [each], 12)[0] for each in prompts]
+    calls = []
+
+    def paged_attention(*args: Any) -> Any:  # generate_batch runs the model in a thread, which counted() does not see
+        calls.append(args[3].shape)
+        return cpu.kernels["paged_attention"](*args)
+
+    hal.Backend("counting", cpu.device, kernels={**cpu.kernels, "paged_attention": paged_attention}).activate()
+    with use(model, continuous_batching=True) as usage:
+        assert usage.replaced == ("paged attention",)
+        outputs = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=sizes)
+    cpu.activate()
+    assert {rows for rows, _ in calls} >= {1, 2, 4}
+    found = {tuple(each.prompt_ids): each.generated_tokens for each in outputs.values()}
+    assert [found[tuple(each)] for each in prompts] == expected
+
+
+class TestRefusals:
+    def test_without_a_backend(self) -> None:
+        from hal.engines.transformers import use
+
+        hal.open({"backend": "cpu", "dtype": "float32"}).close()
+        with pytest.raises(BackendNotActive, match=r"hal\.open"):
+            use(model_of("Llama"))
+
+    def test_nothing_to_replace(self, cpu: hal.Backend) -> None:
+        from hal.engines.transformers import use
+
+        with pytest.raises(OperationError, match="nothing to replace"):
+            use(model_of("Llama"), attention=False)
+
+    def test_a_mask_of_another_form(self, cpu: hal.Backend) -> None:
+        from hal.engines.transformers import use
+
+        model = model_of("Llama")
+        with use(model), torch.inference_mode(), pytest.raises(OperationError, match="a mask that is not bool"):
+            model(torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.zeros(1, 1, 3, 3))
+
+
+@pytest.mark.usefixtures("cpu")
+def test_the_python_of_the_page_runs() -> None:
+    page = (ROOT / "docs" / "how-to" / "use-with-transformers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    torch.manual_seed(0)
+    exec(compile("\n".join(blocks), "use-with-transformers.md", "exec"), {})
+
+
+def test_the_names_that_may_change() -> None:
+    """hal.engines.transformers uses these, which transformers does not document; its version is in the message."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cache_allocators.full_attention import FullAttentionCacheAllocator
+    from transformers.integrations.moe import ExpertsInterface
+
+    version = f"transformers {transformers.__version__}; hal was tested with 5.23"
+    assert "sdpa" in transformers.AttentionMaskInterface(), version
+    assert "paged|eager" in transformers.AttentionInterface(), version
+    assert "grouped_mm" in ExpertsInterface(), version
+    assert FullAttentionCacheAllocator.supports_block_table, version
+    assert FullAttentionCacheAllocator.layer_type == "full_attention", version
+    assert hasattr(FullAttentionCacheAllocator, "get_cache_for_block_table"), version
+    assert "layer_to_allocator" in inspect.getsource(PagedAttentionCache), version
+    assert hasattr(torch.ops.transformers, "grouped_mm_fallback"), version
