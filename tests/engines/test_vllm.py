@@ -107,17 +107,20 @@ def test_two_ranks_split_a_model(
 
 @needs_vllm
 @pytest.mark.parametrize(
-    ("name", "experts"), [("trained", "split"), ("trained_experts", "split"), ("trained_experts", "all_to_all")]
+    ("name", "experts", "ranks"),
+    [("trained", "split", 1), ("trained_experts", "split", 2), ("trained_experts", "all_to_all", 2)],
 )
 def test_two_replicas_give_the_tokens_of_generate(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str, experts: str
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, experts: str, ranks: int
 ) -> None:
+    """Those of a dense model are alone, and vLLM keeps those of a mixture of experts in step."""
     configuration = {"backend": "cpu", "compilation": {"compiler": "graph"}, "parallel": {"experts": experts}}
     found = found_by(
         "vllm_ranks.replicas", tmp_path, request.getfixturevalue(name), hal=configuration,
         vllm={"data_parallel_size": 2},
     )  # fmt: skip
     assert found["wrong"] == []
+    assert found["counts"]["ranks"] == ranks
 
 
 @needs_vllm

@@ -24,7 +24,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 import hal
 
-TOKENS, PROMPTS = 20, 24
+PROMPTS = 24
+TOKENS = 40, 4
+"""The tokens of prompts in turn, so that the second of two replicas soon has none left."""
 
 
 def _read() -> tuple[dict[str, Any], list[list[int]]]:
@@ -37,7 +39,8 @@ def _read() -> tuple[dict[str, Any], list[list[int]]]:
 def _arguments(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": asked["checkpoint"], "max_model_len": 256, "dtype": asked.get("dtype", "float32"),
-        "num_gpu_blocks_override": 128, "additional_config": {"hal": asked["hal"]}, **asked["vllm"],
+        "worker_cls": "vllm_requests.CountingWorker", "num_gpu_blocks_override": 128,
+        "additional_config": {"hal": asked["hal"]}, **asked["vllm"],
     }  # fmt: skip
 
 
@@ -45,18 +48,22 @@ def _write(asked: dict[str, Any], **found: Any) -> None:
     Path(asked["out"]).write_text(json.dumps(found), encoding="utf-8")
 
 
-async def _answers(asked: dict[str, Any], prompts: list[list[int]], replicas: int) -> list[list[int]]:
+async def _answers(
+    asked: dict[str, Any], prompts: list[list[int]], replicas: int
+) -> tuple[list[list[int]], dict[str, int]]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(asked)))
 
     async def answer(index: int) -> list[int]:
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS[index % 2], ignore_eos=True)
         given: Any = {"prompt_token_ids": prompts[index]}
         async for output in engine.generate(given, params, str(index), data_parallel_rank=index % replicas):
             last = output
         return list(last.outputs[0].token_ids)
 
     try:
-        return list(await asyncio.gather(*(answer(index) for index in range(len(prompts)))))
+        answers = list(await asyncio.gather(*(answer(index) for index in range(len(prompts)))))
+        (counts,) = await engine.collective_rpc("counted")
+        return answers, counts
     finally:
         engine.shutdown()
 
@@ -64,14 +71,15 @@ async def _answers(asked: dict[str, Any], prompts: list[list[int]], replicas: in
 def replicas() -> None:
     """Send each replica its share of the prompts, and compare the tokens with those of hal.generate."""
     asked, prompts = _read()
-    found = asyncio.run(_answers(asked, prompts, asked["vllm"]["data_parallel_size"]))
+    found, counts = asyncio.run(_answers(asked, prompts, asked["vllm"]["data_parallel_size"]))
     alone = {name: each for name, each in asked["hal"].items() if name != "parallel"}
     backend = hal.open({**alone, "dtype": asked.get("dtype", "float32"), "cache": {"num_tokens": 8192}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
     expected: list[list[int]] = [[] for _ in prompts]
-    for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=TOKENS)):
+    params = [hal.SamplingParams(max_new_tokens=TOKENS[index % 2]) for index in range(len(prompts))]
+    for token in hal.generate(runner, prompts, params):
         expected[token.prompt].append(token.token_id)
-    _write(asked, wrong=[index for index, tokens in enumerate(found) if tokens != expected[index]])
+    _write(asked, wrong=[index for index, tokens in enumerate(found) if tokens != expected[index]], counts=counts)
 
 
 def killed() -> None:

@@ -62,8 +62,8 @@ class CountingWorker(HalWorker):
         return output
 
     def counted(self) -> dict[str, int]:
-        """Return the counts of this rank."""
-        return dict(STEPS)
+        """Return the counts of this rank, and with how many ranks it works."""
+        return {**STEPS, "ranks": self.backend.mesh.size}
 
 
 def gap(checkpoint: str, tokens: list[int], one: int, other: int) -> float:

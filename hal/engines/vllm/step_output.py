@@ -63,3 +63,6 @@ class StepOutput(AsyncModelRunnerOutput):
             logprobs=None if self._logprobs is None else self._logprobs.tolists(counts),
             prompt_logprobs_dict={name: LogprobsTensors.cat(parts) for name, parts in self._prompts.items()},
         )
+
+    def get_kv_connector_output(self) -> None:
+        """Return None: hal has no KV connector. vLLM asks for it from 0.33 on."""
