@@ -27,7 +27,7 @@ class MemoryPlan:
 
     Attributes:
         total: the device's memory.
-        share: the fraction of it that this process may use.
+        share: the fraction of it, and of what is free, that this process may use.
         free: free on the device beside the loaded model.
         held: held by this process: the weights and everything else, on a CPU also its code.
         weights: the model's parameters and buffers, in ``held``.
@@ -48,8 +48,12 @@ class MemoryPlan:
     @property
     def available(self) -> int:
         """The bytes for states."""
-        usable = min(self.free, int(self.total * self.share) - self.held)
-        return max(0, usable - (self.step or 0) - (self.captures or 0))
+        return max(0, self._usable - (self.step or 0) - (self.captures or 0))
+
+    @property
+    def _usable(self) -> int:
+        # The share of what is free leaves room for other processes, which may grow before the states are allocated.
+        return min(int(self.total * self.share) - self.held, int(self.free * self.share))
 
     @property
     def block_bytes(self) -> int:
@@ -68,8 +72,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows: list[tuple[str, int | None]] = [
-            ("device", self.total), (f"usable: {self.share:.0%}, or what is free",
-                                     min(int(self.total * self.share), self.free + self.held)),
+            ("device", self.total), (f"usable, {self.share:.0%}", self._usable + self.held),
             ("weights", self.weights), ("held beside the weights", self.held - self.weights),
             ("largest step", self.step), ("captures, estimated", self.captures),
             ("states per sequence", self.sequence_bytes), ("left for blocks", self.available - self.sequence_bytes),
@@ -98,7 +101,7 @@ def plan_memory(
         backend: its config has the compiler, ``max_prefill_tokens`` and the block size.
         max_sequences: the most sequences of a batch.
         max_length: the most tokens of a sequence; None for the model's maximum.
-        share: the fraction of the device's memory that this process may use, above 0 and at most 1.
+        share: the fraction of the device's memory, and of what is free, that this process may use; above 0, at most 1.
 
     Raises:
         ConfigError: an argument is out of range, or the model was loaded for another backend.

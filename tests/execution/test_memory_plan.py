@@ -85,7 +85,8 @@ def test_the_blocks_of_a_plan_are_those_of_the_runner(trained: Path) -> None:
     backend = opened("graph", dtype="float32")
     model = hal.load_model(trained, backend)
     plan = hal.plan_memory(model, backend, max_sequences=4, max_length=128)
-    small = attrs.evolve(plan, free=(plan.step or 0) + (plan.captures or 0) + 5 * plan.block_bytes + 17)
+    left = (plan.step or 0) + (plan.captures or 0) + 5 * plan.block_bytes + 17
+    small = attrs.evolve(plan, share=0.5, total=1 << 50, free=2 * left)
     assert small.num_blocks == 5
     with hal.Runner(model, backend, max_sequences=4, num_blocks=small.num_blocks) as runner:
         assert runner.spec.num_blocks == 5

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.ranks import in_ranks
 from helpers.replacing import generated, logits, tensors, two_checkpoints
-from helpers.thorough import FAMILY
+from helpers.thorough import FAMILY, MODE
 from torch import Tensor
 
 import hal
@@ -41,12 +41,12 @@ def held(model: CausalLM) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "compiler"),
     [
-        ("tied", "eager"), ("tied", "graph"), ("tied", "piecewise"), ("experts", "graph"), ("biased", "eager"),
+        ("tied", "eager"), ("tied", "graph"), ("experts", "eager"), ("biased", "eager"),
         ("compressed-tensors/w8a8", "graph"), ("modelslim/w8a8", "eager"),
         pytest.param("tied", "inductor", marks=pytest.mark.thorough("compiles with Inductor")),
+        pytest.param("tied", "piecewise", marks=pytest.mark.thorough(MODE)),
         *(pytest.param(kind, compiler, marks=pytest.mark.thorough(FAMILY)) for kind in ("biased", "experts", *QUANTIZED)
-          for compiler in ("piecewise", "graph") if (kind, compiler) not in
-          (("experts", "graph"), ("compressed-tensors/w8a8", "graph"))),
+          for compiler in ("piecewise", "graph") if (kind, compiler) != ("compressed-tensors/w8a8", "graph")),
         pytest.param("modelslim/w8a8_dynamic/experts", "graph", marks=pytest.mark.thorough(FAMILY)),
     ],
 )  # fmt: skip

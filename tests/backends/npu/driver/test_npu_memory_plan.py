@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.thorough import MODE
 
 import hal
 from hal.errors import ConfigError
@@ -15,7 +16,7 @@ Opened = Callable[..., hal.Backend]
 LONGEST, TOGETHER = 512, 8
 
 
-@pytest.mark.parametrize("compiler", ["eager", "graph"])
+@pytest.mark.parametrize("compiler", [pytest.param("eager", marks=pytest.mark.thorough(MODE)), "graph"])
 def test_what_was_planned_fits_and_no_more(npu: Opened, trained: Path, compiler: str) -> None:
     compilation = {"compiler": compiler} | ({} if compiler == "eager" else {"capture_sizes": [1, 4, 8]})
     backend = npu(dtype="float16", compilation=compilation, max_prefill_tokens=256)

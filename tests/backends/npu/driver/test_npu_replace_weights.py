@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.replacing import generated, logits, tensors, two_checkpoints
+from helpers.thorough import MODE
 
 import hal
 
@@ -21,15 +22,21 @@ SIZES = {
 }
 
 
+OTHERS = (
+    ("tied", "eager", False), ("tied", "graph", False), ("biased", "npugraph_ex", True), ("experts", "graph", True),
+    ("compressed-tensors/w8a8_dynamic", "graph", True), ("modelslim/w8a16", "graph", True),
+    ("modelslim/w8a8_dynamic/experts", "graph", True),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "compiler", "nz"),
     [
-        ("tied", "eager", False), ("tied", "graph", False), ("tied", "graph", True), ("biased", "npugraph_ex", True),
-        ("experts", "graph", True), ("compressed-tensors/w8a8", "npugraph_ex", True),
-        ("compressed-tensors/w8a8_dynamic", "graph", True), ("modelslim/w8a16", "graph", True),
-        ("modelslim/w8a8_dynamic/experts", "graph", True),
+        ("tied", "graph", True),
+        ("compressed-tensors/w8a8", "npugraph_ex", True),
+        *(pytest.param(*each, marks=pytest.mark.thorough(MODE)) for each in OTHERS),
     ],
-)  # fmt: skip
+)
 def test_results_are_those_of_a_fresh_load(npu: Opened, tmp_path: Path, kind: str, compiler: str, nz: bool) -> None:
     first, second = two_checkpoints(tmp_path, kind, **SIZES)
 
