@@ -39,7 +39,8 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
     paged_attention = kernels["paged_attention"]
     decoder, layers = model.model, model.model.layers
     first = layers[0].self_attn
-    heads, kv_heads, head_dim = first.heads, first.kv_heads, first.head_dim
+    kv_heads, head_dim = first.attention.num_kv_heads, first.head_dim
+    heads = first.o_proj.in_features // head_dim
     queries, keys = heads * head_dim, kv_heads * head_dim
     both, scale, eps = queries + keys, head_dim**-0.5, layers[0].input_layernorm.eps
     inv_freq = decoder.rotary.rope.inv_freq(head_dim, torch.device("cpu"))
