@@ -17,7 +17,7 @@ from hal.errors import ConfigError
 
 
 def _installed(distribution: str) -> bool:
-    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
+    """Return whether a distribution is installed."""
     try:
         return bool(importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
@@ -52,29 +52,27 @@ def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*command: str, timeout: int = 1500) -> subprocess.CompletedProcess[str]:
-    """Run Python with SGLang, on the emulated CANN if torch_npu is installed: transformers imports it then."""
-    prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if _installed("torch-npu") else []
+    """Run Python with SGLang."""
     environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(
-        [*prefix, sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout,
-        check=False,
-    )  # fmt: skip
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 @needs_sglang
 @pytest.mark.parametrize(
-    ("name", "device", "compiler", "dtype", "requests", "arguments"),
+    ("name", "compiler", "requests", "arguments"),
     [
-        ("trained", "cpu", "eager", "float32", 100, {}),
-        ("trained", "cpu", "graph", "float32", 100, {}),
-        ("trained", "cpu", "piecewise", "float32", 40, {"page_size": 16, "enable_mixed_chunk": True}),
-        ("trained", "cpu", None, "float32", 30, {"enable_torch_compile": True, "torch_compile_max_bs": 4}),
-        ("trained_experts", "cpu", "graph", "float32", 30, {"page_size": 1}),
+        ("trained", "eager", 100, {}),
+        ("trained", "graph", 100, {}),
+        ("trained", "piecewise", 40, {"page_size": 16, "enable_mixed_chunk": True}),
+        ("trained", None, 30, {"enable_torch_compile": True, "torch_compile_max_bs": 4}),
+        ("trained_experts", "graph", 30, {"page_size": 1}),
     ],
 )
 def test_random_requests_get_the_tokens_of_generate(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, device: str,
-    compiler: str | None, dtype: str, requests: int, arguments: dict[str, Any],
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, compiler: str | None,
+    requests: int, arguments: dict[str, Any],
 ) -> None:  # fmt: skip
     """A small cache and small steps, so that requests are cut into chunks, and find cached prefixes.
 
@@ -86,16 +84,15 @@ def test_random_requests_get_the_tokens_of_generate(
         monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "20")
     out = tmp_path / "found.json"
     asked = {
-        "checkpoint": str(request.getfixturevalue(name)), "out": str(out), "dtype": dtype, "seed": 1,
-        "hal": {"backend": device} | ({"compilation": {"compiler": compiler}} if compiler else {}),
+        "checkpoint": str(request.getfixturevalue(name)), "out": str(out), "seed": 1,
+        "hal": {"backend": "cpu"} | ({"compilation": {"compiler": compiler}} if compiler else {}),
         "requests": requests, "arguments": arguments,
     }  # fmt: skip
     result = run(str(HERE / "sglang_requests.py"), json.dumps(asked))
     assert out.exists(), result.stdout + result.stderr
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    print(asked, found["counts"], f"ties: {found['ties']}, worst score: {found['worst score']}")  # noqa: T201
+    print(asked, found["counts"], f"worst score: {found['worst score']}")  # noqa: T201
     assert found["wrong"] == []
-    assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
     assert found["requests"] == requests
     assert found["worst score"] < 1e-3
     kinds = ("prefix hits", "chunks", "regex", "penalties", "prompt logprobs") + ("retractions",) * retracting

@@ -92,7 +92,7 @@ class HalForCausalLM(nn.Module):
         self._dtype = torch.get_default_dtype()  # SGLang creates models under theirs.
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the checkpoint with hal, which reads from SGLang's iterator nothing.
+        """Load the checkpoint with hal. SGLang's iterator is not read.
 
         Raises:
             ConfigError: the server runs already, or hal's configuration is invalid.
