@@ -113,9 +113,12 @@ class HalWorker(WorkerBase):
         asked = self.cache_config.kv_cache_memory_bytes
         if asked is not None:
             return int(asked)
+        share = self.cache_config.gpu_memory_utilization
+        if isinstance(self.backend.device, hal.HostDevice):  # Its ranks have one memory; devices have one each.
+            share /= self.parallel_config.world_size * max(1, self.parallel_config.data_parallel_size_local)
         plan = hal.plan_memory(
             self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
-            max_length=self.model_config.max_model_len, share=self.cache_config.gpu_memory_utilization,
+            max_length=self.model_config.max_model_len, share=share,
         )  # fmt: skip
         log.info("hal's memory:\n%s", plan)
         return plan.available
