@@ -31,6 +31,8 @@ LARGE = 128
 """A weight is large if it has more than one part in so many of the bytes of all."""
 MOST = 32 << 20
 """Larger ones are prepared apart from others, whatever their part."""
+TRIMS = 16
+"""How often a load gives freed memory back, which would count at the peak."""
 
 Progress = Callable[[int, int], None]
 """A callback that receives the bytes loaded so far and the bytes in total."""
@@ -230,7 +232,9 @@ def _fill(
             changed |= each.put(piece, start, values, buffers)
         else:
             quantized.keep(beside[place - len(pieces)], values)
-        done += values.nbytes
+        before, done = done, done + values.nbytes
+        if done * TRIMS // max(total, 1) > before * TRIMS // max(total, 1):
+            backend.device.empty_cache()
         if progress is not None:
             progress(done, total)
     return quantized.finish(backend, dtype) or changed

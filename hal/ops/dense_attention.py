@@ -27,6 +27,7 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield *tensors, empty, 0.5, False  # queries that attend to no key
     turned = [draw.normal(2, size, heads, 32).transpose(1, 2) for size, heads in ((3, 4), (8, 2), (8, 2))]
     yield *turned, None, 0.2, True
+    yield *(draw.normal(0, size, length, 64) for size, length in ((4, 1), (2, 5), (2, 5))), None, 0.125, False
 
 
 @op(
@@ -37,7 +38,7 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         "return": "batch num_heads queries head_dim",
     },
     dtypes={"query": FLOATING, "key": "query", "value": "query", "mask": torch.bool, "return": "query"},
-    rowwise=None,
+    rowwise=None,  # Rows are independent, but torch's kernel for the CPU does not keep a NaN.
 )  # fmt: skip
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool

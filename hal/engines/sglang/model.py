@@ -51,12 +51,10 @@ class HalSteps:
             raise ConfigError(
                 "SGLang sizes the cache by the host's memory, and hal keeps it on a device", "pass --max-total-tokens"
             )
-        config = self.backend.config
-        cache = attrs.evolve(config.cache, num_tokens=model_runner.token_to_kv_pool.size)
-        self.backend.configure(attrs.evolve(config, cache=cache))
+        pages = -(-model_runner.token_to_kv_pool.size // self.backend.block_size)
         self._runner = hal.Runner(
             self._model, self.backend, max_sequences=model_runner.max_running_requests,
-            max_length=model_runner.model_config.context_len,
+            max_length=model_runner.model_config.context_len, num_blocks=1 + pages,
         )  # fmt: skip
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
 

@@ -53,10 +53,11 @@ def scaled_dot_product_attention(
         # torch aligns the first query with the first key, and takes either a mask or its own.
         own = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         mask, causal = own if mask is None else own & mask, False
-    grouped = queries == 1 and heads > key.shape[1]
+    groups = heads // key.shape[1]
+    grouped = queries == 1 and groups > 1
     attended = functional.scaled_dot_product_attention(
-        query.reshape(query.shape[0], key.shape[1], -1, query.shape[3]) if grouped else query, key, value,
-        attn_mask=mask, is_causal=causal and queries > 1, scale=scale, enable_gqa=heads > key.shape[1] and not grouped,
+        query.reshape(query.shape[0], key.shape[1], groups, query.shape[3]) if grouped else query, key, value,
+        attn_mask=mask, is_causal=causal and queries > 1, scale=scale, enable_gqa=groups > 1 and not grouped,
     )  # fmt: skip
     return attended.reshape(query.shape) if grouped else attended
 
