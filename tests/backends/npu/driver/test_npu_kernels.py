@@ -115,6 +115,7 @@ def test_of_no_tokens(npu: Opened) -> None:
         "rms_norm": [(draw.normal(0, 4, 64), draw.normal(64), 1e-6)],
         "rotary_embedding": [(draw.normal(0, 4, 64), draw.normal(0, 2, 64), *turned)],
         "sample": [(draw.normal(0, 32), many, none, many, many, none.long(), none.long())],
+        "scaled_dot_product_attention": [(*[draw.normal(0, 4, 8, 64) for _ in range(3)], None, 0.125, False)],
         "silu_and_mul": [(draw.normal(0, 64),)],
         "split_qkv_rmsnorm_rope": [split],
         "split_qkv_rmsnorm_rope_cache": [(*split, *caches, none)],

@@ -42,3 +42,4 @@ def test_what_was_planned_fits_and_no_more(npu: Opened, trained: Path, compiler:
     with pytest.raises(ConfigError, match=r"lower cache\.num_tokens, or the runner's num_blocks"):
         hal.Runner(model, backend, num_blocks=tight.num_blocks + (200 << 20) // plan.block_bytes)
     del taken
+    backend.device.empty_cache()  # Other tests of this process need the memory.
