@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,20 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.distributions import installed
 
 from hal.engines.sglang import register
 from hal.errors import ConfigError
 
-
-def _installed(distribution: str) -> bool:
-    """Return whether a distribution is installed."""
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-needs_sglang = pytest.mark.skipif(not _installed("sglang"), reason="SGLang is not installed: see make test-sglang")
+needs_sglang = pytest.mark.skipif(not installed("sglang"), reason="SGLang is not installed: see make test-sglang")
 HERE = Path(__file__).parent
 ENVIRONMENT = {"SGLANG_PLATFORM": "hal", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from helpers.vllm_programs import found_by, installed, needs_vllm, run
+from helpers.distributions import installed
+from helpers.vllm_programs import found_by, needs_vllm, run
 
 from hal.config.environment import environment_mapping
 from hal.engines.vllm import register

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint, trained_tokenizer, write_json
-from helpers.vllm_server import ENVIRONMENT, installed
+from helpers.vllm_programs import needs_vllm, run
 from safetensors.torch import save_file
 
 from hal.checkpoint.model_registry import find_model
@@ -59,7 +55,7 @@ def family(folder: Path, model_type: str, seed: int = 1) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: see make test-vllm")
+@needs_vllm
 def test_every_family_gives_the_tokens_of_generate(tmp_path: Path) -> None:
     checkpoints = {name: str(family(tmp_path / name, name)) for name in FAMILIES}
     checkpoints["qwen3"] = str(random_checkpoint(tmp_path / "qwen3"))
@@ -71,12 +67,7 @@ def test_every_family_gives_the_tokens_of_generate(tmp_path: Path) -> None:
         "out": str(out),
         "hal": {"backend": "cpu", "compilation": {"compiler": "graph"}},
     }
-    # transformers imports torch_npu if it is installed.
-    prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if installed("torch-npu") else []
-    command = [*prefix, sys.executable, "-c", "import vllm_families; vllm_families.main()", json.dumps(asked)]
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    result = run("import vllm_families; vllm_families.main()", json.dumps(asked))
     assert out.exists(), result.stdout + result.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found == {name: [] for name in (*checkpoints, "reloaded", "specifications")}

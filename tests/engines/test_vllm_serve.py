@@ -14,11 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.vllm_server import STOP, Server, installed, served
+from helpers.distributions import installed
+from helpers.vllm_programs import needs_vllm
+from helpers.vllm_server import STOP, Server, served
 
 import hal
 
-pytestmark = pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: see make test-vllm")
+pytestmark = needs_vllm
 CLIENTS, NEW = 64, 24
 PROMPTS = ("def main():", "class Stack:\n", "for key in ", "import ", '"""Read', "    try:\n", "x = [", "return ")
 LIMIT = 120.0

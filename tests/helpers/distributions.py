@@ -1,12 +1,21 @@
-"""Installs a package for a test: its metadata with entry points, and its modules."""
+"""Installed distributions: whether one is there, and the installation of one for a test."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 
+def installed(distribution: str) -> bool:
+    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def install(site: Path, name: str, entry_points: str, version: str = "1.0", **modules: str) -> None:
-    """Write a distribution into a folder, which the caller puts on the path.
+    """Write a distribution, its metadata and modules, into a folder, which the caller puts on the path.
 
     Args:
         site: the folder.

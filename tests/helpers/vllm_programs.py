@@ -1,8 +1,7 @@
-"""Programs with vLLM, each in a process of its own."""
+"""Runs programs with vLLM in separate processes."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,31 +12,28 @@ from typing import Any
 import pytest
 
 from helpers import TESTS
-
-
-def installed(distribution: str) -> bool:
-    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
+from helpers.distributions import installed
 
 needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: see make test-vllm")
 PROGRAMS = TESTS / "engines"
 ENVIRONMENT = {
-    "HAL_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_LOGGING_LEVEL": "WARNING",
+    "HAL_VLLM": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }  # fmt: skip
+IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+def python(devices: int = 1) -> list[str]:
+    """Return the command of Python, on the emulated CANN if torch_npu is installed: transformers imports it then."""
+    emulated = installed("torch-npu")
+    prefix = [sys.executable, "-m", "hal_command", "emulate", "--devices", str(devices), "--"] if emulated else []
+    return [*prefix, sys.executable]
 
 
 def run(program: str, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a program with vLLM, on the emulated CANN if torch_npu is installed: transformers imports it then."""
-    emulated = installed("torch-npu")
-    prefix = [sys.executable, "-m", "hal_command", "emulate", "--devices", str(devices), "--"] if emulated else []
-    command = [*prefix, sys.executable, "-c", program, *arguments]
+    """Run a program with vLLM."""
+    command = [*python(devices), "-c", program, *arguments]
     paths = os.pathsep.join(filter(None, (str(PROGRAMS), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
+    environment = {**os.environ, **ENVIRONMENT, **IN_ONE_PROCESS, "PYTHONPATH": paths}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
 
 

@@ -1,15 +1,13 @@
-"""`vllm serve` with hal, as a process of its own, and what its clients see."""
+"""Runs `vllm serve` with hal in a separate process, and clients that send it requests."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,20 +19,10 @@ from urllib.request import urlopen
 import attrs
 import psutil
 
-ENVIRONMENT = {
-    "HAL_VLLM": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+from helpers.vllm_programs import ENVIRONMENT, python
+
 START, STOP = 300.0, 60.0
 """Seconds within which a server answers, and within which all of its processes end."""
-
-
-def installed(distribution: str) -> bool:
-    """Return whether a distribution is installed. Tests of the core hide torch_npu from imports."""
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 @attrs.define
@@ -87,13 +75,11 @@ def served(checkpoint: Path, log: Path, hal: Mapping[str, Any], *arguments: str)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # transformers imports torch_npu if it is installed.
-    prefix = [sys.executable, "-m", "hal_command", "emulate", "--"] if installed("torch-npu") else []
     command = [
-        *prefix, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--host", "127.0.0.1",
+        *python(), "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--host", "127.0.0.1",
         "--port", str(port), "--additional-config", json.dumps({"hal": dict(hal)}), *arguments,
     ]  # fmt: skip
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     with log.open("w", encoding="utf-8") as out:
         process = psutil.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     server = Server(f"http://127.0.0.1:{port}", process, log)

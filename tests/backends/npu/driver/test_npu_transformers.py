@@ -39,12 +39,18 @@ def launches(family: str, prepare: Callable[[Any], object], *, queries: int) -> 
     return found[1] - found[0]
 
 
+def eager_and_compiled(family: str, npu: Callable[..., hal.Backend], queries: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the launches of a layer of the model, eager and compiled."""
+    npu(dtype="bfloat16")
+    plain = launches(family, lambda model: None, queries=queries)
+    fused = launches(family, lambda model: model.compile(backend="hal"), queries=queries)
+    torch.compiler.reset()
+    return plain, fused
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_launches_of_a_decode_layer(family: str, npu: Callable[..., hal.Backend]) -> None:
-    npu(dtype="bfloat16")
-    plain = launches(family, lambda model: None, queries=1)
-    fused = launches(family, lambda model: model.compile(backend="hal"), queries=1)
-    torch.compiler.reset()
+    plain, fused = eager_and_compiled(family, npu, queries=1)
     assert (sum(plain.values()), sum(fused.values())) == LAUNCHES[family], f"{plain}, {fused}"
     assert fused["AddRmsNorm"] == 2
     assert fused["FusedInferAttentionScoreV3"] == 1
@@ -53,10 +59,7 @@ def test_the_launches_of_a_decode_layer(family: str, npu: Callable[..., hal.Back
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prefill_layer_launches_fewer_kernels(family: str, npu: Callable[..., hal.Backend]) -> None:
-    npu(dtype="bfloat16")
-    plain = launches(family, lambda model: None, queries=7)
-    fused = launches(family, lambda model: model.compile(backend="hal"), queries=7)
-    torch.compiler.reset()
+    plain, fused = eager_and_compiled(family, npu, queries=7)
     assert sum(fused.values()) < 0.4 * sum(plain.values()), f"{plain}, {fused}"
 
 
