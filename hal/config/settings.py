@@ -1,8 +1,8 @@
 """The configuration's attrs classes. Their docstrings document the keys.
 
 A key has one name: to rename it, rename the attribute and every use. There are no aliases: reading.py refuses the old
-name, and the error gives the nearest known key. An alias would be accepted in ``read`` of reading.py, before
-``_CONVERTER`` checks the keys. Compilers may have aliases, which drivers declare.
+name, and the error gives the nearest known key. An alias would be accepted in ``checked`` of reading.py, which sees the
+keys of every table. Compilers may have aliases, which drivers declare.
 """
 
 from __future__ import annotations

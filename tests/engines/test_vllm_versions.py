@@ -20,19 +20,19 @@ for module, name in json.loads(sys.argv[1]):
     try:
         getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        missing.append(f"{module}.{name}: {error}")
+        missing.append([module, name, str(error)])
 print("missing: " + json.dumps(missing))
 """
 
 
-def imported() -> list[tuple[str, str]]:
-    """Return the modules and names that the adapter imports of vLLM."""
-    found = set()
+def imported() -> dict[tuple[str, str], str]:
+    """Return the modules and names that the adapter imports of vLLM, each with a file that imports it."""
+    found = {}
     for path in ADAPTER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-                found |= {(str(node.module), each.name) for each in node.names}
-    return sorted(found)
+                found |= {(str(node.module), each.name): path.name for each in node.names}
+    return dict(sorted(found.items()))
 
 
 def test_the_page_names_the_versions_that_are_installed() -> None:
@@ -50,7 +50,9 @@ def test_the_page_names_the_versions_that_are_installed() -> None:
 @needs_vllm
 def test_vllm_has_what_the_adapter_imports() -> None:
     names = imported()
-    result = run(PROGRAM, json.dumps(names))
-    (found,) = re.findall(r"^missing: (.*)$", result.stdout, re.MULTILINE) or [result.stdout + result.stderr]
-    print(*(f"{module}.{name}" for module, name in names), sep="\n")  # noqa: T201
-    assert json.loads(found) == [], f"vLLM {importlib.metadata.version('vllm')} lacks some of the names"
+    result = run(PROGRAM, json.dumps(list(names)))
+    found = re.search(r"^missing: (.*)$", result.stdout, re.MULTILINE)
+    assert found, result.stdout + result.stderr
+    print(*(f"{file}: {module}.{name}" for (module, name), file in names.items()), sep="\n")  # noqa: T201
+    missing = [f"{names[module, name]} imports {name}: {error}" for module, name, error in json.loads(found[1])]
+    assert missing == [], f"vLLM {importlib.metadata.version('vllm')} lacks some of the names"
