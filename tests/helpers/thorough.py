@@ -276,8 +276,7 @@ CASES = (
     ("device/test_closing.py", r"leaves_nothing\[eager-graph", MODE),
     ("doctor/test_doctor.py", r"test_a_vendors_package_that_breaks_the_import_of_torch", PROCESSES),
     ("doctor/test_doctor.py", r"test_emulate_is_an_option_that_not_all_have", PROCESSES),
-    ("doctor/test_doctor.py", r"test_many_that_hang_take_no_longer|test_one_that_only_waited", PROCESSES),
-    ("doctor/test_doctor.py", r"test_the_limit_for_all|test_a_package_that_hangs_is_killed", PROCESSES),
+    ("doctor/test_doctor.py", r"test_the_limit_for_all|test_those_that_hang", PROCESSES),
     ("doctor/test_doctor.py", r"TestPrivacy::test_home_names|TestOneDriver::test_options_come", PROCESSES),
     (
         "doctor/test_doctor.py",
