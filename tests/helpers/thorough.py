@@ -123,6 +123,7 @@ CASES = (
     ),
     ("backends/npu/driver/test_npu_conformance.py", r"\[runners/piecewise_eager/\S*queries-[48]", EXHAUSTIVE),
     ("backends/npu/driver/test_npu_conformance.py", r"\[runners/(npugraph_ex|piecewise_eager)/(?!mixed)", MODE),
+    ("backends/npu/driver/test_npu_conformance.py", r"\[ranks/skipped-collective", EXHAUSTIVE),
     ("backends/npu/driver/test_npu_conformance_fractal.py", r"/float16(/|\])", DTYPE),
     ("backends/npu/driver/test_npu_conformance_fractal.py", r"\[(graphs|leaks|rewrites|runners)/", MODE),
     (
@@ -223,6 +224,11 @@ CASES = (
     ("backends/npu/driver/test_npu_parallel.py", r"that_fails\[(skips|shapes)-capture", EXHAUSTIVE),
     ("backends/npu/driver/test_npu_parallel.py", r"test_a_closed_backend_leaves_nothing\[1\]", PROCESSES),
     ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens\[.*, more compilers", EXHAUSTIVE),
+    (
+        "backends/npu/driver/test_npu_parallel.py",
+        r"test_peak_memory_of_loading\[2|test_a_closed_backend_leaves_nothing\[1",
+        EXHAUSTIVE,
+    ),
     ("backends/npu/driver/test_npu_pieces.py", r"test_eight_buckets|TestMemory::test_pieces_share_it", AGAIN),
     ("backends/npu/driver/test_npu_pieces.py", r"TestFaults::test_out_of_memory|TestFaults::test_streams", MODE),
     ("backends/npu/driver/test_npu_pieces.py", r"TestMemory::test_a_runner_gives_everything_back", MODE),
