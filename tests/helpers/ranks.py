@@ -1,8 +1,8 @@
 """Runs a function of :mod:`helpers.rank_programs` in several ranks.
 
-:func:`in_ranks` forks the ranks from a server that has imported torch and hal, which takes milliseconds.
-:func:`started` and :func:`failing` start them as ``hal generate`` does, for failures, and for devices that a forked
-process cannot open.
+:func:`in_ranks` and :func:`on_npus` fork the ranks from a server that has imported torch and hal, which takes
+milliseconds. :func:`started` and :func:`failing` start them as ``hal generate`` does, for failures, and for what a
+process holds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from helpers import rank_processes
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from helpers.ranks import main; main(*sys.argv[2:])"
 LIMIT = 900.0
 """Seconds after which forked ranks are ended."""
+NPUS = 4
+"""The emulated NPUs of ranks."""
 FUSED = {"all_gather_linear", "all_reduce_add_rms_norm", "linear_all_reduce", "linear_reduce_scatter"}
 """The fused collectives."""
 
@@ -37,7 +40,28 @@ def in_ranks(function: str, ranks: int, **arguments: Any) -> list[Any]:
         ranks: the number of ranks.
         arguments: the function's.
     """
-    results = rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT)
+    return _results(rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT))
+
+
+def on_npus(function: str, ranks: int, **arguments: Any) -> list[Any]:
+    """Return the same as :func:`in_ranks`, for functions that open an emulated NPU.
+
+    The server has imported torch_npu, for :data:`NPUS` devices, but opened none. The ranks have this process's
+    environment.
+    """
+    given = os.environ["HAL_NPU_EMULATOR_OPTIONS"]
+    devices = json.dumps({**json.loads(given), "devices": NPUS})
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HAL_NPU_EMULATOR_OPTIONS": devices}
+    rank_processes.CONTEXT.set_forkserver_preload([*rank_processes.PRELOADED, *rank_processes.PRELOADED_FOR_NPUS])
+    os.environ["HAL_NPU_EMULATOR_OPTIONS"] = devices  # The emulated CANN reads it where it is loaded.
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ["HAL_NPU_EMULATOR_OPTIONS"] = given
+    return _results(rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT, environ=environ))
+
+
+def _results(results: list[Any]) -> list[Any]:
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -1,13 +1,14 @@
 """Tests for the documentation: its Python runs, its links and names are valid, and it builds without warnings.
 
-A page's ``python`` blocks run in order, in one namespace, from the root of the repository. Two kinds of block are
-written to files of a package instead: a ``python`` block that begins with a comment such as ``# toy_llama.py`` is that
-module, and an ``ini`` block with entry points is that package's metadata. Such a module whose name begins with
-``test_`` is run by pytest.
+A page's ``python`` blocks run in order, in one namespace, from the root of the repository, in a process that is forked
+from a server that has imported torch and hal. Two kinds of block are written to files of a package instead: a
+``python`` block that begins with a comment such as ``# toy_llama.py`` is that module, and an ``ini`` block with entry
+points is that package's metadata. Such a module whose name begins with ``test_`` is run by pytest.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -15,11 +16,14 @@ import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import attrs
 import pytest
 from helpers import ROOT
 from helpers.distributions import install
+from helpers.forked_scripts import run_script
 
 import hal
 from hal import config, errors
@@ -87,15 +91,34 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script = lay_out(page, tmp_path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HAL_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, f"{page.name}:\n{result.stdout}\n{result.stderr}"
+    status, output = run_script(script, ROOT, environment, timeout=300)
+    assert status == 0, f"{page.name}:\n{output}"
     if tests := sorted(map(str, tmp_path.glob("test_*.py"))):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
         environment["PYTHONPATH"] = str(tmp_path)
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
         assert result.returncode == 0, f"the tests of {page.name}:\n{result.stdout}\n{result.stderr}"
+
+
+def test_pages_import_the_modules_that_they_name() -> None:
+    """The server that runs the pages has imported them, so that a page runs without its import."""
+    missing = []
+    for page in PAGES:
+        nodes = [
+            node for block in blocks(page) if block.language == "python" for node in ast.walk(ast.parse(block.text))
+        ]
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for name in {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)} - imported:
+            if re.fullmatch(r"hal(\.\w+){2,}", name) and isinstance(_value(name), ModuleType):
+                missing.append((page.name, name))
+    assert not missing
+
+
+def _value(name: str) -> Any:
+    value: Any = hal
+    for part in name.split(".")[1:]:
+        value = getattr(value, part, None)
+    return value
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

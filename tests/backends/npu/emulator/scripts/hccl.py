@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,21 +284,33 @@ def launch(script: str, program: str, ranks: int, *arguments: Any, **environ: st
 
 
 def run_ranks(
-    script: str, program: str, ranks: int, *arguments: Any, seconds: float = 100, **environ: str
+    script: str, program: str, ranks: int, *arguments: Any, seconds: float = 600, **environ: str
 ) -> list[Any]:
-    """Run a script's program in one process per rank; return the results, or the exit codes of killed ones."""
+    """Run a script's program in one process per rank; return the results, or the exit codes of killed ones.
+
+    A rank that fails ends the others at once, because they may wait for it. ``seconds`` only bounds a hang.
+    """
     processes = launch(str(Path(__file__).parent / script), program, ranks, *arguments, **environ)
-    results: list[Any] = []
-    try:
-        for each in processes:
-            out, err = each.communicate(timeout=seconds)
-            assert each.returncode <= 0, err
-            results.append(json.loads(out.splitlines()[-1]) if each.returncode == 0 else each.returncode)
-    finally:
-        for each in processes:
-            each.kill()
-            each.wait()
-    return results
+    with ThreadPoolExecutor(ranks) as readers:
+        try:
+            outputs = [readers.submit(each.communicate) for each in processes]
+            until = time.monotonic() + seconds
+            while any(each.poll() is None for each in processes):
+                if any((each.returncode or 0) > 0 for each in processes) or time.monotonic() > until:
+                    break
+                time.sleep(0.01)
+        finally:
+            running = [rank for rank, each in enumerate(processes) if each.poll() is None]
+            for each in processes:
+                each.kill()
+        texts = [each.result() for each in outputs]
+    failed = [f"rank {rank}:\n{texts[rank][1]}" for rank, each in enumerate(processes) if (each.returncode or 0) > 0]
+    assert not failed, "\n".join(failed)
+    assert not running, f"ranks {running} did not end within {seconds} s: {texts}"
+    return [
+        json.loads(out.splitlines()[-1]) if each.returncode == 0 else each.returncode
+        for each, (out, _) in zip(processes, texts, strict=True)
+    ]
 
 
 def run(programs: dict[str, Any]) -> None:
