@@ -16,6 +16,7 @@ import hal
 from hal.drivers.compiler_registry import EAGER
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
+from hal.engines.vllm.refused import hal_config
 from hal.errors import ConfigError, ModelError
 
 log = logging.getLogger("vllm.hal")
@@ -26,7 +27,7 @@ class HalWorker(WorkerBase):
 
     def init_device(self) -> None:
         """Open the backend, and join the other ranks of this replica."""
-        asked = dict((self.vllm_config.additional_config or {}).get("hal", {}))
+        asked = hal_config(self.vllm_config)
         cache = dict(asked.get("cache", {}))
         if self.cache_config.user_specified_block_size:
             cache["block_size"] = self.cache_config.block_size
