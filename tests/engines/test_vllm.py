@@ -178,6 +178,19 @@ def test_the_environment_configures_hal_if_no_argument_does(
 
 
 @needs_vllm
+def test_the_cache_holds_as_many_tokens_as_hal_is_asked_for(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
+    """1,024 tokens are 64 blocks of 16, beside vLLM's null block."""
+    monkeypatch.setenv("HAL_BACKEND", "cpu")
+    monkeypatch.setenv("HAL_CACHE", '{"num_tokens": 1024, "block_size": 16}')
+    program = (
+        f"from vllm import LLM; engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32')\n"
+        "print('blocks:', engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)"
+    )
+    result = run(program)
+    assert "blocks: 65\n" in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
 def test_experts_are_shared_as_hal_is_configured(trained_experts: Path) -> None:
     result = run(f"from vllm import LLM; LLM({str(trained_experts)!r}, enable_expert_parallel=True)")
     assert "hal does not read vLLM's enable_expert_parallel" in result.stdout + result.stderr

@@ -28,8 +28,8 @@ TARGETS = (
     "tests/samplers", "tests/basic_correctness", "tests/entrypoints/llm", "tests/entrypoints/openai",
 )  # fmt: skip
 ENVIRONMENT = {
-    "HAL_VLLM": "1", "HAL_BACKEND": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1",
+    "HAL_VLLM": "1", "HAL_BACKEND": "cpu", "HAL_CACHE__NUM_TOKENS": "65536", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 REASONS = (
     (r"hal does not (?:support|read) vLLM's (\w+)", r"hal refuses \1"),
