@@ -1,4 +1,4 @@
-"""Tests of `vllm serve` with hal under load: many clients, clients that hang up, and an engine that is killed.
+"""Tests of `vllm serve` with hal under load: many clients, clients that hang up, and a process that is killed.
 
 They need vLLM: `make test-vllm` runs them.
 """
@@ -26,13 +26,15 @@ PROMPTS = ("def main():", "class Stack:\n", "for key in ", "import ", '"""Read',
 LIMIT = 120.0
 """Seconds within which each client has an answer or an error."""
 ARGUMENTS = ("--max-model-len", "512", "--max-num-seqs", "16")
+ON_CPU = {"backend": "cpu", "compilation": {"compiler": "graph"}}
+CPU_ARGUMENTS = ("--dtype", "float32", "--num-gpu-blocks-override", "400", *ARGUMENTS)
+RANKS = "--tensor-parallel-size"
 
 
-@pytest.fixture(scope="module")
-def server(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    configured = {"backend": "cpu", "compilation": {"compiler": "graph"}}
+@pytest.fixture(scope="module", params=["1", "2"], ids=["one-rank", "two-ranks"])
+def server(request: pytest.FixtureRequest, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("served") / "log"
-    with served(trained, log, configured, "--dtype", "float32", "--num-gpu-blocks-override", "400", *ARGUMENTS) as made:
+    with served(trained, log, ON_CPU, *CPU_ARGUMENTS, RANKS, request.param) as made:
         print(f"the server answered after {made.seconds:.1f} s")  # noqa: T201
         yield made
 
@@ -109,13 +111,12 @@ def test_a_request_that_is_wrong_is_an_error_and_others_go_on(server: Server, tr
     assert streamed(server, trained, PROMPTS[0])
 
 
-def test_an_engine_that_is_killed_ends_every_request(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "victim"), [("1", "EngineCore"), ("2", "EngineCore"), ("2", "Worker")])
+def test_a_process_that_is_killed_ends_every_request(trained: Path, tmp_path: Path, ranks: str, victim: str) -> None:
     """Each client gets an error, or the end of its stream; the server ends, and leaves no process."""
     import openai
 
-    configured = {"backend": "cpu", "compilation": {"compiler": "graph"}}
-    with served(trained, tmp_path / "log", configured, "--dtype", "float32", *ARGUMENTS,
-                "--num-gpu-blocks-override", "400") as server:  # fmt: skip
+    with served(trained, tmp_path / "log", ON_CPU, *CPU_ARGUMENTS, RANKS, ranks) as server:
         processes = server.processes()
 
         def asked(row: int) -> str:
@@ -128,7 +129,7 @@ def test_an_engine_that_is_killed_ends_every_request(trained: Path, tmp_path: Pa
         with ThreadPoolExecutor(32) as pool:
             answers = [pool.submit(asked, row) for row in range(32)]
             assert eventually(lambda: server.metric("num_requests_running") > 0, 30)
-            server.engine().send_signal(signal.SIGKILL)
+            server.titled(victim).send_signal(signal.SIGKILL)
             killed = time.monotonic()
             found = [each.result(timeout=LIMIT) for each in answers]
         took = time.monotonic() - killed

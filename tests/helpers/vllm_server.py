@@ -59,11 +59,11 @@ class Server:
         except psutil.NoSuchProcess:
             return []
 
-    def engine(self) -> psutil.Process:
-        """Return the process of vLLM's engine, which has hal's worker."""
-        found = [each for each in self.processes() if "EngineCore" in "".join(each.cmdline())]
-        assert len(found) == 1, [each.cmdline() for each in self.processes()]
-        return found[0]
+    def titled(self, title: str) -> psutil.Process:
+        """Return the newest process with this title: ``EngineCore``, or ``Worker`` for the last of several ranks."""
+        found = [each for each in self.processes() if f"VLLM::{title}" in "".join(each.cmdline())]
+        assert found, [each.cmdline() for each in self.processes()]
+        return max(found, key=psutil.Process.create_time)
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""What of vLLM's configuration hal refuses."""
+"""What of vLLM's configuration is hal's, and what hal refuses of the rest."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hal.config import environment_mapping
+from hal.drivers.registry import driver_names
 from hal.errors import ConfigError
 
 PARTS = {
@@ -13,6 +15,12 @@ PARTS = {
 """Parts of the configuration, by name, and their features."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Numbers of ranks that must be 1."""
+
+
+def hal_config(vllm_config: Any) -> dict[str, Any]:
+    """Return hal's configuration: ``hal`` in vLLM's ``additional_config``, or else the ``HAL_*`` variables."""
+    given = vllm_config.additional_config or {}
+    return dict(given["hal"]) if "hal" in given else environment_mapping(driver_names=driver_names())
 
 
 def check_config(vllm_config: Any) -> None:
@@ -33,7 +41,7 @@ def check_config(vllm_config: Any) -> None:
             "hal does not read vLLM's enable_expert_parallel",
             "leave it out, and set parallel.experts in hal's configuration, such as to all_to_all",
         )
-    asked = (vllm_config.additional_config or {}).get("hal", {}).get("parallel", {})
+    asked = hal_config(vllm_config).get("parallel", {})
     for name in ("tensor", "data"):
         if name in asked:
             raise ConfigError(

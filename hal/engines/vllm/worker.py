@@ -16,7 +16,9 @@ import hal
 from hal.drivers.compiler_registry import EAGER
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
+from hal.engines.vllm.refused import hal_config
 from hal.errors import ConfigError, ModelError
+from hal.step.dummies import DUMMY_BLOCK
 
 log = logging.getLogger("vllm.hal")
 
@@ -26,7 +28,7 @@ class HalWorker(WorkerBase):
 
     def init_device(self) -> None:
         """Open the backend, and join the other ranks of this replica."""
-        asked = dict((self.vllm_config.additional_config or {}).get("hal", {}))
+        asked = hal_config(self.vllm_config)
         cache = dict(asked.get("cache", {}))
         if self.cache_config.user_specified_block_size:
             cache["block_size"] = self.cache_config.block_size
@@ -107,12 +109,17 @@ class HalWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Return the bytes for the cache: those asked for, or what weights, steps and captures leave of vLLM's share.
 
+        ``kv_cache_memory_bytes`` asks for bytes, and ``cache.num_tokens`` in hal's configuration for tokens.
+
         Raises:
             DeviceOutOfMemory: the largest step does not fit.
         """
         asked = self.cache_config.kv_cache_memory_bytes
         if asked is not None:
             return int(asked)
+        if (tokens := hal_config(self.vllm_config).get("cache", {}).get("num_tokens")) is not None:
+            blocks = math.ceil(tokens / self.backend.block_size) + DUMMY_BLOCK + 1
+            return int(blocks * sum(each.page_size_bytes for each in self.get_kv_cache_spec().values()))
         share = self.cache_config.gpu_memory_utilization
         if isinstance(self.backend.device, hal.HostDevice):  # Its ranks have one memory; devices have one each.
             share /= self.parallel_config.world_size * max(1, self.parallel_config.data_parallel_size_local)
