@@ -82,27 +82,57 @@ def test_use(family: str, cpu: hal.Backend) -> None:
     assert not counts
 
 
-def test_continuous_batching(cpu: hal.Backend) -> None:
-    from hal.engines.transformers import use
-
-    model, prompts = model_of("Qwen3"), prompts_of(9, 4, 33, 21)
+def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the greedy continuations of prompts by continuous batching."""
     greedy = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=24)
-    expected = [generate(model, [each], 12)[0] for each in prompts]
-    calls = []
+    outputs = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=sizes)
+    found = {tuple(each.prompt_ids): each.generated_tokens for each in outputs.values()}
+    return [found[tuple(each)] for each in prompts]
 
-    def paged_attention(*args: Any) -> Any:  # generate_batch runs the model in a thread, which counted() does not see
-        calls.append(args[3].shape)
+
+@pytest.fixture
+def paged_calls(cpu: hal.Backend) -> Iterator[list[int]]:
+    """Return the numbers of sequences of all calls of paged_attention, which runs in a thread of generate_batch."""
+    calls: list[int] = []
+
+    def paged_attention(*args: Any) -> Any:
+        calls.append(args[3].shape[0])
         return cpu.kernels["paged_attention"](*args)
 
     hal.Backend("counting", cpu.device, kernels={**cpu.kernels, "paged_attention": paged_attention}).activate()
+    yield calls
+    cpu.activate()
+
+
+def test_continuous_batching(paged_calls: list[int]) -> None:
+    from hal.engines.transformers import use
+
+    model, prompts = model_of("Qwen3"), prompts_of(9, 4, 33, 21)
+    expected = [generate(model, [each], 12)[0] for each in prompts]
     with use(model, continuous_batching=True) as usage:
         assert usage.replaced == ("paged attention",)
-        outputs = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=sizes)
-    cpu.activate()
-    assert {rows for rows, _ in calls} >= {1, 2, 4}
-    found = {tuple(each.prompt_ids): each.generated_tokens for each in outputs.values()}
-    assert [found[tuple(each)] for each in prompts] == expected
+        assert batched(model, prompts) == expected
+    assert set(paged_calls) >= {1, 2, 4}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_models_stop_continuous_batching_in_any_order(order: tuple[int, int], paged_calls: list[int]) -> None:
+    from hal.engines.transformers import use
+
+    before = transformers.AttentionInterface()["paged|eager"]
+    models, prompts = [model_of("Llama", seed=0), model_of("Llama", seed=1)], prompts_of(9, 4)
+    expected = [[generate(model, [each], 12)[0] for each in prompts] for model in models]
+    usages = [use(model, continuous_batching=True) for model in models]
+    first, second = order
+    usages[first].restore()
+    usages[first].restore()  # a second time changes nothing
+    paged_calls.clear()
+    assert batched(models[second], prompts) == expected[second]
+    assert paged_calls
+    assert transformers.AttentionInterface()["paged|eager"] is not before
+    usages[second].restore()
+    assert transformers.AttentionInterface()["paged|eager"] is before
 
 
 class TestRefusals:
