@@ -14,7 +14,7 @@ from helpers import ROOT
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
 
 import hal
-from hal.errors import BackendNotActive, OperationError
+from hal.errors import BackendNotActive, CompileError, ConfigError, OperationError
 
 transformers = pytest.importorskip("transformers", reason="these tests run hal inside transformers")
 
@@ -64,6 +64,41 @@ def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> Non
     expected = generate(model, prompts, 12)
     model.compile(backend="hal", dynamic=True)
     assert generate(model, prompts, 12) == expected
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_a_graph_compiled_with_inductor(family: str, cpu: hal.Backend) -> None:
+    """Only the operations that Inductor cannot fuse stay calls; expert_mlp is one for each layer."""
+    model, prompts = model_of(family), prompts_of(9, 4)
+    expected = generate(model, prompts, 6)
+    model.compile(backend="hal", dynamic=True, options={"compiler": "inductor"})
+    with counted() as counts:
+        assert generate(model, prompts, 6) == expected
+    assert counts == ({} if family == "Qwen3" else {"expert_mlp": 2 * 6})
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "problem"),
+    [
+        ({"compiler": "graph"}, ConfigError, "the option compiler is 'graph'"),
+        ({"compiler": "inductor"}, CompileError, "a parameter requires grad"),
+    ],
+)
+def test_what_inductor_is_refused(option: dict[str, str], error: type, problem: str, cpu: hal.Backend) -> None:
+    model = model_of("Llama")
+    compiled = torch.compile(model, backend="hal", options=option)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"{error.__name__}: .*{problem}"):
+        compiled(torch.ones(1, 3, dtype=torch.int64))
+
+
+def test_a_write_in_place_is_refused(cpu: hal.Backend) -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        x[0].add_(1)
+        return x * 2
+
+    compiled = torch.compile(write, backend="hal", options={"compiler": "inductor"})
+    with torch.inference_mode(), pytest.raises(Exception, match="the graph writes in place"):
+        compiled(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
