@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hal import nn, ops
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.loading import load_model
+    from hal.checkpoint.model_registry import architectures
     from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
     from hal.device.device import Device
     from hal.device.graph import Graph
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hal.drivers.compiler import Compiler, Form
     from hal.drivers.driver import Driver, Probe
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
+    from hal.drivers.registry import read_config
     from hal.errors import HalError
     from hal.execution.memory_plan import MemoryPlan, plan_memory
     from hal.execution.replace_weights import replace_weights
@@ -80,10 +82,12 @@ _HOME = {
     "Stream": "hal.device.stream",
     "Token": "hal.generation.generate",
     "active_backend": "hal.drivers.backend",
+    "architectures": "hal.checkpoint.model_registry",
     "generate": "hal.generation.generate",
     "load_model": "hal.checkpoint.loading",
     "open": "hal.drivers.registry:open_backend",
     "plan_memory": "hal.execution.memory_plan",
+    "read_config": "hal.drivers.registry",
     "replace_weights": "hal.execution.replace_weights",
     "state_spec": "hal.execution.state_spec",
 }
@@ -122,12 +126,14 @@ __all__ = [
     "Token",
     "__version__",
     "active_backend",
+    "architectures",
     "generate",
     "load_model",
     "nn",
     "open",
     "ops",
     "plan_memory",
+    "read_config",
     "replace_weights",
     "state_spec",
 ]

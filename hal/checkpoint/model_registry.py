@@ -36,6 +36,11 @@ def _check(plugin: Plugin, found: Any) -> type[CausalLM]:
 MODELS: Plugins[type[CausalLM]] = Plugins(GROUP, "model", _check, error=ModelError, unknown=CheckpointError)
 
 
+def architectures() -> list[str]:
+    """Return the architectures of ``config.json`` that :func:`hal.load_model` knows, sorted. Imports no model."""
+    return MODELS.names()
+
+
 def find_model(architecture: str) -> type[CausalLM]:
     """Return the model class registered for an architecture. Imports that one only.
 

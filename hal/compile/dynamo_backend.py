@@ -21,13 +21,15 @@ from hal.compile.fx.make_graph import make_graph
 from hal.compile.lower import hoist_preparations, lower
 from hal.compile.optimize import PREPARATIONS, chosen_passes, wanted_rewrites
 from hal.compile.pass_manager import PassManager
-from hal.compile.recognize.recognition import Recognition
-from hal.drivers.backend import active_backend
+from hal.compile.recognize.recognition import Recognition, needs_gradients
+from hal.drivers.backend import Backend, active_backend
 from hal.errors import BackendNotActive, CompileError, ConfigError, nearest
 
 log = logging.getLogger("hal.compile")
 
-OPTIONS = ("passes",)
+OPTIONS = ("compiler", "passes")
+INDUCTOR = "inductor"
+"""The one value of the option ``compiler``."""
 
 
 def backend(
@@ -38,7 +40,8 @@ def backend(
     Args:
         module: the graph.
         inputs: example inputs, among which parameters are known. The graph itself carries fake tensors.
-        options: ``passes``, as in :class:`hal.CompilationConfig`, and also with the names of what is recognized.
+        options: ``passes``, as in :class:`hal.CompilationConfig`, and also with the names of what is recognized; and
+            ``compiler``, which may be ``inductor``: the result is then compiled with Inductor, for inference only.
 
     Returns:
         The compiled function. It calls kernels of the active backend, and raises BackendNotActive if another one is
@@ -46,8 +49,9 @@ def backend(
 
     Raises:
         BackendNotActive: no backend is open.
-        ConfigError: an option is unknown.
-        CompileError: a pass failed, or the graph has no tensors.
+        ConfigError: an option is unknown, or the backend does not support code from Inductor.
+        CompileError: a pass failed, or the graph has no tensors. With Inductor, also: it failed, or the graph writes in
+            place or may need gradients.
     """
     given = dict(options or {})
     for name in given:
@@ -56,6 +60,7 @@ def backend(
     active = active_backend()
     if active is None:
         raise BackendNotActive('torch.compile(backend="hal") needs an open backend', "call hal.open() before")
+    _check_compiler(given.get("compiler"), active, inputs)
     fakes = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     mode = next((each.fake_mode for each in fakes if isinstance(each, FakeTensor)), None)
     if mode is None:
@@ -76,9 +81,15 @@ def backend(
     for warning in report.missed(wanted_rewrites(active, others) | asked):
         log.warning("a graph of Dynamo: %s", warning)
     added_inputs = recognition.finish()
-    if hoist_preparations(graph.graph, active, mode):
-        common_subexpressions(graph)
-    lowered = lower(graph.graph)
+    if given.get("compiler") is not None:
+        from hal.compile.inductor_backend import compile_graph  # imports Inductor, which takes a second
+
+        # Weights are not in the driver's own form here, so Inductor multiplies by them itself.
+        lowered = compile_graph(graph, mode, {*(active.inductor or ())} - {"linear"})
+    else:
+        if hoist_preparations(graph.graph, active, mode):
+            common_subexpressions(graph)
+        lowered = lower(graph.graph)
 
     def run(*args: Any) -> Any:
         if not active.active:
@@ -90,6 +101,21 @@ def backend(
         return lowered(*args, *added_inputs(args))
 
     return run
+
+
+def _check_compiler(compiler: Any, active: Backend, inputs: Sequence[Any]) -> None:
+    """Raise ConfigError or CompileError unless the option ``compiler`` is left out or can be served."""
+    if compiler is None:
+        return
+    if compiler != INDUCTOR:
+        raise ConfigError(f"the option compiler is {compiler!r:.70}", f'set it to "{INDUCTOR}", or leave it out')
+    if active.inductor is None:
+        raise ConfigError(f"the backend {active.name} does not support code from Inductor", "leave compiler out")
+    if needs_gradients(inputs):
+        raise CompileError(
+            "a parameter requires grad, and hal's graphs compiled with Inductor are for inference",
+            "call the model under torch.inference_mode() or torch.no_grad()",
+        )
 
 
 def _read_floats(module: fx.GraphModule) -> None:

@@ -1,19 +1,24 @@
-"""Compilation of a traced step with Inductor."""
+"""Compilation with Inductor: of a traced step, and of a graph of Dynamo."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch._inductor.config as settings
-from torch import Tensor
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hal.compile.fx.make_graph import TRACING
+from hal import ops
+from hal.compile.fx.make_graph import TRACING, make_graph
 from hal.compile.trace import TracedStep
 from hal.errors import CompileError
+from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
 
 
 def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
@@ -25,13 +30,7 @@ def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
     Raises:
         CompileError: Inductor failed, for instance without a C++ compiler.
     """
-    try:
-        with TRACING, torch.no_grad(), tracing(TracingContext(step.mode)), settings.patch(size_asserts=False):
-            compiled: Any = compile_fx_inner(step.graph, step.fakes)
-    except Exception as error:
-        raise CompileError(
-            f"Inductor failed: {error}", 'install g++, or use the compiler "graph", which needs no C++ compiler'
-        ) from error
+    compiled = _compile(step.graph, step.fakes, step.mode, 'use the compiler "graph", which needs no C++ compiler')
     fixed = step.fixed
 
     def run(batch: list[Tensor]) -> Tensor:
@@ -40,3 +39,58 @@ def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
         return result
 
     return run
+
+
+def compile_graph(module: fx.GraphModule, mode: FakeTensorMode, opaque: Collection[str]) -> Callable[..., Any]:
+    """Compile a rewritten graph of Dynamo for inference.
+
+    Args:
+        module: the graph.
+        mode: the mode of its fake tensors.
+        opaque: operations that stay calls of the backend's kernels. The bodies of the others are compiled.
+
+    Returns:
+        A function of the graph's inputs.
+
+    Raises:
+        CompileError: the graph writes to a tensor in place, or Inductor failed.
+    """
+    inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    graph = make_graph(_Bodies(module, opaque).run, inputs, mode, select_decomp_table())
+    for node in graph.graph.nodes:
+        # Inductor expects a functional graph here, and would lose a write through a view.
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise CompileError(f"the graph writes in place, with {node.target}", _WITHOUT_INDUCTOR)
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # The graph may have constants.
+    try:
+        compiled = _compile(graph, inputs, mode, _WITHOUT_INDUCTOR)
+    finally:
+        mode.allow_non_fake_inputs = allowed
+    return lambda *args: compiled(list(args))
+
+
+_WITHOUT_INDUCTOR = 'leave "compiler" out of the options of torch.compile'
+
+
+class _Bodies(fx.Interpreter):
+    """Runs a graph with the bodies of its operations, except some."""
+
+    def __init__(self, module: fx.GraphModule, opaque: Collection[str]) -> None:
+        super().__init__(module)
+        self._opaque = opaque
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
+        return super().call_function(target if operation is None else self._meaning(operation), args, kwargs)
+
+    def _meaning(self, operation: Operation) -> Kernel:
+        return operation.overload if operation.name in self._opaque else operation.rebound(self._meaning)
+
+
+def _compile(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, otherwise: str) -> Callable[..., Any]:
+    try:
+        with TRACING, torch.no_grad(), tracing(TracingContext(mode)), settings.patch(size_asserts=False):
+            compiled: Any = compile_fx_inner(graph, fakes)
+    except Exception as error:
+        raise CompileError(f"Inductor failed: {error}", f"install g++, or {otherwise}") from error
+    return compiled  # type: ignore[no-any-return]

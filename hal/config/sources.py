@@ -30,8 +30,6 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
     Raises:
         ConfigError: the source cannot be read or holds an unknown key or an invalid value.
     """
-    if isinstance(source, Config):
-        return read(Config, _table(source))
     if source is None:
         return read(Config, environment_mapping(driver_names=driver_names), "environment")
     return read(Config, to_mapping(source), str(source) if _is_path(source) else "config")
@@ -44,8 +42,11 @@ def _table(value: Any) -> Any:
     return {field.name: _table(getattr(value, field.name)) for field in attrs.fields(type(value))}
 
 
-def to_mapping(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+def to_mapping(source: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the mapping that a source of :func:`load` describes. The environment is no such source."""
+    if isinstance(source, Config):
+        table: Mapping[str, Any] = _table(source)
+        return table
     if isinstance(source, Mapping):
         return source
     if _is_path(source):

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from hal.config import Source, environment_options, environment_variables, load
+from hal.config import Source, environment_mapping, environment_options, environment_variables, load, to_mapping
 from hal.config.plugins import Plugin, Plugins
 from hal.drivers.api_version import check_driver
 from hal.drivers.backend import Backend
@@ -68,6 +68,27 @@ def candidates() -> list[Candidate]:
     """Return every installed driver, probed, in descending priority. Broken drivers are included, not raised."""
     found = [_candidate(name) for name in driver_names()]
     return sorted(found, key=lambda each: -each.driver.priority if each.driver else 0)
+
+
+def read_config(source: Source = None) -> dict[str, Any]:
+    """Return the keys that a source of :func:`hal.open` sets, without defaults, so that an engine can add its own.
+
+    Args:
+        source: any source of :func:`hal.open`; None reads the ``HAL_*`` environment variables.
+
+    Returns:
+        A mapping for :func:`hal.open`: a copy, whose tables are dicts.
+
+    Raises:
+        ConfigError: as :func:`hal.config.load`.
+    """
+    names = driver_names() if source is None else ()
+    load(source, driver_names=names)  # An error then names the source, and not the engine's keys.
+    return _copied(environment_mapping(driver_names=names) if source is None else to_mapping(source))
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(each) if isinstance(each, Mapping) else each for key, each in table.items()}
 
 
 def open_backend(config: Source = None, *, activate: bool = True, mesh: Mesh | None = None) -> Backend:

@@ -6,6 +6,7 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
+from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
 from hal.step.shape import StepShape
 from hal.step.slot_batch import SlotBatch
@@ -14,5 +15,5 @@ from hal.step.static_batch import StaticBatch
 
 __all__ = [
     "SEQUENCE", "TOKEN", "Batch", "Bounds", "Field", "InputBatch", "SlotBatch", "State", "StateMemory", "StateSpec",
-    "StaticBatch", "StepShape", "field", "fields_of", "host_twin",
+    "StaticBatch", "StepShape", "field", "fields_of", "host_twin", "to_device",
 ]  # fmt: skip

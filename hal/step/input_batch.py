@@ -16,7 +16,8 @@ from hal.device.device import Device
 from hal.errors import BatchError
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
-from hal.step.sequence_rows import PENDING, SequenceRows, to_device
+from hal.step.host_copies import to_device
+from hal.step.sequence_rows import PENDING, SequenceRows
 from hal.step.slot_batch import SlotBatch
 from hal.step.staging import Staging
 

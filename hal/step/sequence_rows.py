@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,20 +10,10 @@ from torch import Tensor
 
 from hal.errors import BatchError
 from hal.step.batch_inputs import Bounds, integers_of
+from hal.step.host_copies import to_device
 
 PENDING = -1
 """The token id of a token that is still on the device."""
-
-
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device. The host does not wait for the device's work, as a plain copy would.
-
-    Args:
-        values: a CPU tensor, an array or a sequence.
-        device: the device.
-    """
-    tensor = torch.as_tensor(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class SequenceRows:

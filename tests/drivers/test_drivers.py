@@ -185,6 +185,23 @@ def test_a_drivers_own_environment_is_its_options(vendor: Vendor, monkeypatch: p
         hal.open("cpu")
 
 
+def test_the_keys_that_a_configuration_sets(vendor: Vendor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert hal.read_config("cpu") == {"backend": "cpu"}
+    given = {"backend": "cpu", "cache": {"num_tokens": 64}}
+    read = hal.read_config(given)
+    read["cache"]["block_size"] = 32
+    assert given == {"backend": "cpu", "cache": {"num_tokens": 64}}
+    (tmp_path / "hal.json").write_text('{"compilation": {"compiler": "graph"}}')
+    assert hal.read_config(tmp_path / "hal.json") == {"compilation": {"compiler": "graph"}}
+    assert hal.read_config(hal.Config(backend="cpu"))["compilation"]["compiler"] == "eager"
+    with pytest.raises(ConfigError, match=r"unknown key 'compilr' .* @ config\.compilation"):
+        hal.read_config({"compilation": {"compilr": "graph"}})
+    vendor.install(acme="acme_driver:Acme")
+    monkeypatch.setenv("HAL_ACME_MODE", "fast")  # an option of a driver, and no key
+    monkeypatch.setenv("HAL_CACHE__NUM_TOKENS", "128")
+    assert hal.read_config() == {"cache": {"num_tokens": 128}}
+
+
 def test_auto_takes_the_available_driver_of_highest_priority(vendor: Vendor) -> None:
     vendor.install(acme="acme_driver:Acme", absent="acme_driver:Absent", raising="acme_driver:Raising")
     assert hal.open({}).name == "acme"

@@ -14,7 +14,7 @@ from helpers import ROOT
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
 
 import hal
-from hal.errors import BackendNotActive, OperationError
+from hal.errors import BackendNotActive, CompileError, ConfigError, OperationError
 
 transformers = pytest.importorskip("transformers", reason="these tests run hal inside transformers")
 
@@ -66,6 +66,41 @@ def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> Non
     assert generate(model, prompts, 12) == expected
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_a_graph_compiled_with_inductor(family: str, cpu: hal.Backend) -> None:
+    """Only the operations that Inductor cannot fuse stay calls; expert_mlp is one for each layer."""
+    model, prompts = model_of(family), prompts_of(9, 4)
+    expected = generate(model, prompts, 6)
+    model.compile(backend="hal", dynamic=True, options={"compiler": "inductor"})
+    with counted() as counts:
+        assert generate(model, prompts, 6) == expected
+    assert counts == ({} if family == "Qwen3" else {"expert_mlp": 2 * 6})
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "problem"),
+    [
+        ({"compiler": "graph"}, ConfigError, "the option compiler is 'graph'"),
+        ({"compiler": "inductor"}, CompileError, "a parameter requires grad"),
+    ],
+)
+def test_what_inductor_is_refused(option: dict[str, str], error: type, problem: str, cpu: hal.Backend) -> None:
+    model = model_of("Llama")
+    compiled = torch.compile(model, backend="hal", options=option)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"{error.__name__}: .*{problem}"):
+        compiled(torch.ones(1, 3, dtype=torch.int64))
+
+
+def test_a_write_in_place_is_refused(cpu: hal.Backend) -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        x[0].add_(1)
+        return x * 2
+
+    compiled = torch.compile(write, backend="hal", options={"compiler": "inductor"})
+    with torch.inference_mode(), pytest.raises(Exception, match="the graph writes in place"):
+        compiled(torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_use(family: str, cpu: hal.Backend) -> None:
     from hal.engines.transformers import use
@@ -82,27 +117,57 @@ def test_use(family: str, cpu: hal.Backend) -> None:
     assert not counts
 
 
-def test_continuous_batching(cpu: hal.Backend) -> None:
-    from hal.engines.transformers import use
-
-    model, prompts = model_of("Qwen3"), prompts_of(9, 4, 33, 21)
+def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the greedy continuations of prompts by continuous batching."""
     greedy = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=24)
-    expected = [generate(model, [each], 12)[0] for each in prompts]
-    calls = []
+    outputs = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=sizes)
+    found = {tuple(each.prompt_ids): each.generated_tokens for each in outputs.values()}
+    return [found[tuple(each)] for each in prompts]
 
-    def paged_attention(*args: Any) -> Any:  # generate_batch runs the model in a thread, which counted() does not see
-        calls.append(args[3].shape)
+
+@pytest.fixture
+def paged_calls(cpu: hal.Backend) -> Iterator[list[int]]:
+    """Return the numbers of sequences of all calls of paged_attention, which runs in a thread of generate_batch."""
+    calls: list[int] = []
+
+    def paged_attention(*args: Any) -> Any:
+        calls.append(args[3].shape[0])
         return cpu.kernels["paged_attention"](*args)
 
     hal.Backend("counting", cpu.device, kernels={**cpu.kernels, "paged_attention": paged_attention}).activate()
+    yield calls
+    cpu.activate()
+
+
+def test_continuous_batching(paged_calls: list[int]) -> None:
+    from hal.engines.transformers import use
+
+    model, prompts = model_of("Qwen3"), prompts_of(9, 4, 33, 21)
+    expected = [generate(model, [each], 12)[0] for each in prompts]
     with use(model, continuous_batching=True) as usage:
         assert usage.replaced == ("paged attention",)
-        outputs = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=sizes)
-    cpu.activate()
-    assert {rows for rows, _ in calls} >= {1, 2, 4}
-    found = {tuple(each.prompt_ids): each.generated_tokens for each in outputs.values()}
-    assert [found[tuple(each)] for each in prompts] == expected
+        assert batched(model, prompts) == expected
+    assert set(paged_calls) >= {1, 2, 4}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_models_stop_continuous_batching_in_any_order(order: tuple[int, int], paged_calls: list[int]) -> None:
+    from hal.engines.transformers import use
+
+    before = transformers.AttentionInterface()["paged|eager"]
+    models, prompts = [model_of("Llama", seed=0), model_of("Llama", seed=1)], prompts_of(9, 4)
+    expected = [[generate(model, [each], 12)[0] for each in prompts] for model in models]
+    usages = [use(model, continuous_batching=True) for model in models]
+    first, second = order
+    usages[first].restore()
+    usages[first].restore()  # a second time changes nothing
+    paged_calls.clear()
+    assert batched(models[second], prompts) == expected[second]
+    assert paged_calls
+    assert transformers.AttentionInterface()["paged|eager"] is not before
+    usages[second].restore()
+    assert transformers.AttentionInterface()["paged|eager"] is before
 
 
 class TestRefusals:

@@ -236,6 +236,11 @@ class TestFromTensors:
             del tensors[name]
         assert hal.Batch.from_tensors(block_size=BLOCK, **tensors).kv_lens_host is tensors["kv_lens"]
 
+    def test_on_the_host_it_stays_where_it_is(self) -> None:
+        batch = hal.Batch.from_tensors(block_size=BLOCK, **self.tensors())
+        there = batch.to(torch.device("cpu"))
+        assert all(getattr(there, name) is getattr(batch, name) for name in fields_of(hal.Batch))
+
     def test_fields_of_a_subclass(self) -> None:
         marks = torch.ones(2, 3, dtype=torch.int32)
         batch = Marked.from_tensors(block_size=BLOCK, marks=marks, **self.tensors())

@@ -81,7 +81,8 @@ def rewrites_of(backend: Backend) -> tuple[Rewrite, ...]:
     return tuple(each for name, rewrites in by_operation.items() if name in backend.kernels for each in rewrites)
 
 
-def _needs_gradients(inputs: Sequence[Any]) -> bool:
+def needs_gradients(inputs: Sequence[Any]) -> bool:
+    """Return whether a graph of these inputs may need gradients, which hal's operations do not have."""
     return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
 
 
@@ -100,7 +101,7 @@ class Recognition:
     def __init__(self, backend: Backend, inputs: Sequence[Any], passes: Mapping[str, bool]) -> None:
         self._inputs = inputs
         self._calls = TorchCalls(backend, [name for name, on in passes.items() if not on])
-        if _needs_gradients(inputs):
+        if needs_gradients(inputs):
             log.warning(
                 "a graph of Dynamo: no operation is recognized, because a parameter requires grad, and hal supports "
                 "inference only; call the model under torch.inference_mode() or torch.no_grad()"
@@ -109,7 +110,7 @@ class Recognition:
         self._merge = MergeProjections(parameters_among(inputs))
         every: tuple[Rewrite | Callable[..., Any], ...] = (*rewrites_of(backend), self._merge)
         self.names = frozenset((*RECOGNIZED, *map(pass_name, every)))
-        self._passes = [each for each in every if passes.get(pass_name(each), True) and not _needs_gradients(inputs)]
+        self._passes = [each for each in every if passes.get(pass_name(each), True) and not needs_gradients(inputs)]
 
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function in which torch's calls are replaced."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import torch
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import InputLogprobProcessor
 from torch import Tensor
 
 import hal
-from hal.step import fields_of
 
 
 def num_logits(forward_batch: Any) -> list[int]:
@@ -42,19 +40,12 @@ def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner, asked
     pages = req_to_token[:, : columns * size : size][forward_batch.req_pool_indices] // size
     used = torch.arange(columns) * size < lengths.unsqueeze(1)  # The rest is left from earlier requests.
     rows = [torch.arange(end - count, end) for end, count in zip(ends.tolist(), asked, strict=True)]
-    batch = hal.Batch.from_tensors(
+    return hal.Batch.from_tensors(
         block_size=size, bounds=runner.bounds, token_ids=forward_batch.input_ids.long(),
         positions=forward_batch.positions.long(), slot_mapping=forward_batch.out_cache_loc.to(torch.int32),
         block_table=(pages * used).to(torch.int32), kv_lens=lengths, logits_indices=torch.cat(rows),
         query_start_loc=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
-    )  # fmt: skip
-    device = runner.backend.device.torch
-    if device.type == "cpu":
-        return batch
-    copied = {
-        name: getattr(batch, name).to(device) for name, each in fields_of(hal.Batch).items() if each.twin_of is None
-    }
-    return attrs.evolve(batch, **copied)
+    ).to(runner.backend.device.torch)  # fmt: skip
 
 
 def output_of(

@@ -13,7 +13,6 @@ from sglang.srt.runtime_context import get_context, get_model, get_schedule
 from torch import Tensor, nn
 
 import hal
-from hal.checkpoint.model_registry import MODELS
 from hal.engines.sglang.batches import batch_of, num_logits, output_of
 from hal.engines.sglang.server_args import configuration
 from hal.errors import BatchError, ConfigError, ModelError
@@ -116,4 +115,4 @@ def _check_states(model: hal.nn.CausalLM) -> None:
             )
 
 
-EntryClass = [type(name, (HalForCausalLM,), {}) for name in MODELS.names()]
+EntryClass = [type(name, (HalForCausalLM,), {}) for name in hal.architectures()]

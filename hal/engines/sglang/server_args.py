@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from hal.config import Config
-from hal.config.environment import environment_mapping
-from hal.config.sources import load, to_mapping
-from hal.drivers.compiler_registry import EAGER
-from hal.drivers.registry import driver_names
+import hal
+from hal.config import load
 from hal.engines.sglang import PLATFORM
 from hal.errors import ConfigError
 
@@ -53,7 +50,7 @@ def check(server_args: Any) -> None:
             raise ConfigError(f"hal does not support SGLang's {name} = {value!r:.100}", why)
 
 
-def configuration(server_args: Any) -> Config:
+def configuration(server_args: Any) -> hal.Config:
     """Return hal's configuration: ``hal`` in ``--json-model-override-args``, or the ``HAL_*`` environment variables.
 
     ``--enable-torch-compile`` selects the compiler ``graph`` if none is configured, and ``--torch-compile-max-bs`` sets
@@ -62,25 +59,24 @@ def configuration(server_args: Any) -> Config:
     Raises:
         ConfigError: the configuration is invalid, or contradicts the arguments.
     """
-    given = json.loads(server_args.json_model_override_args).get("hal")
-    table = dict(environment_mapping(driver_names=driver_names()) if given is None else to_mapping(given))
+    table = hal.read_config(json.loads(server_args.json_model_override_args).get("hal"))
     largest = server_args.torch_compile_max_bs
     if server_args.enable_torch_compile:
-        table["compilation"] = _compiled(dict(table.get("compilation", {})), largest)
+        table["compilation"] = _compiled(table.get("compilation", {}), largest)
     elif largest != TORCH_COMPILE_MAX_BS:
         raise ConfigError(f"SGLang's torch_compile_max_bs is {largest}", "pass --enable-torch-compile, too")
     if (size := server_args.page_size) is not None:
-        cache = dict(table.get("cache", {}))
+        cache = table.setdefault("cache", {})
         if cache.setdefault("block_size", size) not in (size, None):
             raise ConfigError(
                 f"SGLang's page_size is {size}, and hal's cache.block_size {cache['block_size']}", "set one of them"
             )
-        table["cache"] = cache | {"block_size": size}
+        cache["block_size"] = size
     return load(table)
 
 
 def _compiled(table: dict[str, Any], largest: int) -> dict[str, Any]:
-    if table.setdefault("compiler", "graph") == EAGER:
+    if table.setdefault("compiler", "graph") == "eager":
         raise ConfigError("enable_torch_compile is set, and hal's compiler is eager", "leave one of them out")
     if table["compiler"] == "graph" or largest != TORCH_COMPILE_MAX_BS:
         table.setdefault("torch_compile_max_bs", largest)

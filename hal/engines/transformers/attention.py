@@ -1,8 +1,7 @@
-"""Attention functions for transformers' ``AttentionInterface``: over plain tensors, and over its paged cache."""
+"""The attention function for transformers' ``AttentionInterface``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def attend(
     Raises:
         OperationError: the layer asks for what the operation does not have.
     """
-    _check(module, attention_mask, dropout, kwargs)
+    check(module, attention_mask, dropout, kwargs)
     queries = query.shape[2]
     causal = (
         queries > 1
@@ -61,45 +60,7 @@ def attend(
     return attended.transpose(1, 2).contiguous(), None
 
 
-def paged(otherwise: Callable[..., Any], layers: frozenset[int]) -> Callable[..., Any]:
-    """Return an attention function over the cache of continuous batching, with :func:`hal.ops.paged_attention`.
-
-    Args:
-        otherwise: runs for other modules, and for layers whose cache is no table of blocks, such as a sliding window.
-        layers: the ids of the modules that it is for.
-    """
-
-    def attend_paged(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        cache = kwargs.get("cache")
-        pages = None if cache is None or id(module) not in layers else cache.layer_to_allocator[module.layer_idx]
-        if pages is None or not pages.supports_block_table:
-            return otherwise(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        _check(module, None, kwargs.get("dropout", 0.0), kwargs)
-        key_cache, value_cache = pages.get_cache_for_block_table(module.layer_idx)
-        size = key_cache.shape[1]
-        starts, ends = kwargs["cu_seq_lens_q"].int(), kwargs["cu_seq_lens_k"][pages.layer_type]
-        lens, written = ends.diff().int(), kwargs["write_index"][pages.index]
-        read = kwargs["read_index"][pages.index]
-        slots = read if read.numel() else written  # With no token in the cache before, only the new ones are read.
-        lens_host, starts_host = lens.cpu(), starts.cpu()
-        new, columns = int(starts_host[-1]), -(-int(lens_host.max()) // size)
-        rows = [each[0].transpose(0, 1)[:new].contiguous() for each in (query, key, value)]
-        ops.store_kv_cache(rows[1], rows[2], key_cache, value_cache, written[:new].int())
-        first = ends[:-1, None] + torch.arange(columns, device=query.device) * size
-        table = (slots[first.clamp(max=slots.shape[0] - 1).long()] // size).int()
-        attended = query.new_zeros(query.shape[2], *rows[0].shape[1:])
-        attended[:new] = ops.paged_attention(
-            rows[0], key_cache, value_cache, table, starts, lens, starts_host, lens_host, kwargs["scaling"], True, None
-        )
-        return attended[None], None
-
-    disabled: Callable[..., Any] = torch.compiler.disable(attend_paged)  # It reads lengths on the host.
-    return disabled
-
-
-def _check(module: nn.Module, mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
+def check(module: nn.Module, mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
     """Raise OperationError unless hal's attention computes what a layer asks for."""
     asked = [name for name in REFUSED if others.get(name) is not None]
     asked += ["dropout"] if dropout else []

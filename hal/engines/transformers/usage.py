@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
+import hal
 from hal import ops
-from hal.drivers.backend import active_backend
-from hal.engines.transformers.attention import attend, paged
+from hal.engines.transformers.attention import attend
+from hal.engines.transformers.continuous_batching import PAGED, PAGED_ATTENTION
 from hal.errors import BackendNotActive, OperationError
 
 NAME = "hal"
 """The name of hal's functions in transformers' registries."""
-PAGED = "paged|eager"
-"""The one name that continuous batching accepts beside sdpa and flash attention."""
 EXPERTS = ("MixtralExperts", "Qwen2MoeExperts", "Qwen3MoeExperts")
 """The classes of experts that hal computes: gate and up in halves, SiLU, and no bias."""
 
@@ -34,7 +34,7 @@ class Usage:
     _model: Any
     _attention: str
     _experts: Any
-    _former: Any = None
+    _paged: WeakSet[nn.Module] | None = None
     replaced: tuple[str, ...] = ()
 
     def restore(self) -> None:
@@ -42,8 +42,8 @@ class Usage:
         self._model.set_attn_implementation(self._attention)
         if self._experts is not None:
             self._model.set_experts_implementation(self._experts)
-        if self._former is not None:
-            AttentionInterface.register(PAGED, self._former)
+        if self._paged is not None:
+            PAGED_ATTENTION.remove(self._paged)
         self.replaced = ()
 
     def __enter__(self) -> Usage:
@@ -75,7 +75,7 @@ def use(model: Any, *, attention: bool = True, experts: bool = True, continuous_
         BackendNotActive: no backend is open.
         OperationError: the model has experts of another form, or nothing that hal could compute.
     """
-    if active_backend() is None:
+    if hal.active_backend() is None:
         raise BackendNotActive("hal.engines.transformers.use needs an open backend", "call hal.open() before")
     mixtures = [each for each in model.modules() if hasattr(each, "gate_up_proj") and hasattr(each, "has_gate")]
     strange = sorted({type(each).__name__ for each in mixtures} - set(EXPERTS)) if experts else []
@@ -87,9 +87,7 @@ def use(model: Any, *, attention: bool = True, experts: bool = True, continuous_
     usage = Usage(model, model.config._attn_implementation, model.get_experts_implementation() if mixtures else None)
     replaced = []
     if attention and continuous_batching:
-        usage._former = AttentionInterface()[PAGED]
-        layers = frozenset(id(each) for each in model.modules() if hasattr(each, "layer_idx"))
-        AttentionInterface.register(PAGED, paged(usage._former, layers))
+        usage._paged = PAGED_ATTENTION.add(model)
         model.set_attn_implementation(PAGED)
         replaced.append("paged attention")
     elif attention:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from hal.step import InputBatch
-from hal.step.sequence_rows import PENDING
+
+PENDING = -1
+"""The mark of a sampled token that only the device has, as in vLLM's own lists of tokens."""
 
 
 @attrs.define(eq=False)

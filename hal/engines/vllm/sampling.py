@@ -12,7 +12,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from hal.engines.vllm.request import Request
-from hal.step.sequence_rows import to_device
+from hal.step import to_device
 
 COLUMNS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 """The parameters of which the sampler takes a column, in float32."""

@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
-from hal.drivers.compiler_registry import EAGER
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
 from hal.engines.vllm.refused import hal_config
@@ -35,7 +34,7 @@ class HalWorker(WorkerBase):
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         longest = self.scheduler_config.max_num_batched_tokens
         config = {"max_prefill_tokens": longest, **asked, "dtype": dtype, "cache": cache}
-        eager = {"compiler": EAGER}
+        eager = {"compiler": "eager"}
         if self.model_config.enforce_eager and config.setdefault("compilation", eager) != eager:
             raise ConfigError(
                 f"enforce_eager is set, and hal's compilation is {config['compilation']}", "leave one of them out"

@@ -332,3 +332,14 @@ def test_torch_npu_is_left_as_it_was() -> None:
     for module in (torch_npu, torch.npu, torch_npu.npu.graphs):
         ours = [name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith("hal")]
         assert not ours
+
+
+def test_a_batch_of_the_hosts_moves_to_the_device(npu: Callable[..., hal.Backend]) -> None:
+    device = npu().device.torch
+    batch = hal.Batch.build([[5, 6], [7]], [[1], [2]], block_size=128)
+    there = batch.to(device)
+    for name in ("token_ids", "block_table", "kv_lens", "logits_indices"):
+        assert getattr(there, name).device == device
+        assert torch.equal(getattr(there, name).cpu(), getattr(batch, name))
+    assert there.kv_lens_host is batch.kv_lens_host
+    assert there.query_start_loc_host is batch.query_start_loc_host

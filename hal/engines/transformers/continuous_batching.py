@@ -1,0 +1,80 @@
+"""Attention over the paged cache of transformers' continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hal import ops
+from hal.engines.transformers.attention import check
+
+PAGED = "paged|eager"
+"""The one name that continuous batching accepts beside sdpa and flash attention."""
+
+
+class PagedAttention:
+    """The function that is registered as :data:`PAGED` while a model uses hal: one for all models of the process.
+
+    It runs :func:`hal.ops.paged_attention` for the layers of these models, and the function that was registered before
+    for others, and for layers whose cache is no table of blocks, such as one with a sliding window.
+    """
+
+    def __init__(self) -> None:
+        self._models: tuple[WeakSet[nn.Module], ...] = ()
+        self._former: Callable[..., Any] = self._attend
+        self._registered: Callable[..., Any] = torch.compiler.disable(self._attend)  # It reads lengths on the host.
+        self._lock = Lock()
+
+    def add(self, model: nn.Module) -> WeakSet[nn.Module]:
+        """Serve a model's layers, and return them."""
+        layers = WeakSet(each for each in model.modules() if hasattr(each, "layer_idx"))
+        with self._lock:
+            if (registered := AttentionInterface()[PAGED]) is not self._registered:
+                self._former = registered
+                AttentionInterface.register(PAGED, self._registered)
+            self._models = (*self._models, layers)
+        return layers
+
+    def remove(self, layers: WeakSet[nn.Module]) -> None:
+        """Stop serving the layers that :meth:`add` returned. After the last, the former function is registered."""
+        with self._lock:
+            self._models = tuple(each for each in self._models if each is not layers)
+            if not self._models and AttentionInterface()[PAGED] is self._registered:
+                AttentionInterface.register(PAGED, self._former)
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        cache = kwargs.get("cache")
+        served = any(module in each for each in self._models)
+        pages = cache.layer_to_allocator[module.layer_idx] if served and cache is not None else None
+        if pages is None or not pages.supports_block_table:
+            return self._former(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        check(module, None, kwargs.get("dropout", 0.0), kwargs)
+        key_cache, value_cache = pages.get_cache_for_block_table(module.layer_idx)
+        size = key_cache.shape[1]
+        starts, ends = kwargs["cu_seq_lens_q"].int(), kwargs["cu_seq_lens_k"][pages.layer_type]
+        lens, written = ends.diff().int(), kwargs["write_index"][pages.index]
+        read = kwargs["read_index"][pages.index]
+        slots = read if read.numel() else written  # With no token in the cache before, only the new ones are read.
+        lens_host, starts_host = lens.cpu(), starts.cpu()
+        new, columns = int(starts_host[-1]), -(-int(lens_host.max()) // size)
+        rows = [each[0].transpose(0, 1)[:new].contiguous() for each in (query, key, value)]
+        ops.store_kv_cache(rows[1], rows[2], key_cache, value_cache, written[:new].int())
+        first = ends[:-1, None] + torch.arange(columns, device=query.device) * size
+        table = (slots[first.clamp(max=slots.shape[0] - 1).long()] // size).int()
+        attended = query.new_zeros(query.shape[2], *rows[0].shape[1:])
+        attended[:new] = ops.paged_attention(
+            rows[0], key_cache, value_cache, table, starts, lens, starts_host, lens_host, kwargs["scaling"], True, None
+        )
+        return attended[None], None
+
+
+PAGED_ATTENTION = PagedAttention()
+"""transformers' registry is the process's, so this is, too."""
