@@ -204,6 +204,7 @@ class Runner(Closable):
         return InputBatch(
             self.model.batch_type, max_sequences=max_sequences, max_length=max_length or self._max_length,
             block_size=self.spec.block_size, device=self.backend.device, bounds=self.bounds,
+            window=self.spec.window,
         )  # fmt: skip
 
     def step(self, batch: Batch) -> StepOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -56,8 +57,8 @@ _REMEDIES = {
 }
 
 
-def integers_of(row: int, what: str, numbers: Any, low: int, end: int) -> list[int]:
-    """Return a sequence's numbers as integers from ``low`` to ``end - 1``. Raise BatchError if one is not."""
+def integers_of(row: int | Sequence[int], what: str, numbers: Any, low: int, end: int) -> list[int]:
+    """Return the numbers of one or several sequences as integers from ``low`` to ``end - 1``, or raise BatchError."""
     if isinstance(numbers, Tensor):
         raise BatchError(f"sequence {row} is a tensor, not a list of integers", _LISTS)
     try:

@@ -37,15 +37,16 @@ class InputBatch(SequenceRows):
         block_size: tokens per block.
         device: the device of the batches.
         bounds: the ranges of token ids and blocks.
+        window: the number of most recent tokens of a sequence that the model reads; None for all.
     """
 
     def __init__(
         self, batch_type: type[Batch], *, max_sequences: int, max_length: int, block_size: int, device: Device,
-        bounds: Bounds,
+        bounds: Bounds, window: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             max_sequences=max_sequences, max_length=max_length, block_size=block_size, bounds=bounds,
-            slotted=issubclass(batch_type, SlotBatch), device=device.torch,
+            slotted=issubclass(batch_type, SlotBatch), device=device.torch, window=window,
         )  # fmt: skip
         self._type = batch_type
         self._staging = Staging(SlotBatch if self._slotted else Batch, device)
@@ -56,6 +57,7 @@ class InputBatch(SequenceRows):
         num_tokens: Sequence[int] | None = None,
         *,
         rows: Sequence[int] | None = None,
+        cached: Sequence[int] | None = None,
         num_logits: Sequence[int] | None = None,
         **fields: Any,
     ) -> Any:
@@ -67,6 +69,8 @@ class InputBatch(SequenceRows):
         Args:
             num_tokens: the number of new tokens of each sequence; None for one each.
             rows: the rows of the sequences, in the order of the batch; None for all.
+            cached: the number of tokens of each sequence in the cache, which is set as by :meth:`set_cached`; None for
+                the present one.
             num_logits: the number of last new tokens of each sequence to compute logits for, such as 0 in the middle
                 of a prompt; None for 1 each.
             fields: tensors of the further fields of the batch class.
@@ -76,20 +80,21 @@ class InputBatch(SequenceRows):
                 blocks for the step; a number is out of range; or a field is missing or has the wrong shape.
         """
         every = self._rows[: self._size]
-        index = every if rows is None else np.asarray(rows, np.int64)
+        index = every if rows is None else self._rows_of(rows)
         size = len(index)
+        before = self._cached[index] if cached is None else np.asarray(cached, np.int64)
         counts = self._ones[:size] if num_tokens is None else np.asarray(num_tokens, np.int64)
         asked = self._ones[:size] if num_logits is None else np.asarray(num_logits, np.int64)
-        self._check_step(index, counts, asked, rows is not None)
-        cached = self._cached[index]
-        ends = cached + counts
+        self._check_step(index, before, counts, asked)
+        self._cached[index] = before
+        ends = before + counts
         starts = np.concatenate(([0], counts.cumsum()))
         total = int(starts[-1])
         if total == size:
-            of_token, positions = index, cached
+            of_token, positions = index, before
         else:
             of_token = index.repeat(counts)
-            positions = np.arange(total) - (starts[:-1] - cached).repeat(counts)
+            positions = np.arange(total) - (starts[:-1] - before).repeat(counts)
         if num_logits is None:
             logits = starts[1:] - 1
         else:
@@ -103,7 +108,12 @@ class InputBatch(SequenceRows):
         host["positions"][:] = positions
         block, offset = np.divmod(positions, self._block_size)
         host["slot_mapping"][:] = self._table[of_token, block] * self._block_size + offset
-        host["block_table"][:] = self._table[:size, :columns] if rows is None else self._table[index, :columns]
+        table = self._table[:size, :columns] if rows is None else self._table[index, :columns]
+        unread = self._unread(before)
+        if unread.any():
+            # Kernels may multiply values before the window by 0, and 0 * NaN is NaN. So a row names no block of others.
+            table = np.where(np.arange(columns) < unread[:, None], self._table[index, unread][:, None], table)
+        host["block_table"][:] = table
         host["query_start_loc"][:] = starts
         host["kv_lens"][:] = ends
         host["logits_indices"][:] = logits
@@ -124,41 +134,37 @@ class InputBatch(SequenceRows):
         Raises:
             BatchError: as :meth:`batch`.
         """
-        index = self._rows[: self._size] if rows is None else np.asarray(rows, np.int64)
+        index = self._rows[: self._size] if rows is None else self._rows_of(rows)
         counts = self._ones[: len(index)] if num_tokens is None else np.asarray(num_tokens, np.int64)
-        self._check_step(index, counts, self._ones[: len(index)], rows is not None)
+        self._check_step(index, self._cached[index], counts, self._ones[: len(index)])
         self._cached[index] += counts
 
-    def _check_step(self, index: Any, counts: Any, asked: Any, given: bool) -> None:
+    def _check_step(self, index: Any, cached: Any, counts: Any, asked: Any) -> None:
         size = len(index)
-        if not size or not size == len(counts) == len(asked):
+        if not size or not size == len(cached) == len(counts) == len(asked):
             raise BatchError(
-                f"a batch has {size} rows, {len(counts)} numbers of tokens and {len(asked)} of logits",
+                f"a batch has {size} rows, {len(counts)} numbers of tokens, {len(cached)} of cached ones and "
+                f"{len(asked)} of logits",
                 "pass one of each per sequence, and at least one sequence",
             )
-        if given and not (index.min() >= 0 and index.max() < self._size and len(np.unique(index)) == size):
-            raise BatchError(
-                f"the rows {index.tolist()!s:.70} are not different ones of the {self._size}",
-                "name rows that add() returned, each once",
-            )
-        ends = self._cached[index] + counts
+        ends = cached + counts
         room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
-        wrong = (ends > room) | (counts < 1) | (asked < 0) | (asked > counts)
+        wrong = (ends > room) | (cached < 0) | (counts < 1) | (asked < 0) | (asked > counts)
         if wrong.any():
             at = int(wrong.argmax())
-            self._refuse(int(index[at]), int(counts[at]), int(asked[at]))
+            self._refuse(int(index[at]), int(cached[at]), int(counts[at]), int(asked[at]))
 
-    def _refuse(self, row: int, count: int, asked: int) -> None:
+    def _refuse(self, row: int, cached: int, count: int, asked: int) -> None:
         if count < 1:
             raise BatchError(f"row {row} has no new token", "leave it out, or pass at least one token")
         if not 0 <= asked <= count:
             raise BatchError(
                 f"{asked} logits are asked of the {count} new tokens of row {row}", "ask for 0 up to all new tokens"
             )
-        end, length, blocks = int(self._cached[row]) + count, int(self._lengths[row]), int(self._blocks[row])
-        if end > length:
+        end, length, blocks = cached + count, int(self._lengths[row]), int(self._blocks[row])
+        if cached < 0 or end > length:
             raise BatchError(
-                f"row {row} has {length} tokens, {int(self._cached[row])} of them cached, and {count} are to run",
+                f"row {row} has {length} tokens, {cached} of them cached, and {count} are to run",
                 "extend it with its new tokens before the step",
             )
         raise BatchError(

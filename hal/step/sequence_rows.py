@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hal.errors import BatchError
 from hal.step.batch_inputs import Bounds, integers_of
+from hal.step.dummies import DUMMY_BLOCK
 from hal.step.host_copies import to_device
 
 PENDING = -1
@@ -28,6 +29,8 @@ class SequenceRows:
         bounds: the ranges of token ids and blocks.
         slotted: whether each sequence has a slot.
         device: the device of pending tokens.
+        window: the number of most recent tokens of a sequence that the model reads; None for all. An engine may use
+            blocks before the window for others, or again for the row, and pass the dummy block for them.
 
     Attributes:
         sampled: ``[max_sequences]``, int64, on the device: the last sampled token of each row; see :meth:`put`.
@@ -35,10 +38,11 @@ class SequenceRows:
 
     def __init__(
         self, *, max_sequences: int, max_length: int, block_size: int, bounds: Bounds, slotted: bool,
-        device: torch.device,
+        device: torch.device, window: int | None = None,
     ) -> None:  # fmt: skip
         self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
         self._bounds, self._slotted = bounds, slotted
+        self._window = max_length if window is None else window
         self._columns = -(-max_length // block_size)
         self._tokens = np.zeros((max_sequences, max_length), dtype=np.int64)  # The system maps pages on first use.
         self._table = np.zeros((max_sequences, self._columns), dtype=np.int32)  # Zero after a row's blocks.
@@ -74,8 +78,9 @@ class SequenceRows:
         self._clear(row)
         self._size += 1
         try:
-            self.extend(row, token_ids, block_ids)
+            self.extend(row, token_ids)
             self.set_cached(row, cached)
+            self.extend(row, (), block_ids)
         except BatchError:
             self._size -= 1
             raise
@@ -100,15 +105,40 @@ class SequenceRows:
         if len(token_ids):
             tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
         if len(block_ids):
-            blocks = integers_of(row, "block {}", block_ids, self._bounds.first_block, self._bounds.num_blocks)
-            if len(set(blocks)) < len(blocks) or not set(blocks).isdisjoint(self._table[row, :first].tolist()):
+            unread, end_block = int(self._unread(self._cached[row])), self._bounds.num_blocks
+            skipped = max(0, unread - first)
+            integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block)
+            new = integers_of(row, "block {}", block_ids[skipped:], self._bounds.first_block, end_block)
+            if len(set(new)) < len(new) or not set(new).isdisjoint(self._table[row, unread:first].tolist()):
                 raise BatchError(
-                    f"row {row} would have one of the blocks {blocks!s:.70} twice; it would overwrite its own tokens",
+                    f"row {row} would have one of the blocks {new!s:.70} twice; it would overwrite its own tokens",
                     "pass each block once per sequence, and only those that are new",
                 )
-            self._table[row, first:last], self._blocks[row] = blocks, last
+            self._table[row, first:last], self._blocks[row] = block_ids, last
         if len(token_ids):
             self._tokens[row, start:end], self._lengths[row] = tokens, end
+
+    def extend_each(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Append one token to each of some rows, such as the tokens of a step. It takes the place of a pending one.
+
+        Args:
+            rows: the rows, each once.
+            token_ids: the token of each.
+
+        Raises:
+            BatchError: there is no such row, or it occurs twice or is full; or a token is out of range. The rows are
+                unchanged then.
+        """
+        index, tokens = self._rows_of(rows), integers_of(rows, "token id {}", token_ids, 0, self._bounds.vocab_size)
+        if len(tokens) != len(index):
+            raise BatchError(f"{len(index)} rows get {len(tokens)} tokens", "pass one token for each row")
+        ends = self._lengths[index] - self._pending[index]
+        if (ends >= self.max_length).any():
+            raise BatchError(
+                f"row {rows[int(ends.argmax())]} has {self.max_length} tokens, the most",
+                "end the sequence, or make the input batch with a larger max_length",
+            )
+        self._tokens[index, ends], self._lengths[index], self._pending[index] = tokens, ends + 1, 0
 
     def extend_pending(self, row: int) -> None:
         """Append one token that is still on the device: the next batch reads it from ``sampled``.
@@ -227,6 +257,21 @@ class SequenceRows:
     def _clear(self, row: int) -> None:
         self._table[row, : self._blocks[row]] = 0
         self._lengths[row] = self._cached[row] = self._blocks[row] = self._pending[row] = 0
+
+    def _unread(self, cached: Any) -> Any:
+        """Return how many first blocks of sequences no query reads that follows so many cached tokens."""
+        return np.maximum(cached - self._window + 1, 0) // self._block_size
+
+    def _rows_of(self, rows: Sequence[int]) -> Any:
+        """Return different rows as an array."""
+        index = np.asarray(rows, np.int64)
+        found = index.tolist()  # For so few numbers, Python is faster than numpy.
+        if found and not (min(found) >= 0 and max(found) < self._size and len(set(found)) == len(found)):
+            raise BatchError(
+                f"the rows {found!s:.70} are not different ones of the {self._size}",
+                "name rows that add() returned, each once",
+            )
+        return index
 
     def _check_row(self, row: int) -> None:
         if not (type(row) is int and 0 <= row < self._size):

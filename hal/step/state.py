@@ -126,6 +126,12 @@ class StateSpec:
             for _, _, state in self.states() if state.per is TOKEN
         )  # fmt: skip
 
+    @property
+    def window(self) -> int | None:
+        """The number of most recent tokens that the layers read; None if a layer reads all."""
+        windows = [state.window for _, _, state in self.states() if state.per is TOKEN]
+        return None if None in windows else max((each for each in windows if each), default=None)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks for a sequence of ``num_tokens``."""
         return math.ceil(num_tokens / self.block_size)

@@ -2,9 +2,14 @@
 
 Run it where vLLM is installed: ``hal emulate -- python tests/benchmarks/vllm_speed.py [checkpoint]``, without
 ``hal emulate --`` if torch_npu is not installed. Both sides use the CPU backend and the compiler ``graph``, with the
-same captured sizes, in one process, on one thread, in turns. ``vllm_s`` and ``hal_s`` are medians of seconds, ``ratio``
-that of the turns' ratios, and ``cpu_ratio`` the same of CPU seconds, which other processes disturb less. With
-``--profile``, it prints where vLLM's time goes instead.
+same captured sizes, in one process, on one thread, in turns. ``random`` in place of a checkpoint writes one of 8 layers
+with hidden size 512 and a vocabulary of 32,000, whose steps are longer.
+
+``vllm_s`` and ``hal_s`` are medians of seconds, ``ratio`` that of the turns' ratios, and ``cpu_ratio`` the same of CPU
+seconds, which other processes disturb less. The others are medians of CPU microseconds per step: ``hal_step_us`` in
+``Runner.step`` under vLLM and ``hal_alone_step_us`` under hal.generate, ``generate_us`` the rest of hal.generate,
+``adapter_us`` in the worker without ``Runner.step`` and vLLM's sampler, ``sampler_us`` in that, and ``vllm_us`` the
+rest: vLLM's scheduler, engine and output. With ``--profile``, it prints where vLLM's time goes instead.
 """
 
 from __future__ import annotations
@@ -16,41 +21,112 @@ import pstats
 import random
 import statistics
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"HAL_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}  # fmt: skip
+sys.path.append(str(Path(__file__).parents[1]))
 
+from helpers.checkpoints import random_checkpoint
 from vllm import LLM, SamplingParams
 
 import hal
+from hal.engines.vllm.worker import HalWorker
 
-PROMPTS, NEW, TURNS, LONGEST = 32, 64, 7, 512
+PROMPTS, NEW, LONGEST = 32, 64, 512
 HAL = {"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [1, 8, 16, 32]}}
+LARGE = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": LONGEST,
+}  # fmt: skip
+SPENT: Counter[str] = Counter()
+"""CPU seconds of this process by part, and the steps."""
 
 
-def timed(generate: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds and the CPU seconds of a run."""
-    began, worked = time.perf_counter(), time.process_time()
-    generate()
-    return time.perf_counter() - began, time.process_time() - worked
+def timed(part: str, run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run something, and count its CPU seconds."""
+    began = time.process_time()
+    try:
+        return run(*arguments)
+    finally:
+        SPENT[part] += time.process_time() - began
+
+
+class TimedRunner(hal.Runner):
+    """Counts the time of steps."""
+
+    def step(self, batch: hal.Batch) -> Any:
+        """Run the step."""
+        SPENT["steps"] += 1
+        return timed("runner", super().step, batch)
+
+
+class TimedWorker(HalWorker):
+    """Counts the time of what vLLM asks for."""
+
+    runner_type = TimedRunner
+    began = 0.0
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Count the time of the sampler."""
+        super().initialize_from_config(kv_cache_config)
+        sampler = self.model_runner.sampler
+        sampler.register_forward_pre_hook(self.sampling)
+        sampler.register_forward_hook(self.sampled)
+
+    def sampling(self, *_: object) -> None:
+        """Begin to count the sampler's time."""
+        self.began = time.process_time()
+
+    def sampled(self, *_: object) -> None:
+        """Count the sampler's time."""
+        SPENT["sampler"] += time.process_time() - self.began
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run the step."""
+        return timed("worker", super().execute_model, scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Choose the tokens."""
+        return timed("worker", super().sample_tokens, grammar_output)
+
+
+def measured(side: Callable[[], object]) -> dict[str, float]:
+    """Return the seconds and CPU seconds of a run, and the CPU microseconds of its parts in a step."""
+    SPENT.clear()
+    began = time.perf_counter()
+    timed("all", side)
+    found = {"seconds": time.perf_counter() - began, "cpu": SPENT["all"]}
+    return found | {name: 1e6 * value / SPENT["steps"] for name, value in SPENT.items()}
 
 
 def main() -> None:
     """Measure, or profile."""
     arguments = [each for each in sys.argv[1:] if each != "--profile"]
     checkpoint = arguments[0] if arguments else str(Path(__file__).parents[2] / "checkpoints" / "tiny-python")
+    if checkpoint != "random":
+        run(checkpoint, turns=15)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run(str(random_checkpoint(Path(folder), **LARGE)), turns=5)
+
+
+def run(checkpoint: str, turns: int) -> None:
+    """Measure or profile a checkpoint."""
     draw = random.Random(1)
     prompts = [[draw.randrange(5, 4000) for _ in range(draw.randint(8, 64))] for _ in range(PROMPTS)]
     engine = LLM(
         model=checkpoint, dtype="float32", max_model_len=LONGEST, max_num_seqs=PROMPTS, max_num_batched_tokens=2048,
         enable_prefix_caching=False, num_gpu_blocks_override=1 + PROMPTS * LONGEST // 16, block_size=16,
-        disable_log_stats=True, additional_config={"hal": HAL},
+        disable_log_stats=True, worker_cls=f"{__name__}.TimedWorker", additional_config={"hal": HAL},
     )  # fmt: skip
     backend = hal.open({**HAL, "dtype": "float32", "cache": {"num_tokens": PROMPTS * LONGEST, "block_size": 16}})
-    runner = hal.Runner(hal.load_model(checkpoint, backend), backend, max_sequences=PROMPTS, max_length=LONGEST)
+    runner = TimedRunner(hal.load_model(checkpoint, backend), backend, max_sequences=PROMPTS, max_length=LONGEST)
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": each} for each in prompts]
 
@@ -65,21 +141,30 @@ def main() -> None:
 
     assert through_vllm() == by_hal(), "the tokens differ"  # also warms both up
     if "--profile" in sys.argv:
-        with cProfile.Profile() as profile:
+        with cProfile.Profile(time.process_time) as profile:
             through_vllm()
-        pstats.Stats(profile).sort_stats("cumtime").print_stats(70)
+        pstats.Stats(profile).sort_stats("cumtime").print_stats(120)
         return
-    turns = []
-    for turn in range(TURNS):
+    taken = []
+    for turn in range(turns):
         sides = [through_vllm, by_hal] if turn % 2 else [by_hal, through_vllm]
-        took = {side: timed(side) for side in sides}
-        turns.append((*took[through_vllm], *took[by_hal]))
+        taken.append({side: measured(side) for side in sides})
+
+    def median(of: Callable[[dict[str, float], dict[str, float]], float], digits: int = 0) -> float:
+        return round(statistics.median(of(each[through_vllm], each[by_hal]) for each in taken), digits)
+
     print(json.dumps({  # noqa: T201
-        "vllm_s": round(statistics.median(each[0] for each in turns), 4),
-        "hal_s": round(statistics.median(each[2] for each in turns), 4),
-        "ratio": round(statistics.median(each[0] / each[2] for each in turns), 3),
-        "cpu_ratio": round(statistics.median(each[1] / each[3] for each in turns), 3),
-        "cpu_ratios": [round(each[1] / each[3], 3) for each in turns],
+        "vllm_s": median(lambda vllm, _: vllm["seconds"], 4),
+        "hal_s": median(lambda _, alone: alone["seconds"], 4),
+        "ratio": median(lambda vllm, alone: vllm["seconds"] / alone["seconds"], 3),
+        "cpu_ratio": median(lambda vllm, alone: vllm["cpu"] / alone["cpu"], 3),
+        "cpu_ratios": [round(each[through_vllm]["cpu"] / each[by_hal]["cpu"], 3) for each in taken],
+        "hal_step_us": median(lambda vllm, _: vllm["runner"]),
+        "hal_alone_step_us": median(lambda _, alone: alone["runner"]),
+        "generate_us": median(lambda _, alone: alone["all"] - alone["runner"]),
+        "adapter_us": median(lambda vllm, _: vllm["worker"] - vllm["runner"] - vllm["sampler"]),
+        "sampler_us": median(lambda vllm, _: vllm["sampler"]),
+        "vllm_us": median(lambda vllm, _: vllm["all"] - vllm["worker"]),
     }))  # fmt: skip
 
 

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint, trained_tokenizer, write_json
-from helpers.vllm_programs import needs_vllm, run
+from helpers.distributions import installed
+from helpers.vllm_programs import found_by, needs_vllm, run
 from safetensors.torch import save_file
 
 from hal.checkpoint.model_registry import find_model
@@ -35,12 +37,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def family(folder: Path, model_type: str, seed: int = 1) -> Path:
-    """Write a random checkpoint of a family."""
+def family(folder: Path, model_type: str, seed: int = 1, **overrides: Any) -> Path:
+    """Write a random checkpoint of a family, with other keys of config.json."""
     folder.mkdir()
     tokenizer = trained_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {**COMMON, "vocab_size": tokenizer.get_vocab_size(), "model_type": model_type, **FAMILIES[model_type]}
+    config = {
+        **COMMON,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "model_type": model_type,
+        **FAMILIES[model_type],
+        **overrides,
+    }
     config = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     write_json(folder / "config.json", config)
     with torch.device("meta"):
@@ -71,3 +79,25 @@ def test_every_family_gives_the_tokens_of_generate(tmp_path: Path) -> None:
     assert out.exists(), result.stdout + result.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found == {name: [] for name in (*checkpoints, "reloaded", "specifications")}
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("device", "compiler", "dtype", "block", "prompt"),
+    [("cpu", "eager", "float32", 16, 100), ("cpu", "graph", "float32", 16, 100), ("npu", "graph", "float16", 128, 600)],
+)
+def test_vllm_frees_the_blocks_before_a_window(
+    tmp_path: Path, device: str, compiler: str, dtype: str, block: int, prompt: int
+) -> None:
+    if device == "npu" and not installed("torch-npu"):
+        pytest.skip("torch_npu is not installed")
+    found = found_by(
+        "vllm_windows.main", tmp_path, family(tmp_path / "mistral", "mistral", max_position_embeddings=1024),
+        hal={"backend": device, "compilation": {"compiler": compiler}}, dtype=dtype, block=block,
+        blocks=prompt // block + 6, prompt=prompt, new=30, seed=1,
+    )  # fmt: skip
+    assert found["wrong"] == []
+    freeing, keeping = found["WindowWorker"], found["KeepingWorker"]
+    assert freeing["together"] > keeping["together"]
+    assert freeing["steps"] < keeping["steps"]
+    assert freeing["dummies"] > 0 == keeping["dummies"]

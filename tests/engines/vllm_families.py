@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import hal
 from hal.engines.vllm.worker import HalWorker
@@ -76,6 +77,13 @@ def specifications() -> list[str]:
     )  # fmt: skip
     if (groups := len(get_kv_cache_groups(asked, dict(specs)))) != 1:
         wrong.append(f"latent layers are in {groups} groups")
+    windows = [{name: State(TOKEN, (2, 16), window=size) for name in ("key", "value")} for size in (20, 50, None)]
+    worker.model.states = windows
+    if [type(each) for each in worker.get_kv_cache_spec().values()] != [FullAttentionSpec] * 3:
+        wrong.append("layers have windows beside one that has none")
+    worker.model.states = windows[:2]
+    if [each.sliding_window for each in worker.get_kv_cache_spec().values()] != [50, 50]:
+        wrong.append(f"layers with windows of 20 and 50 are declared as {worker.get_kv_cache_spec()}")
     worker.model.states = [{"matrix": State(SEQUENCE, (4, 8, 8))}]
     try:
         wrong.append(f"a recurrent layer has {worker.get_kv_cache_spec()}")

@@ -20,10 +20,11 @@ BLOCK, VOCABULARY, BLOCKS, LONGEST = 16, 1000, 4000, 400
 BOUNDS = Bounds(VOCABULARY, 1, BLOCKS, LONGEST)
 
 
-def made(batch_type: type[hal.Batch] = hal.Batch, rows: int = 6) -> InputBatch:
+def made(batch_type: type[hal.Batch] = hal.Batch, rows: int = 6, window: int | None = None) -> InputBatch:
     return InputBatch(
-        batch_type, max_sequences=rows, max_length=LONGEST, block_size=BLOCK, device=HostDevice(), bounds=BOUNDS
-    )
+        batch_type, max_sequences=rows, max_length=LONGEST, block_size=BLOCK, device=HostDevice(), bounds=BOUNDS,
+        window=window,
+    )  # fmt: skip
 
 
 @attrs.define
@@ -129,6 +130,10 @@ def test_random_steps_are_those_of_lists(batch_type: type[hal.Batch], seed: int)
                 num_logits=None if set(logits) == {1} else logits,
             )
             check_equal(batch, built(batch_type, stepped, counts, logits))
+            if draw.random() < 0.2:  # an engine that counts what is cached
+                inputs.set_cached(rows[0], 0)
+                again = inputs.batch(counts, rows=rows, cached=[each.cached for each in stepped], num_logits=logits)
+                check_equal(again, built(batch_type, stepped, counts, logits))
             inputs.advance(None if every else counts, rows=None if given else rows)
             for each, count in zip(stepped, counts, strict=True):
                 each.cached += count
@@ -160,6 +165,44 @@ def test_tokens_that_are_still_on_the_device() -> None:
         inputs.resolve(1, 3)
     with pytest.raises(BatchError, match=r"token id 1000, out of the range 0 to 999"):
         inputs.resolve(0, 1000)
+
+
+def test_the_tokens_of_a_step_extend_their_rows() -> None:
+    inputs = made(rows=3)
+    for row in range(3):
+        inputs.add([7], [row + 1], cached=0)
+    inputs.put([1], torch.tensor([21]))
+    inputs.extend_pending(1)
+    inputs.extend_each([2, 1], [22, 31])
+    inputs.extend_each([], [])
+    assert inputs.batch([1, 2, 2]).token_ids.tolist() == [7, 7, 31, 7, 22]
+    inputs.extend(0, [7] * 398, range(4, 28))
+    inputs.extend_each([0], [8])
+    with pytest.raises(BatchError, match="row 0 has 400 tokens, the most"):
+        inputs.extend_each([1, 0], [1, 2])
+    assert inputs.batch([400, 2, 2], num_logits=[1, 1, 1]).token_ids[-5:].tolist() == [8, 7, 31, 7, 22]
+
+
+def test_blocks_before_the_window_are_given_away() -> None:
+    inputs = made(window=BLOCK + 4)
+    tokens = [7] * 5 * BLOCK
+    row = inputs.add(tokens, [0, 0, 3, 4, 5], cached=4 * BLOCK)  # reads from 3 * BLOCK - 3 on
+    batch = inputs.batch()
+    assert batch.block_table[0, :5].tolist() == [3, 3, 3, 4, 5], "a row names its own blocks only"
+    assert batch.slot_mapping.tolist() == [5 * BLOCK]
+    inputs.set_cached(row, 5 * BLOCK - 1)
+    with pytest.raises(BatchError, match=r"one of the blocks \[4\] twice"):
+        inputs.extend(row, (), [4])
+    inputs.extend(row, [8], [3])  # It is before the window now.
+    inputs.extend(inputs.add([7], [2], cached=0), [7])
+    batch = inputs.batch([2, 1])
+    assert batch.block_table[:, :6].tolist() == [[4, 4, 4, 4, 5, 3], [2, 0, 0, 0, 0, 0]]
+    assert batch.slot_mapping.tolist() == [6 * BLOCK - 1, 3 * BLOCK, 2 * BLOCK]
+    inputs.remove(row)
+    with pytest.raises(BatchError, match="block 0, out of the range 1"):
+        inputs.add(tokens, [0, 0, 0, 4, 5], cached=4 * BLOCK)
+    with pytest.raises(BatchError, match="block 0, out of the range 1"):
+        made().add(tokens, [0, 0, 3, 4, 5], cached=4 * BLOCK)
 
 
 @attrs.frozen(eq=False)
@@ -197,11 +240,18 @@ def test_fields_of_a_model() -> None:
         (lambda it: it.batch([4, 1]), "row 0 has 3 tokens, 0 of them cached, and 4 are to run"),
         (lambda it: it.batch([1, 0]), "row 1 has no new token"),
         (lambda it: it.batch([1, 17]), "row 1 would have 17 tokens in the cache, but its 1 blocks hold 16"),
-        (lambda it: it.batch([1]), "2 rows, 1 numbers of tokens and 2 of logits"),
+        (lambda it: it.batch([1]), "2 rows, 1 numbers of tokens, 2 of cached ones and 2 of logits"),
         (lambda it: it.batch([1], rows=[2]), r"the rows \[2\] are not different ones of the 2"),
         (lambda it: it.batch([1, 1], rows=[1, 1]), r"the rows \[1, 1\] are not different"),
         (lambda it: it.batch(num_logits=[1, 2]), "2 logits are asked of the 1 new tokens of row 1"),
         (lambda it: it.batch(rows=[]), "0 rows"),
+        (lambda it: it.batch(cached=[0]), "1 of cached ones"),
+        (lambda it: it.batch(cached=[0, -1]), "row 1 has 20 tokens, -1 of them cached, and 1 are to run"),
+        (lambda it: it.batch(cached=[3, 0]), "row 0 has 3 tokens, 3 of them cached, and 1 are to run"),
+        (lambda it: it.extend_each([0, 2], [1, 2]), r"the rows \[0, 2\] are not different ones of the 2"),
+        (lambda it: it.extend_each([1, 1], [1, 2]), r"the rows \[1, 1\] are not different ones of the 2"),
+        (lambda it: it.extend_each([0, 1], [1]), "2 rows get 1 tokens"),
+        (lambda it: it.extend_each([0, 1], [1, 1000]), "token id 1000, out of the range 0 to 999"),
         (lambda it: it.advance([1, 0]), "row 1 has no new token"),
     ],
 )

@@ -68,21 +68,23 @@ inline void softmax(float* line, int64_t count) {
 // widened rows.
 template <class T>
 void attend(const Shape& shape, const Span& span, const T* query, const T* keys, const T* values, const int32_t* blocks,
-            int64_t first, int64_t last, T* output, std::vector<float>& scratch) {
+            int64_t first, int64_t last, T* output, std::vector<float>& scratch, std::vector<int64_t>& slots) {
     const int64_t group = shape.heads / shape.kv_heads, heads = (last - first) * group, dim = shape.head_dim;
     const int64_t count = span.end - span.begin, padded = (count + kBlock - 1) / kBlock * kBlock;
     scratch.assign(heads * (2 * dim + padded) + kBlock * dim, 0.0f);
     float *wide = scratch.data(), *sums = wide + heads * dim, *rows = sums + heads * dim, *scores = rows + kBlock * dim;
-    const int64_t ahead = kAhead * shape.kv_heads * dim;
+    // Padded, so that every row has one to prefetch. Blocks of an engine are seldom contiguous.
+    slots.resize(count + kAhead);
+    for (int64_t index = 0, position = span.begin; index < count; index++, position++)
+        slots[index] = int64_t(blocks[position / shape.block_size]) * shape.block_size + position % shape.block_size;
+    std::fill(slots.begin() + count, slots.end(), slots[count - 1]);
     auto widen = [&](const T* cache, int64_t index, int64_t kv_head) {
         const int64_t filled = std::min<int64_t>(kBlock, count - index);
         std::fill(rows + filled * dim, rows + kBlock * dim, 0.0f);
         for (int64_t r = 0; r < filled; r++) {
-            int64_t position = span.begin + index + r;
-            int64_t slot =
-                int64_t(blocks[position / shape.block_size]) * shape.block_size + position % shape.block_size;
-            const T* row = cache + (slot * shape.kv_heads + kv_head) * dim;
-            for (int64_t i = 0; i < dim; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + ahead + i);
+            const T* row = cache + (slots[index + r] * shape.kv_heads + kv_head) * dim;
+            const T* later = cache + (slots[index + r + kAhead] * shape.kv_heads + kv_head) * dim;
+            for (int64_t i = 0; i < dim; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + i);
             for (int64_t i = 0; i < dim; i++) rows[r * dim + i] = row[i];
         }
     };
@@ -118,6 +120,7 @@ void attend_all(const Shape& shape, const T* query, const T* keys, const T* valu
 #pragma omp parallel
     {
         std::vector<float> scratch;
+        std::vector<int64_t> slots;
 #pragma omp for collapse(2) schedule(dynamic)
         for (int64_t token = 0; token < shape.tokens; token++)
             for (int64_t first = 0; first < shape.kv_heads; first += taken) {
@@ -129,7 +132,7 @@ void attend_all(const Shape& shape, const T* query, const T* keys, const T* valu
                     continue;
                 }
                 attend(shape, span, query + token * shape.query_stride, keys, values,
-                       block_table + span.sequence * shape.max_blocks, first, last, result, scratch);
+                       block_table + span.sequence * shape.max_blocks, first, last, result, scratch, slots);
             }
     }
 }

@@ -20,11 +20,11 @@ from hal.engines.vllm.step_output import StepOutput
 
 @attrs.frozen(eq=False)
 class _Step:
-    """A step that ran, and whose tokens are not chosen yet. ``ends`` are the rows that get a token."""
+    """A step that ran, and whose tokens are not chosen yet. ``logits`` are those of the requests that get a token."""
 
     scheduled: Any
-    names: list[str]
-    ends: list[int]
+    requests: list[Request]
+    finishes: list[bool]
     logits: Tensor
 
 
@@ -40,7 +40,7 @@ class HalModelRunner:
         self.runner, self._device = runner, runner.backend.device.torch
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         self.requests = Requests(runner.input_batch(rows), self._device)
-        self._sampler = Sampler(logprobs_mode=vllm_config.model_config.logprobs_mode)
+        self.sampler = Sampler(logprobs_mode=vllm_config.model_config.logprobs_mode)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._step: _Step | None = None
         self._running: StepOutput | None = None  # whose tokens the requests do not have yet
@@ -52,24 +52,25 @@ class HalModelRunner:
         self.requests.update(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        names, counts = list(scheduled.num_scheduled_tokens), list(scheduled.num_scheduled_tokens.values())
-        requests = [self.requests[name] for name in names]
-        stops = [each.computed + count for each, count in zip(requests, counts, strict=True)]
+        requests = self.requests.running(scheduled.num_scheduled_tokens)
+        counts = [scheduled.num_scheduled_tokens[each.name] for each in requests]
         finishes = [
-            stop == len(each.prompt) + len(each.outputs) for each, stop in zip(requests, stops, strict=True)
+            each.computed + count == len(each.prompt) + len(each.outputs)
+            for each, count in zip(requests, counts, strict=True)
         ]  # the others are in the middle of their prompts
-        scores = [each.to_score(stop) for each, stop in zip(requests, stops, strict=True)]
+        scores = [each.to_score(count) for each, count in zip(requests, counts, strict=True)]
         asked = [count if score else int(last) for count, score, last in zip(counts, scores, finishes, strict=True)]
-        batch = self.requests.inputs.batch(
+        inputs = self.requests.inputs
+        batch = inputs.batch(
             None if set(counts) == {1} else counts,
-            rows=self.requests.rows(names),
+            rows=None if len(requests) == len(inputs) else [each.row for each in requests],
+            cached=[each.computed for each in requests],
             num_logits=None if set(asked) == {1} else asked,
         )
         logits = self.runner.step(batch).logits
         if any(scores):
             logits = self._score(requests, scores, asked, finishes, logits)
-        self.requests.advance(names, counts)
-        self._step = _Step(scheduled, names, [row for row, last in enumerate(finishes) if last], logits)
+        self._step = _Step(scheduled, requests, finishes, logits)
         return None
 
     def _score(
@@ -84,8 +85,8 @@ class HalModelRunner:
                     begin = request.computed + first + 1
                     targets = torch.tensor(request.prompt[begin : begin + score], device=self._device)
                     at = start + first
-                    logprobs = self._sampler.compute_logprobs(logits[at : at + score])
-                    found = self._sampler.gather_logprobs(logprobs, request.params.prompt_logprobs, targets)
+                    logprobs = self.sampler.compute_logprobs(logits[at : at + score])
+                    found = self.sampler.gather_logprobs(logprobs, request.params.prompt_logprobs, targets)
                     request.prompt_logprobs.append(found.to_cpu_nonblocking())
                     request.scored = begin - 1 + score
                 start += rows
@@ -103,24 +104,23 @@ class HalModelRunner:
             return None
         self._settle()  # Penalties read the tokens of the step before. The device runs this one meanwhile.
         step, self._step = self._step, None
-        names = [step.names[row] for row in step.ends]
+        ending = [each for each, last in zip(step.requests, step.finishes, strict=True) if last]
         with self.runner.backend.explaining(), torch.inference_mode():
             sampled = None
-            if names:
+            if ending:
                 if grammar is not None:
-                    apply_grammar_bitmask(step.scheduled, grammar, SimpleNamespace(req_ids=names), step.logits)
-                sampled = self._sampler(step.logits, self._sampling.metadata([self.requests[each] for each in names]))
-            prompts = self.requests.scored_prompts(step.names)
-            output = self._running = StepOutput(self.runner.backend, step.names, step.ends, sampled, prompts)
+                    rows = SimpleNamespace(req_ids=[each.name for each in ending])
+                    apply_grammar_bitmask(step.scheduled, grammar, rows, step.logits)
+                sampled = self.sampler(step.logits, self._sampling.metadata(ending))
+            output = self._running = StepOutput(self.runner.backend, step.requests, ending, sampled)
             if output.arrived:
                 self._settle()
             elif sampled is not None:
-                self.requests.defer(names, sampled.sampled_token_ids.view(-1))
+                self.requests.defer(ending, sampled.sampled_token_ids.view(-1))
         return output
 
     def _settle(self) -> None:
         """Take in the tokens of the last step, once they are on the host."""
         output, self._running = self._running, None
         if output is not None:
-            for row in output.ends:
-                self.requests.settle(output.names[row], output.tokens[row])
+            self.requests.settle(output.ending, output.tokens)

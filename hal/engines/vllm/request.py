@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 from typing import Any
 
 import attrs
@@ -20,31 +20,35 @@ class Request:
     """A request that has not finished.
 
     Attributes:
+        name: vLLM's id of it.
         prompt: its token ids.
         params: vLLM's sampling parameters.
         blocks: its blocks, in order.
-        computed: the number of its tokens in the cache.
+        computed: the number of its tokens that were in the cache when its last step was scheduled.
         outputs: the tokens that were sampled. The last one is ``PENDING`` while only the device has it.
         generator: the random generator of a request with a seed.
+        row: its row, or -1.
         scored: of how many of the prompt's tokens the log-probabilities are known.
         prompt_logprobs: these, in parts.
     """
 
+    name: str
     prompt: list[int]
     params: Any
     blocks: list[int]
     computed: int
     outputs: list[int]
-    generator: torch.Generator | None = None
+    generator: torch.Generator | None
+    row: int = -1
     scored: int = 0
     prompt_logprobs: list[Any] = attrs.field(factory=list)
 
-    def to_score(self, end: int) -> int:
-        """Return how many of the last tokens up to ``end`` give a log-probability that is not known yet."""
+    def to_score(self, count: int) -> int:
+        """Return how many of the next ``count`` tokens give a log-probability that is not known yet."""
         if self.params.prompt_logprobs is None:
             return 0
         first = max(self.computed, self.scored)
-        return max(0, min(end, len(self.prompt) - 1) - first)
+        return max(0, min(self.computed + count, len(self.prompt) - 1) - first)
 
 
 class Requests:
@@ -58,118 +62,87 @@ class Requests:
     def __init__(self, inputs: InputBatch, device: torch.device) -> None:
         self.inputs, self._device = inputs, device
         self._known: dict[str, Request] = {}
-        self._rows: dict[str, int] = {}
-        self._names: list[str] = []  # by row
-
-    def __getitem__(self, name: str) -> Request:
-        return self._known[name]
-
-    def rows(self, names: Iterable[str]) -> list[int]:
-        """Return the rows of requests."""
-        return [self._rows[name] for name in names]
+        self._by_row: list[Request] = []
 
     def update(self, scheduled: Any) -> None:
         """Take in what the scheduler decided for a step: finished, new and continued requests, and their blocks."""
         for name in scheduled.finished_req_ids:
-            self._known.pop(name, None)
-            self._drop(name)
+            if name in self._known:
+                self._drop(self._known.pop(name))
         for new in scheduled.scheduled_new_reqs:
-            params = new.sampling_params
-            done = (new.prefill_token_ids or [])[
-                len(new.prompt_token_ids) :
-            ]  # A resumed request may come as a new one.
-            before = self._known.get(new.req_id)
-            self._drop(new.req_id)
-            generator = None if before is None else before.generator
-            if params.seed is not None and generator is None:
-                generator = torch.Generator(self._device).manual_seed(params.seed)
-            request = Request(
-                list(new.prompt_token_ids),
-                params,
-                list(new.block_ids[0]),
-                new.num_computed_tokens,
-                list(done),
-                generator,
-            )
-            if before is not None:
-                request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
-            self._known[new.req_id] = request
+            self._add(new)
         cached = scheduled.scheduled_cached_reqs
         for name, blocks, computed, outputs in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
         ):
             request = self._known[name]
+            request.computed = computed
             if name in cached.resumed_req_ids:
-                self._drop(name)
+                self._drop(request)
                 request.blocks = list(blocks[0])
                 del request.outputs[outputs:]  # The scheduler may have dropped the tokens of a running step.
             elif blocks is not None:
                 request.blocks += blocks[0]
-                if name in self._rows:
-                    self.inputs.extend(self._rows[name], (), blocks[0])
-            if request.computed != computed:
-                request.computed = computed
-                if name in self._rows:
-                    self.inputs.set_cached(self._rows[name], computed)
+                if request.row >= 0:
+                    self.inputs.set_cached(request.row, computed)  # Blocks before the window may come again.
+                    self.inputs.extend(request.row, (), blocks[0])
         for name in scheduled.num_scheduled_tokens:
-            if name not in self._rows:
-                self._place(name, scheduled.num_scheduled_tokens)
+            if self._known[name].row < 0:
+                self._place(self._known[name], scheduled.num_scheduled_tokens)
 
     def restarts(self, scheduled: Any) -> bool:
         """Return whether a step starts a known request anew, or runs nothing. Such a step reads all tokens so far."""
         new = any(each.req_id in self._known for each in scheduled.scheduled_new_reqs)
         return new or bool(scheduled.scheduled_cached_reqs.resumed_req_ids) or not scheduled.num_scheduled_tokens
 
-    def defer(self, names: list[str], tokens: Tensor) -> None:
+    def running(self, names: Container[str]) -> list[Request]:
+        """Return the requests of a step, in the order of their rows."""
+        return [each for each in self._by_row if each.name in names]
+
+    def defer(self, requests: Sequence[Request], tokens: Tensor) -> None:
         """Append a sampled token to each request, which the host does not know yet."""
-        rows = self.rows(names)
-        self.inputs.put(rows, tokens)
-        for name, row in zip(names, rows, strict=True):
-            self.inputs.extend_pending(row)
-            self._known[name].outputs.append(PENDING)
+        self.inputs.put([each.row for each in requests], tokens)
+        for each in requests:
+            self.inputs.extend_pending(each.row)
+            each.outputs.append(PENDING)
 
-    def settle(self, name: str, tokens: list[int]) -> None:
-        """Append sampled tokens to a request, or replace the one that was deferred. It may have finished."""
-        request, row = self._known.get(name), self._rows.get(name)
-        if request is None:
-            return
-        if request.outputs[-1:] == [PENDING]:
-            request.outputs[-1:] = tokens
-            if row is not None:
-                self.inputs.resolve(row, *tokens)
-        else:
-            request.outputs += tokens
-            self.inputs.extend(self._rows[name], tokens)
+    def settle(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Append a sampled token to each request, or replace the one that was deferred. Some may have finished."""
+        for request, token in zip(requests, tokens, strict=True):
+            if request.outputs[-1:] == [PENDING]:
+                request.outputs[-1] = token
+            else:
+                request.outputs.append(token)
+        placed = [(each.row, token) for each, token in zip(requests, tokens, strict=True) if each.row >= 0]
+        self.inputs.extend_each([row for row, _ in placed], [token for _, token in placed])
 
-    def scored_prompts(self, names: list[str]) -> dict[str, list[Any]]:
-        """Return, once, the log-probabilities of the prompts that are complete, in parts."""
-        found = {}
-        for name in names:
-            request = self._known[name]
-            if request.prompt_logprobs and request.scored == len(request.prompt) - 1:
-                found[name], request.prompt_logprobs = request.prompt_logprobs, []
-        return found
+    def _add(self, new: Any) -> None:
+        """Add a request. One that is resumed may come as a new one, with the tokens that it has."""
+        prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
+        outputs = list(new.prefill_token_ids or ())[len(prompt) :]
+        generator = None if before is None else before.generator
+        if new.sampling_params.seed is not None and generator is None:
+            generator = torch.Generator(self._device).manual_seed(new.sampling_params.seed)
+        request = Request(
+            new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs, generator
+        )
+        if before is not None:
+            self._drop(before)
+            request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
+        self._known[new.req_id] = request
 
-    def advance(self, names: list[str], counts: list[int]) -> None:
-        """Count the tokens of a step as cached."""
-        self.inputs.advance(counts, rows=self.rows(names))
-        for name, count in zip(names, counts, strict=True):
-            self._known[name].computed += count
-
-    def _place(self, name: str, scheduled: Any) -> None:
+    def _place(self, request: Request, scheduled: Container[str]) -> None:
         if len(self.inputs) == self.inputs.max_sequences:  # A request that waits gives its row away.
-            self._drop(next(each for each in self._names if each not in scheduled))
-        request = self._known[name]
-        row = self.inputs.add(request.prompt + request.outputs, request.blocks, cached=request.computed)
-        self._rows[name] = row
-        self._names.append(name)
+            self._drop(next(each for each in self._by_row if each.name not in scheduled))
+        request.row = self.inputs.add(request.prompt + request.outputs, request.blocks, cached=request.computed)
+        self._by_row.append(request)
 
-    def _drop(self, name: str) -> None:
-        row = self._rows.pop(name, None)
-        if row is None:
+    def _drop(self, request: Request) -> None:
+        """Take a request's row, if it has one, and move the last row there."""
+        if request.row < 0:
             return
-        self.inputs.remove(row)
-        last = self._names.pop()
-        if last != name:
-            self._names[row] = last
-            self._rows[last] = row
+        self.inputs.remove(request.row)
+        last = self._by_row.pop()
+        if last is not request:
+            self._by_row[request.row], last.row = last, request.row
+        request.row = -1

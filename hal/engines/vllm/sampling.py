@@ -34,6 +34,7 @@ class Sampling:
         self._processors = build_logitsprocs(
             vllm_config, device, False, False, vllm_config.model_config.logits_processors or ()
         )
+        self._none = dict.fromkeys(COLUMNS, torch.empty(0))  # Greedy requests without penalties need no columns.
         self._requests: list[Request] = []
         self._metadata: SamplingMetadata | None = None
 
@@ -62,9 +63,10 @@ class Sampling:
             each.presence_penalty or each.frequency_penalty or each.repetition_penalty != 1.0 for each in params
         )
         asked = [each.logprobs for each in params if each.logprobs is not None]
-        # One copy to the device for all.
-        values = torch.tensor([[getattr(each, name) for each in params] for name in COLUMNS], dtype=torch.float32)
-        columns = dict(zip(COLUMNS, to_device(values, self._device), strict=True))
+        columns = self._none
+        if penalized or not all(greedy):  # One copy to the device for all.
+            values = torch.tensor([[getattr(each, name) for each in params] for name in COLUMNS], dtype=torch.float32)
+            columns = dict(zip(COLUMNS, to_device(values, self._device), strict=True))
         top_k = [each.top_k if each.top_k > 0 else self._vocab_size for each in params]
         return SamplingMetadata(
             temperature=None if all(greedy) else columns["temperature"],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput, SamplerOutput
 
 import hal
+from hal.engines.vllm.request import Request
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -17,17 +19,21 @@ class StepOutput(AsyncModelRunnerOutput):
 
     Args:
         backend: the backend that ran the step.
-        names: the requests of the step.
-        ends: the rows of ``names`` that got a token.
+        requests: those of the step. It takes the log-probabilities of prompts that are complete from them.
+        ending: those of them that got a token.
         sampled: their tokens; None if there are none.
-        prompts: the log-probabilities of prompts, in parts, which are on their way already.
     """
 
     def __init__(
-        self, backend: hal.Backend, names: list[str], ends: Sequence[int], sampled: SamplerOutput | None,
-        prompts: Mapping[str, Sequence[LogprobsTensors]],
+        self, backend: hal.Backend, requests: Sequence[Request], ending: Sequence[Request],
+        sampled: SamplerOutput | None,
     ) -> None:  # fmt: skip
-        self.names, self.ends, self._backend, self._prompts = names, ends, backend, prompts
+        self.ending, self._backend = ending, backend
+        self._names = [each.name for each in requests]
+        self._prompts: dict[str, list[LogprobsTensors]] = {}
+        for each in requests:
+            if each.prompt_logprobs and each.scored == len(each.prompt) - 1:
+                self._prompts[each.name], each.prompt_logprobs = each.prompt_logprobs, []
         self._sampled = None if sampled is None else sampled.sampled_token_ids.to("cpu", non_blocking=True)
         logprobs = None if sampled is None else sampled.logprobs_tensors
         self._logprobs = None if logprobs is None else logprobs.to_cpu_nonblocking()
@@ -40,27 +46,24 @@ class StepOutput(AsyncModelRunnerOutput):
         return self._copied.query()
 
     @cached_property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of each request of the step. Waits for them."""
+    def tokens(self) -> list[int]:
+        """The tokens of ``ending``. Waits for them."""
         with self._backend.explaining():
             self._copied.synchronize()
-        found: list[list[int]] = [[] for _ in self.names]
-        if self._sampled is not None:
-            for row, token in zip(self.ends, self._sampled.tolist(), strict=True):
-                found[row] = token
-        return found
+        return [] if self._sampled is None else self._sampled.flatten().tolist()
 
     def get_output(self) -> ModelRunnerOutput:
         """Return what the scheduler reads. Waits for it."""
-        tokens = self.tokens
-        counts = [0]
-        for each in tokens:
-            counts.append(counts[-1] + len(each))
+        tokens = {request.name: [token] for request, token in zip(self.ending, self.tokens, strict=True)}
+        found = [tokens.get(name, []) for name in self._names]
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._logprobs.tolists([0, *accumulate(map(len, found))])
         return ModelRunnerOutput(
-            req_ids=self.names,
-            req_id_to_index={name: index for index, name in enumerate(self.names)},
-            sampled_token_ids=tokens,
-            logprobs=None if self._logprobs is None else self._logprobs.tolists(counts),
+            req_ids=self._names,
+            req_id_to_index={name: index for index, name in enumerate(self._names)},
+            sampled_token_ids=found,
+            logprobs=logprobs,
             prompt_logprobs_dict={name: LogprobsTensors.cat(parts) for name, parts in self._prompts.items()},
         )
 

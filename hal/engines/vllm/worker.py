@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
@@ -24,6 +24,9 @@ log = logging.getLogger("vllm.hal")
 
 class HalWorker(WorkerBase):
     """Implements vLLM's worker with hal. vLLM decides the blocks' number, hal their layout."""
+
+    runner_type = hal.Runner
+    """The class of the runner."""
 
     def init_device(self) -> None:
         """Open the backend, and join the other ranks of this replica."""
@@ -90,14 +93,15 @@ class HalWorker(WorkerBase):
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
         """Return what each layer keeps for a token, in vLLM's classes.
 
+        If all layers have a window, vLLM frees the blocks before the longest, and may name the null block for them. If
+        only some have, all keep their blocks: vLLM would give the layers several groups of blocks.
+
         Raises:
             ModelError: a layer keeps a state per sequence.
         """
         dtype = next(self.model.parameters()).dtype
-        return {
-            f"layers.{index}": _spec_of(index, states, self.backend.block_size, dtype)
-            for index, states in enumerate(self.model.states) if states
-        }  # fmt: skip
+        spec = hal.step.StateSpec(self.model.states, dtype, num_blocks=1, block_size=self.backend.block_size)
+        return {f"layers.{index}": _spec_of(index, spec) for index, states in enumerate(spec.layers) if states}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Return any layout of vLLM's, since hal has its own."""
@@ -140,7 +144,7 @@ class HalWorker(WorkerBase):
                 f"vLLM puts the layers into {groups} groups with blocks of their own; hal's worker supports one",
                 "run the model with hal.generate",
             )
-        runner = hal.Runner(
+        runner = self.runner_type(
             self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
             max_length=self.model_config.max_model_len, num_blocks=kv_cache_config.num_blocks,
         )  # fmt: skip
@@ -175,20 +179,21 @@ class HalWorker(WorkerBase):
         leave_ranks(self.parallel_config)
 
 
-def _spec_of(index: int, states: Mapping[str, hal.State], block_size: int, dtype: torch.dtype) -> KVCacheSpec:
-    """Return a specification whose blocks take the bytes of a layer's. vLLM reads nothing else of it."""
+def _spec_of(index: int, spec: hal.step.StateSpec) -> KVCacheSpec:
+    """Return a specification whose blocks take the bytes of a layer's, and which says what vLLM may free."""
+    states, size, window = spec.layers[index], spec.block_size, spec.window
     first, *others = states.values()
     if any(each.per is not hal.step.TOKEN for each in states.values()):
         raise ModelError(
             f"layer {index} keeps {dict(states)!s:.200}; hal inside vLLM supports states per token only",
             "run the model with hal.generate",
         )
-    # Windows are left out: vLLM would put the null block in the place of blocks that hal's attention still names.
     if len(first.shape) == 2 and others == [first]:
-        heads, size = first.shape
-        return FullAttentionSpec(
-            block_size=block_size, num_kv_heads=heads, head_size=size, dtype=first.dtype or dtype
-        )  # fmt: skip
+        heads, head_size = first.shape
+        row: dict[str, Any] = {"num_kv_heads": heads, "head_size": head_size, "dtype": spec.dtype_of(first)}
+        if window is None:
+            return FullAttentionSpec(block_size=size, **row)
+        return SlidingWindowSpec(block_size=size, sliding_window=window, **row)
     # One row per token, as in latent attention, of all states together.
-    row = sum(math.prod(each.shape) * (each.dtype or dtype).itemsize for each in states.values())
-    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=row, dtype=torch.uint8)
+    nbytes = sum(math.prod(each.shape) * spec.dtype_of(each).itemsize for each in states.values())
+    return MLAAttentionSpec(block_size=size, num_kv_heads=1, head_size=nbytes, dtype=torch.uint8)
