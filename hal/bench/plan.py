@@ -13,9 +13,9 @@ from hal.bench.bench_errors import BenchmarkError, need
 from hal.bench.contenders.random_weights import RandomCheckpoint
 from hal.bench.contenders.shapes import SHAPES
 from hal.checkpoint.loading import build_model
-from hal.config import environment_mapping, read
+from hal.config import read
 from hal.drivers.compiler_registry import EAGER
-from hal.drivers.registry import driver_names
+from hal.drivers.registry import read_config
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
 from hal.parallel import Mesh
@@ -140,7 +140,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         HalError: the backend, the checkpoint or the configuration is invalid.
         BenchmarkError: a library to measure against is not installed, or memory does not suffice.
     """
-    settings = environment_mapping(driver_names=driver_names())
+    settings = read_config()
     options = {"backend": plan.backend, "dtype": plan.dtype}
     settings |= {key: value for key, value in options.items() if value is not None}
     settings["options"] = {**settings.get("options", {}), **plan.options}

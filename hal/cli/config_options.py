@@ -16,11 +16,10 @@ def settings_of(
     backend: str | None, dtype: str | None, compiler: str | None, compilation_config: str | None
 ) -> dict[str, Any]:
     """Return the environment's configuration, overridden by the options."""
-    from hal.config import CompilationConfig, Config, environment_mapping, read
-    from hal.drivers.registry import driver_names
+    from hal.config import CompilationConfig, read
+    from hal.drivers.registry import read_config
 
-    settings = environment_mapping(driver_names=driver_names())
-    read(Config, settings, "environment")  # report errors in the environment as such
+    settings = read_config()
     options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
     compilation = {} if compilation_config is None else dict(compilation_of(compilation_config))
     read(CompilationConfig, compilation, "--compilation-config")

@@ -46,7 +46,6 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _backend_of_the_environment() -> str:
-    from hal.config import environment_mapping
-    from hal.drivers.registry import driver_names  # imports torch
+    from hal.drivers.registry import read_config  # imports torch
 
-    return str(environment_mapping(driver_names=driver_names()).get("backend", "auto"))
+    return str(read_config().get("backend", "auto"))

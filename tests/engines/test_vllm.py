@@ -147,7 +147,15 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
         ("kv_cache_dtype='fp8'", "hal does not support vLLM's kv_cache_dtype = fp8"),
         (
             "enforce_eager=True, additional_config={'hal': {'compilation': {'compiler': 'graph'}}}",
-            "enforce_eager is set",
+            "vLLM's enforce_eager asks for compiler = 'eager', and hal's configuration has compiler = 'graph'",
+        ),
+        (
+            "dtype='float32', additional_config={'hal': {'backend': 'cpu', 'dtype': 'bfloat16'}}",
+            "vLLM's dtype asks for dtype = 'float32', and hal's configuration has dtype = 'bfloat16'",
+        ),
+        (
+            "block_size=32, additional_config={'hal': {'backend': 'cpu', 'cache': {'block_size': 16}}}",
+            "vLLM's block_size asks for block_size = 32, and hal's configuration has block_size = 16",
         ),
         ("load_format='dummy'", "hal loads no dummy weights"),
         ("additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),
@@ -175,6 +183,19 @@ def test_the_environment_configures_hal_if_no_argument_does(
     result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, {arguments})")
     assert result.returncode != 0
     assert problem in result.stdout + result.stderr
+
+
+@needs_vllm
+def test_dense_replicas_count_among_the_ranks_that_share_a_host(trained: Path) -> None:
+    program = (
+        "from vllm import EngineArgs\n"
+        "sizes = dict(tensor_parallel_size=2, data_parallel_size=3, data_parallel_size_local=3, max_model_len=64)\n"
+        f"config = EngineArgs(model={str(trained)!r}, **sizes).create_engine_config()\n"
+        "config.parallel_config.reconfigure_for_independent_dp_rank()\n"
+        "print('ranks:', config.additional_config['hal_local_ranks'])"
+    )
+    result = run(program)
+    assert "ranks: 6\n" in result.stdout, result.stdout + result.stderr
 
 
 @needs_vllm

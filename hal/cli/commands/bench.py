@@ -91,12 +91,11 @@ def prefill(**options: Any) -> None:
 
 
 def _warn_of_unread_compilation() -> None:
-    from hal.config import environment_mapping
-    from hal.drivers.registry import driver_names
+    from hal.drivers.registry import read_config
 
-    given = environment_mapping(driver_names=driver_names()).get("compilation", {})
+    given = read_config().get("compilation", {})
     if given:
-        keys = ", ".join(f"compilation.{key}" for key in given) if isinstance(given, dict) else "compilation"
+        keys = ", ".join(f"compilation.{key}" for key in given)
         log.warning("%s of the environment is not read, because the benchmark sets the compiler; use "
                     "--compilation-config", keys)  # fmt: skip
 

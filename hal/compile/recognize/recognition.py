@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.clean import common_subexpressions
 from hal.compile.fx.symbolic_sizes import value
-from hal.compile.recognize import spellings
+from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.recognize.merge_projections import MergeProjections
 from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls, parameters_among
@@ -68,15 +68,15 @@ def _converts(node: Any, dtype: torch.dtype) -> bool:
 
 
 def rewrites_of(backend: Backend) -> tuple[Rewrite, ...]:
-    """Return the rewrites from spellings to the operations that a backend has kernels for, in order."""
+    """Return the rewrites to the operations that a backend has kernels for, in order."""
     by_operation: Mapping[str, tuple[Rewrite, ...]] = {
-        "rms_norm": (spellings.rms_norm,),
-        "rotary_embedding": (spellings.rotary_embedding,),
-        "scaled_dot_product_attention": (spellings.repeated_heads,),
+        "rms_norm": (decoder_layers.rms_norm,),
+        "rotary_embedding": (decoder_layers.rotary_embedding,),
+        "scaled_dot_product_attention": (decoder_layers.repeated_heads,),
         "topk_route": routings,
         "grouped_linear": grouped_experts(),
-        "silu_and_mul": (spellings.silu_and_mul,),
-        "split_qkv_rmsnorm_rope": (spellings.batched_split,),
+        "silu_and_mul": (decoder_layers.silu_and_mul,),
+        "split_qkv_rmsnorm_rope": (decoder_layers.batched_split,),
     }
     return tuple(each for name, rewrites in by_operation.items() if name in backend.kernels for each in rewrites)
 
@@ -124,7 +124,7 @@ class Recognition:
     @property
     def passes(self) -> Iterator[Rewrite | Callable[..., Any]]:
         """The passes, in order; none if gradients may be needed. The last ones read merged projections."""
-        last = [each for each in self._passes if each in (spellings.silu_and_mul, spellings.batched_split)]
+        last = [each for each in self._passes if each in (decoder_layers.silu_and_mul, decoder_layers.batched_split)]
         if not self._passes:
             return
         for each in self._passes:

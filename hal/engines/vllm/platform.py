@@ -9,7 +9,7 @@ import psutil
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from hal.engines.vllm.refused import check_config
+from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_config
 
 
 class HalPlatform(Platform):
@@ -63,6 +63,9 @@ class HalPlatform(Platform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "hal.engines.vllm.worker.HalWorker"
+        # A worker of a dense replica no longer sees how many others there are.
+        ranks = parallel.world_size * max(1, parallel.data_parallel_size_local)
+        vllm_config.additional_config = {LOCAL_RANKS: ranks, **(vllm_config.additional_config or {})}
         # A forked process could use neither a device that this one has opened, nor its threads of OpenMP.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         compilation = vllm_config.compilation_config

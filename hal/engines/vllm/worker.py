@@ -15,7 +15,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 import hal
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
-from hal.engines.vllm.refused import hal_config
+from hal.engines.vllm.vllm_config import LOCAL_RANKS, hal_config
 from hal.errors import ConfigError, ModelError
 from hal.step.dummies import DUMMY_BLOCK
 
@@ -31,17 +31,12 @@ class HalWorker(WorkerBase):
     def init_device(self) -> None:
         """Open the backend, and join the other ranks of this replica."""
         asked = hal_config(self.vllm_config)
-        cache = dict(asked.get("cache", {}))
+        config = {"max_prefill_tokens": self.scheduler_config.max_num_batched_tokens, **asked}
+        _agree(config, "dtype", str(self.model_config.dtype).removeprefix("torch."), "dtype")
         if self.cache_config.user_specified_block_size:
-            cache["block_size"] = self.cache_config.block_size
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
-        longest = self.scheduler_config.max_num_batched_tokens
-        config = {"max_prefill_tokens": longest, **asked, "dtype": dtype, "cache": cache}
-        eager = {"compiler": "eager"}
-        if self.model_config.enforce_eager and config.setdefault("compilation", eager) != eager:
-            raise ConfigError(
-                f"enforce_eager is set, and hal's compilation is {config['compilation']}", "leave one of them out"
-            )
+            _agree(config.setdefault("cache", {}), "block_size", self.cache_config.block_size, "block_size")
+        if self.model_config.enforce_eager:
+            _agree(config.setdefault("compilation", {}), "compiler", "eager", "enforce_eager")
         choose_device(self.parallel_config, self.local_rank)
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
@@ -125,7 +120,7 @@ class HalWorker(WorkerBase):
             return int(blocks * sum(each.page_size_bytes for each in self.get_kv_cache_spec().values()))
         share = self.cache_config.gpu_memory_utilization
         if isinstance(self.backend.device, hal.HostDevice):  # Its ranks have one memory; devices have one each.
-            share /= self.parallel_config.world_size * max(1, self.parallel_config.data_parallel_size_local)
+            share /= self.vllm_config.additional_config[LOCAL_RANKS]
         plan = hal.plan_memory(
             self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
             max_length=self.model_config.max_model_len, share=share,
@@ -177,6 +172,17 @@ class HalWorker(WorkerBase):
         """Close the backend."""
         self.backend.close()
         leave_ranks(self.parallel_config)
+
+
+def _agree(table: dict[str, Any], key: str, value: Any, option: str) -> None:
+    """Set a key of hal's configuration to what vLLM's option asks for. Raise ConfigError if it has another value."""
+    if table.get(key) in (None, "auto"):
+        table[key] = value
+    elif table[key] != value:
+        raise ConfigError(
+            f"vLLM's {option} asks for {key} = {value!r}, and hal's configuration has {key} = {table[key]!r}",
+            f"leave {key} out of hal's configuration",
+        )
 
 
 def _spec_of(index: int, spec: hal.step.StateSpec) -> KVCacheSpec:

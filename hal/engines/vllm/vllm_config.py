@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hal.config import environment_mapping
-from hal.drivers.registry import driver_names
+import hal
 from hal.errors import ConfigError
 
 PARTS = {
@@ -15,12 +14,13 @@ PARTS = {
 """Parts of the configuration, by name, and their features."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Numbers of ranks that must be 1."""
+LOCAL_RANKS = "hal_local_ranks"
+"""The key of ``additional_config`` that has the number of ranks on this machine."""
 
 
 def hal_config(vllm_config: Any) -> dict[str, Any]:
     """Return hal's configuration: ``hal`` in vLLM's ``additional_config``, or else the ``HAL_*`` variables."""
-    given = vllm_config.additional_config or {}
-    return dict(given["hal"]) if "hal" in given else environment_mapping(driver_names=driver_names())
+    return hal.read_config((vllm_config.additional_config or {}).get("hal"))
 
 
 def check_config(vllm_config: Any) -> None:
