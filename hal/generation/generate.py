@@ -182,7 +182,8 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
 
 def _give_back(runner: Runner, sequence: _Sequence) -> None:
     _blocks(runner).give_back(sequence.blocks)
-    runner.slots.give_back(sequence.slots)
+    if not runner.closed:  # Tokens that nobody asks for may outlive the runner.
+        runner.slots.give_back(sequence.slots)
 
 
 def _slots(runner: Runner, sequences: list[_Sequence]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +58,14 @@ def together(runner: hal.Runner, texts: Sequence[Sequence[int]], params: Params)
 
 def alone(runner: hal.Runner, texts: Sequence[Sequence[int]], params: Params) -> list[list[int]]:
     return [together(runner, [text], [each])[0] for text, each in zip(texts, params, strict=True)]
+
+
+def test_tokens_may_outlive_their_runner(trained: Path, texts: list[list[int]]) -> None:
+    with open_runner(trained) as runner:
+        tokens = iter(hal.generate(runner, texts, GREEDY))
+        assert next(tokens).prompt == 0
+    assert runner.closed
+    cast("Generator[hal.Token]", tokens).close()
 
 
 @pytest.mark.parametrize("num_tokens", [LONG, SHORT])
