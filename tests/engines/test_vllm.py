@@ -171,7 +171,7 @@ def test_what_is_refused_at_the_start(trained: Path, arguments: str, problem: st
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("", "found float 24.5 @ config.cache.block_size"),
+        ("", "found float 24.5 @ environment.cache.block_size"),
         ("additional_config={'hal': {'backend': 'none_such'}}", "none_such"),
     ],
 )
