@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hal
-from hal.compile.recognize import spellings
+from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.rewrite.proof import check_rewrite
 
 REWRITES = (
-    spellings.rms_norm, spellings.rotary_embedding, spellings.silu_and_mul, spellings.repeated_heads,
-    spellings.batched_split, *routings, *grouped_experts(),
+    decoder_layers.rms_norm, decoder_layers.rotary_embedding, decoder_layers.silu_and_mul,
+    decoder_layers.repeated_heads, decoder_layers.batched_split, *routings, *grouped_experts(),
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16)
 

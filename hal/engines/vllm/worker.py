@@ -95,7 +95,7 @@ class HalWorker(WorkerBase):
             ModelError: a layer keeps a state per sequence.
         """
         dtype = next(self.model.parameters()).dtype
-        spec = hal.step.StateSpec(self.model.states, dtype, num_blocks=1, block_size=self.backend.block_size)
+        spec = hal.StateSpec(self.model.states, dtype, num_blocks=1, block_size=self.backend.block_size)
         return {f"layers.{index}": _spec_of(index, spec) for index, states in enumerate(spec.layers) if states}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
@@ -185,7 +185,7 @@ def _agree(table: dict[str, Any], key: str, value: Any, option: str) -> None:
         )
 
 
-def _spec_of(index: int, spec: hal.step.StateSpec) -> KVCacheSpec:
+def _spec_of(index: int, spec: hal.StateSpec) -> KVCacheSpec:
     """Return a specification whose blocks take the bytes of a layer's, and which says what vLLM may free."""
     states, size, window = spec.layers[index], spec.block_size, spec.window
     first, *others = states.values()
