@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-import mmap
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import attrs
@@ -197,27 +194,15 @@ def key_value_states(num_kv_heads: int, head_dim: int, *, window: int | None = N
 
 
 def canonical_states(spec: StateSpec, device: torch.device) -> StateMemory:
-    """Return zeroed states in the canonical layout, as inference tensors, which inference mode can write.
-
-    A host's pages are zeroed by the system when they are first written, so a large cache costs nothing before its use.
-    """
-    zeros = _host_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+    """Return zeroed states in the canonical layout, as inference tensors, which inference mode can write."""
     with torch.inference_mode():
         return StateMemory(spec, tuple(
-            {name: zeros(spec.shape_of(state), dtype=spec.dtype_of(state)) for name, state in layer.items()}
+            {
+                name: torch.zeros(spec.shape_of(state), dtype=spec.dtype_of(state), device=device)
+                for name, state in layer.items()
+            }
             for layer in spec.layers
         ))  # fmt: skip
-
-
-def _host_zeros(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    count = math.prod(shape)
-    if count == 0 or sys.platform == "win32":  # Windows has no private mapping without a file.
-        return torch.zeros(shape, dtype=dtype)
-    try:
-        pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        return torch.zeros(shape, dtype=dtype)  # raises torch's error of too little memory
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 __all__ = [
