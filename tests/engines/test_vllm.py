@@ -199,6 +199,21 @@ def test_dense_replicas_count_among_the_ranks_that_share_a_host(trained: Path) -
 
 
 @needs_vllm
+def test_ranks_of_a_host_divide_its_memory(trained: Path) -> None:
+    found = []
+    for ranks in (1, 3):
+        config = {"hal": {"backend": "cpu"}, "hal_local_ranks": ranks}
+        result = run(
+            f"from vllm import LLM; engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', "
+            f"gpu_memory_utilization=0.3, additional_config={config!r})\n"
+            "print('blocks:', engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)"
+        )
+        assert "blocks: " in result.stdout, result.stdout + result.stderr
+        found.append(int(result.stdout.partition("blocks: ")[2].split()[0]))
+    assert 0 < found[1] < 0.5 * found[0], f"blocks of one and of three ranks: {found}"
+
+
+@needs_vllm
 def test_the_cache_holds_as_many_tokens_as_hal_is_asked_for(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
     """1,024 tokens are 64 blocks of 16, beside vLLM's null block."""
     monkeypatch.setenv("HAL_BACKEND", "cpu")
