@@ -119,7 +119,7 @@ class HostDevice(Device):
         """Return the memory that the C library keeps for later allocations to the system.
 
         A large tensor may lie in such memory, which earlier tensors left. It then stays resident after it is freed.
-        Only glibc has a call for it.
+        Only glibc has a call for it, and it may keep some: a process that has freed large tensors measures less growth.
 
         Source: malloc_trim(3).
         """

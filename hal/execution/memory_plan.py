@@ -121,7 +121,7 @@ def plan_memory(
         # The first step may load kernels, so it is not counted.
         steps = [[1], _shared(tokens, max_sequences), *_captured(backend, max_sequences, longest)]
         backend.device.synchronize()
-        gc.collect()  # Garbage that is freed during a step would hide some of its growth.
+        gc.collect()  # Garbage is not held, and if it were freed during a step, it would hide some of its growth.
         backend.device.empty_cache()
         stats = backend.device.memory_stats()
         token = backend.enter()

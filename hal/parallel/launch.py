@@ -102,7 +102,7 @@ def run_ranks(
             errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                env={**os.environ, **_variables(rank, ranks, store.port), **files, **({} if rank else of_first)},
+                env={**os.environ, **variables_of_rank(rank, ranks, store.port), **files, **({} if rank else of_first)},
                 stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
@@ -111,7 +111,8 @@ def run_ranks(
         return _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds)
 
 
-def _variables(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+def variables_of_rank(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+    """Return torchrun's variables for one of the ranks of this machine, which meet at a store on ``port``."""
     found = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -26,6 +26,7 @@ from hal.config import (
     read,
     read_file,
     read_model_config,
+    require,
     to_mapping,
 )
 from hal.errors import ConfigError
@@ -404,3 +405,21 @@ def test_variables_that_are_no_configuration(
     """Other variables of hal, which the configuration must ignore."""
     monkeypatch.setenv(name, value.format(folder=tmp_path))
     assert hal.open().active
+
+
+@pytest.mark.parametrize("given", [{}, {"cache": {}}, {"cache": {"block_size": None}}, {"cache": {"block_size": 16}}])
+def test_an_option_of_an_engine_sets_a_key(given: dict[str, Any]) -> None:
+    require(given, "cache.block_size", 16, "the engine's page_size")
+    assert given == {"cache": {"block_size": 16}}
+
+
+def test_auto_gives_way_to_an_option_of_an_engine() -> None:
+    given = {"dtype": "auto"}
+    require(given, "dtype", "float16", "the engine's dtype")
+    assert given == {"dtype": "float16"}
+
+
+def test_an_option_of_an_engine_that_contradicts_is_refused() -> None:
+    problem = "the engine's page_size requires cache.block_size = 16, and hal's configuration has cache.block_size = 32"
+    with pytest.raises(ConfigError, match=problem):
+        require({"cache": {"block_size": 32}}, "cache.block_size", 16, "the engine's page_size")

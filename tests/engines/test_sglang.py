@@ -116,7 +116,7 @@ REFUSED: list[tuple[list[str], str]] = [
       "--enable-torch-compile", "--torch-compile-max-bs", "4"], "torch_compile_max_bs"),
     ([*ON_CPU, "--torch-compile-max-bs", "4"], "torch_compile_max_bs is 4"),
     (["--json-model-override-args", '{"hal": {"backend": "cpu", "cache": {"block_size": 32}}}', "--page-size", "16"],
-     "SGLang's page_size is 16, and hal's cache.block_size 32"),
+     "SGLang's page_size requires cache.block_size = 16, and hal's configuration has cache.block_size = 32"),
     (["--compilation-config", '{"compiler": "graph"}'], "SystemExit: 2"),  # SGLang has no such argument.
     (ON_CPU, "accepted"),
     ([*ON_CPU, "--enable-torch-compile", "--torch-compile-max-bs", "4"], "accepted"),

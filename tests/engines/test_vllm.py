@@ -147,15 +147,16 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
         ("kv_cache_dtype='fp8'", "hal does not support vLLM's kv_cache_dtype = fp8"),
         (
             "enforce_eager=True, additional_config={'hal': {'compilation': {'compiler': 'graph'}}}",
-            "vLLM's enforce_eager asks for compiler = 'eager', and hal's configuration has compiler = 'graph'",
+            "vLLM's enforce_eager requires compilation.compiler = 'eager', and hal's configuration has "
+            "compilation.compiler = 'graph'",
         ),
         (
             "dtype='float32', additional_config={'hal': {'backend': 'cpu', 'dtype': 'bfloat16'}}",
-            "vLLM's dtype asks for dtype = 'float32', and hal's configuration has dtype = 'bfloat16'",
+            "vLLM's dtype requires dtype = 'float32', and hal's configuration has dtype = 'bfloat16'",
         ),
         (
             "block_size=32, additional_config={'hal': {'backend': 'cpu', 'cache': {'block_size': 16}}}",
-            "vLLM's block_size asks for block_size = 32, and hal's configuration has block_size = 16",
+            "vLLM's block_size requires cache.block_size = 32, and hal's configuration has cache.block_size = 16",
         ),
         ("load_format='dummy'", "hal loads no dummy weights"),
         ("additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from helpers import rank_processes
 from torch import Tensor
 
 import hal
@@ -49,22 +51,56 @@ def opened(compiler: str = "eager", **config: Any) -> hal.Backend:
     return hal.open({"backend": "cpu", "max_prefill_tokens": 40, "compilation": compilation, **config})
 
 
-@pytest.mark.parametrize(("compiler", "captures"), [("eager", 0), ("graph", 8 * 1.15)])
-def test_the_largest_step_is_measured(compiler: str, captures: float) -> None:
-    model, backend = Wasteful(), opened(compiler)
+class Collecting(Wasteful):
+    """A model whose second step frees garbage, as Python does at any time. The first step is not measured."""
+
+    def forward(self, batch: hal.Batch, states: Sequence[LayerState]) -> Tensor:
+        if self.seen:
+            gc.collect()
+        return super().forward(batch, states)
+
+
+def check_plan(rank: int, kind: type[Wasteful], compiler: str, captures: float, garbage: int) -> bool:
+    """Check a plan. Return False if the operating system cannot reset a process's peak.
+
+    Args:
+        rank: ignored.
+        kind: the class of the model.
+        compiler: the compiler.
+        captures: the expected MiB of captures.
+        garbage: MiB in a reference cycle.
+    """
+    model, backend = kind(), opened(compiler)
     if not backend.device.reset_peak():
-        pytest.skip("the operating system cannot reset a process's peak")
+        return False
+    before = backend.device.memory_stats().allocated
+    cycle: list[Any] = [torch.ones(garbage * MIB, dtype=torch.uint8)]
+    cycle.append(cycle)
+    del cycle
     plan = hal.plan_memory(model, backend, max_sequences=6, share=0.5)
     assert plan.step is not None
     assert plan.captures is not None
-    assert 45.5 <= plan.step / MIB <= 46 + 4
-    assert captures - 0.5 <= plan.captures / MIB <= captures + 4
+    assert plan.held < before + 50 * MIB, plan
+    assert 45.5 <= plan.step / MIB <= 46 + 4, plan
+    assert captures - 0.5 <= plan.captures / MIB <= captures + 4, plan
     assert model.seen[1] == (40, [64, 7, 7, 7, 6, 6])
     assert plan.weights == 11 * 8 * 4
     assert plan.block_bytes == backend.block_size * 2 * 8 * 4
     assert 0 <= plan.available - plan.num_blocks * plan.block_bytes < plan.block_bytes
     assert plan.available <= plan.total * 0.5 - plan.held - plan.step - plan.captures
     assert f"{plan.num_blocks:,} blocks of" in str(plan)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiler", "captures", "garbage"),
+    [(Wasteful, "eager", 0, 0), (Wasteful, "graph", 8 * 1.15, 0), (Collecting, "eager", 0, 100)],
+)
+def test_the_largest_step_is_measured(kind: type[Wasteful], compiler: str, captures: float, garbage: int) -> None:
+    # In a new process: the C library may use memory for a step that earlier tests have freed and it has kept.
+    results = rank_processes.run(check_plan, 1, kind, compiler, captures, garbage)
+    if rank_processes.succeeded(results) == [False]:
+        pytest.skip("the operating system cannot reset a process's peak")
 
 
 def test_more_sequences_than_tokens_of_a_step() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
-from hal.parallel.launch import _variables as variables_of_rank
+from hal.parallel.launch import variables_of_rank
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # What a rank would import to load a model, capture and compile its steps, and generate: seconds of a core.

@@ -39,30 +39,36 @@ def trace_pattern(
         arguments: its arguments; if ``mode`` is None, real tensors, which are converted to fake ones.
         mode: the mode of the fake tensors.
     """
-    if mode is None:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        arguments = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
-    graph = trace_function(pattern, arguments, mode).graph
+    graph = _trace(pattern, arguments, mode)
     normalize(graph)
     return graph
 
 
-def other_units(pattern: Callable[..., Any], arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield arguments for which a pattern with ``number / x`` calls one multiplication less, or one more.
+def trace_forms(pattern: Callable[..., Any], example: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], fx.Graph]]:
+    """Yield the example with the pattern's normalized graph, and others with which it has other calls.
 
-    A factor of 1 is dropped; see :func:`~hal.compile.fx.arithmetic.is_unit_factor`.
+    With them, a pattern with ``number / x`` calls one multiplication less, or one more: a factor of 1 is dropped; see
+    :func:`~hal.compile.fx.arithmetic.is_unit_factor`.
+
+    Args:
+        pattern: the function.
+        example: its arguments, of which tensors are real.
     """
-    numbers = [index for index, each in enumerate(arguments) if type(each) in (int, float)]
-    if not numbers:
-        return
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
-    nodes = trace_function(pattern, fakes, mode).graph.nodes
-    factors = [number_key(node.args[1]) for node in nodes if scaled_inverse(node)]
-    for index in numbers:
-        given = arguments[index]
-        if number_key(given) in factors:
-            yield (*arguments[:index], type(given)(3 if given == 1 else 1), *arguments[index + 1 :])
+    graph = _trace(pattern, example)
+    factors = [number_key(node.args[1]) for node in graph.nodes if scaled_inverse(node)]
+    normalize(graph)
+    yield tuple(example), graph
+    for index, given in enumerate(example):
+        if type(given) in (int, float) and number_key(given) in factors:
+            other = (*example[:index], type(given)(3 if given == 1 else 1), *example[index + 1 :])
+            yield other, trace_pattern(pattern, other)
+
+
+def _trace(pattern: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode | None = None) -> fx.Graph:
+    if mode is None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        arguments = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments]
+    return trace_function(pattern, arguments, mode).graph
 
 
 def outputs_of(graph: fx.Graph) -> list[fx.Node]:

@@ -17,7 +17,7 @@ from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.arithmetic import number_key
 from hal.compile.rewrite.match import Matcher
 from hal.compile.rewrite.node_match import kind
-from hal.compile.rewrite.pattern import other_units, outputs_of, trace_pattern
+from hal.compile.rewrite.pattern import outputs_of, trace_forms, trace_pattern
 from hal.compile.rewrite.proof_samples import DRAWN, check_sides, forms_of
 from hal.drivers.backend import Backend
 from hal.errors import CompileError, OperationError
@@ -210,9 +210,7 @@ def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
 
 def _forms_of(rewrite: Rewrite, samples: Sequence[Sample]) -> Iterator[Form]:
     """Yield the form of the samples, and those for numbers with which the pattern makes more calls, or fewer."""
-    shown = _largest(samples)
-    for arguments in (shown, *other_units(rewrite.pattern, shown)):
-        structure = trace_pattern(rewrite.pattern, arguments)
+    for arguments, structure in trace_forms(rewrite.pattern, _largest(samples)):
         Matcher.check(rewrite.pattern, arguments, structure)
         yield Form(arguments, structure)
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import hal
-from hal.config import load
+from hal.config import load, require
 from hal.engines.sglang import PLATFORM
 from hal.errors import ConfigError
 
@@ -66,12 +66,7 @@ def configuration(server_args: Any) -> hal.Config:
     elif largest != TORCH_COMPILE_MAX_BS:
         raise ConfigError(f"SGLang's torch_compile_max_bs is {largest}", "pass --enable-torch-compile, too")
     if (size := server_args.page_size) is not None:
-        cache = table.setdefault("cache", {})
-        if cache.setdefault("block_size", size) not in (size, None):
-            raise ConfigError(
-                f"SGLang's page_size is {size}, and hal's cache.block_size {cache['block_size']}", "set one of them"
-            )
-        cache["block_size"] = size
+        require(table, "cache.block_size", size, "SGLang's page_size")
     return load(table)
 
 

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
+from hal.config import require
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
 from hal.engines.vllm.vllm_config import LOCAL_RANKS, hal_config
@@ -32,11 +33,11 @@ class HalWorker(WorkerBase):
         """Open the backend, and join the other ranks of this replica."""
         asked = hal_config(self.vllm_config)
         config = {"max_prefill_tokens": self.scheduler_config.max_num_batched_tokens, **asked}
-        _agree(config, "dtype", str(self.model_config.dtype).removeprefix("torch."), "dtype")
+        require(config, "dtype", str(self.model_config.dtype).removeprefix("torch."), "vLLM's dtype")
         if self.cache_config.user_specified_block_size:
-            _agree(config.setdefault("cache", {}), "block_size", self.cache_config.block_size, "block_size")
+            require(config, "cache.block_size", self.cache_config.block_size, "vLLM's block_size")
         if self.model_config.enforce_eager:
-            _agree(config.setdefault("compilation", {}), "compiler", "eager", "enforce_eager")
+            require(config, "compilation.compiler", "eager", "vLLM's enforce_eager")
         choose_device(self.parallel_config, self.local_rank)
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
@@ -172,17 +173,6 @@ class HalWorker(WorkerBase):
         """Close the backend."""
         self.backend.close()
         leave_ranks(self.parallel_config)
-
-
-def _agree(table: dict[str, Any], key: str, value: Any, option: str) -> None:
-    """Set a key of hal's configuration to what vLLM's option asks for. Raise ConfigError if it has another value."""
-    if table.get(key) in (None, "auto"):
-        table[key] = value
-    elif table[key] != value:
-        raise ConfigError(
-            f"vLLM's {option} asks for {key} = {value!r}, and hal's configuration has {key} = {table[key]!r}",
-            f"leave {key} out of hal's configuration",
-        )
 
 
 def _spec_of(index: int, spec: hal.StateSpec) -> KVCacheSpec:
