@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.distributions import installed
 from helpers.vllm_programs import found_by, needs_vllm, run
 
+import hal
 from hal.config.environment import environment_mapping
 from hal.engines.vllm import register
+from hal.engines.vllm.request import Requests
+from hal.step import Bounds, InputBatch
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,39 @@ def test_hal_is_active_only_if_asked_for(
     assert register() == ("hal.engines.vllm.platform.HalPlatform" if active else None)
 
 
+def test_all_ranks_keep_requests_in_the_same_rows() -> None:
+    """The scheduler names those that ended in a set, which is in another order in each process."""
+
+    def rows(ended: tuple[str, ...]) -> list[str]:
+        inputs = InputBatch(
+            hal.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.HostDevice(),
+            bounds=Bounds(100, 1, 20, 64),
+        )  # fmt: skip
+        requests = Requests(inputs, torch.device("cpu"))
+        none = SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], num_output_tokens=[], resumed_req_ids=()
+        )
+        new = [
+            SimpleNamespace(
+                req_id=name, prompt_token_ids=[1, 2], prefill_token_ids=None, block_ids=[[1 + index]],
+                num_computed_tokens=0, sampling_params=SimpleNamespace(seed=None),
+            )
+            for index, name in enumerate("abcdef")
+        ]  # fmt: skip
+        for began, over, counts in ((new, (), dict.fromkeys("abcdef", 2)), ([], ended, {})):
+            requests.update(
+                SimpleNamespace(
+                    finished_req_ids=over, scheduled_new_reqs=began, scheduled_cached_reqs=none,
+                    num_scheduled_tokens=counts,
+                )
+            )  # fmt: skip
+        return [each.name for each in requests.running("abcdef")]
+
+    found = [rows(order) for order in itertools.permutations("acd")]
+    assert sorted(found[0]) == ["b", "e", "f"]
+    assert found == found[:1] * 6
+
+
 def check_random(
     tmp_path: Path, checkpoint: Path, device: str, compiler: str, dtype: str, requests: int, *, devices: int = 1,
     parallel: Mapping[str, Any] = MappingProxyType({}), **vllm: Any,
@@ -47,7 +85,8 @@ def check_random(
     assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
     assert found["requests"] == requests
     counts: dict[str, int] = found["counts"]
-    assert all(counts[kind] > 0 for kind in ("mixed", "decode", "chunks", "resumed", "prefix hits"))
+    seen = ("mixed", "decode", "chunks", "resumed", "prefix hits", "ended together")
+    assert [kind for kind in seen if not counts[kind]] == []
     return counts
 
 
@@ -91,10 +130,12 @@ def test_a_step_starts_before_the_tokens_of_the_last_are_on_the_host(
         ("trained", "cpu", "eager", "float32", 200, {}),
         ("trained", "cpu", "graph", "float32", 200, {}),
         ("trained", "cpu", "piecewise", "float32", 200, {}),
-        ("trained_experts", "cpu", "graph", "float32", 60, {}),
-        ("trained_experts", "cpu", "graph", "float32", 60, {"experts": "all_to_all"}),
-        ("trained", "npu", "eager", "float16", 60, {}),
-        ("trained", "npu", "graph", "float16", 60, {}),
+        ("trained_experts", "cpu", "graph", "float32", 100, {}),
+        ("trained_experts", "cpu", "graph", "float32", 100, {"experts": "all_to_all"}),
+        ("trained", "npu", "eager", "float16", 200, {}),
+        ("trained", "npu", "graph", "float16", 200, {}),
+        ("trained", "npu", "piecewise", "float16", 200, {}),
+        ("trained", "npu", "npugraph_ex", "float16", 200, {}),
     ],
 )
 def test_two_ranks_split_a_model(

@@ -5,6 +5,7 @@ They need vLLM: `make test-vllm` runs them.
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,9 @@ def server(request: pytest.FixtureRequest, trained: Path, tmp_path_factory: pyte
         yield made
 
 
+@functools.lru_cache(1)
 def client(server: Server) -> Any:
+    """Return a client, which threads may share. Making one for each takes more time than their requests."""
     import openai
 
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=LIMIT)

@@ -28,7 +28,8 @@ TIE = 0.02
 """The difference of two logits, of up to 12, that rounding to float16 in the layers may turn."""
 STEPS: Counter[str] = Counter()
 """Steps of this worker with prompts and running sequences, chunks of prompts, resumed requests, prompts with a cached
-prefix, and steps that started before the tokens of the step before were on the host."""
+prefix, steps before which several requests ended, and steps that started before the tokens of the step before were on
+the host."""
 
 
 class CountingWorker(HalWorker):
@@ -49,6 +50,7 @@ class CountingWorker(HalWorker):
             STEPS["resumed"] += sum(
                 bool(len(each.prefill_token_ids or ()) > len(each.prompt_token_ids)) for each in new
             )
+            STEPS["ended together"] += len(scheduler_output.finished_req_ids) > 1
             STEPS["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
             STEPS["ahead"] += self.output is not None and not self.output.arrived
         return super().execute_model(scheduler_output)
@@ -90,7 +92,8 @@ def main() -> None:
             prefix = draw.choice(prefixes)
             prompt = (prefix + prompt)[:600]
         prompts.append(prompt)
-        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw.randint(1, 40), "ignore_eos": True}
+        new = draw.choice((1, 10, 20, 30, 40))  # few lengths, so that requests end together
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True}
         # In 16 bits, a draw may fall between two tokens whose probabilities rounding moves.
         seed = "seed" if asked["dtype"] == "float32" else "greedy"
         kind = draw.choice(("greedy",) * 5 + (seed, "random", "penalties", "logprobs", "prompt logprobs", "regex"))

@@ -25,7 +25,7 @@ START, STOP = 300.0, 60.0
 """Seconds within which a server answers, and within which all of its processes end."""
 
 
-@attrs.define
+@attrs.define(eq=False)
 class Server:
     """A running server.
 

@@ -66,7 +66,7 @@ class Requests:
 
     def update(self, scheduled: Any) -> None:
         """Take in what the scheduler decided for a step: finished, new and continued requests, and their blocks."""
-        for name in scheduled.finished_req_ids:
+        for name in sorted(scheduled.finished_req_ids):  # A set is in another order on each rank.
             if name in self._known:
                 self._drop(self._known.pop(name))
         for new in scheduled.scheduled_new_reqs:
