@@ -1,4 +1,4 @@
-// Attention of decode steps over a paged cache.
+// Attention of few queries over a paged cache, as in decode steps.
 //
 // A key or value is read from memory once, for all query heads that share it. Scores are float32; the result is rounded
 // once.
@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "elements.h"
+#include "products.h"
 
 namespace {
 
@@ -19,6 +21,7 @@ struct Shape {
     float scale;
     int causal;
     int64_t window;  // NO_WINDOW, which exceeds any position, for none
+    int64_t work;    // largest product of a sequence's queries and tokens; one with more is left out
 };
 
 struct Span {
@@ -34,79 +37,160 @@ Span visible(const Shape& shape, const int32_t* starts, const int32_t* lengths, 
     return {sequence, begin, std::max(begin, end)};
 }
 
-constexpr int64_t kAhead = 8;  // prefetch distance in rows
-constexpr int kBlock = 4;      // rows widened together, then read by every head of a group from the CPU cache
+constexpr int kTile = 16;  // positions at a time
 
-// dots[r] = left . rows[r]
-inline void dot(const float* left, const float* rows, int64_t dim, float* dots) {
-    float a = 0, b = 0, c = 0, d = 0;
-    for (int64_t i = 0; i < dim; i++) {
-        a += left[i] * rows[i];
-        b += left[i] * rows[dim + i];
-        c += left[i] * rows[2 * dim + i];
-        d += left[i] * rows[3 * dim + i];
+// A cache's rows of one key head at kTile positions, and those to prefetch.
+template <class T>
+struct Tile {
+    const T* base;
+    const int64_t *at, *ahead;  // in elements from `base`
+};
+
+// scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kRows. A reduction of 16 vectors
+// takes as long for fewer, so fewer queries take more rows at a time.
+template <class T, int M>
+inline void dots(const Tile<T>& tile, const Operand<T>* queries, int64_t dim, float* scores, int64_t stride) {
+    using P = Product<T>;
+    constexpr int kAtOnce = kTile / M;
+    for (int first = 0; first < kTile; first += kAtOnce) {
+        Lanes sums[kTile] = {};
+        for (int64_t i = 0; i < dim; i += P::kStep) {
+            typename P::Vector right[M];
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) right[m] = load<typename P::Vector>(queries + i * kRows + m * P::kStep);
+#pragma GCC unroll 16
+            for (int r = 0; r < kAtOnce; r++) {
+                __builtin_prefetch(tile.base + tile.ahead[first + r] + i);
+                const auto left = P::widened(tile.base + tile.at[first + r] + i);
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) P::add(sums[m * kAtOnce + r], left, right[m]);
+            }
+        }
+        float found[kTile];
+        const Lanes totals = sums_of(sums);
+        std::memcpy(found, &totals, sizeof(found));
+        for (int m = 0; m < M; m++)
+            std::memcpy(scores + m * stride + first, found + m * kAtOnce, kAtOnce * sizeof(float));
     }
-    dots[0] = a, dots[1] = b, dots[2] = c, dots[3] = d;
 }
 
-// sum += weights[r] * rows[r]
-inline void accumulate(float* __restrict sum, const float* rows, int64_t dim, const float* weights) {
-    const float a = weights[0], b = weights[1], c = weights[2], d = weights[3];
-    for (int64_t i = 0; i < dim; i++)
-        sum[i] += a * rows[i] + b * rows[dim + i] + c * rows[2 * dim + i] + d * rows[3 * dim + i];
+// sums[m * dim + i] += weights[m * stride + r] * rows[r][i], for kVectors vectors from i on.
+template <class T, int M, int kVectors>
+inline void weigh(const Tile<T>& tile, int64_t rows, const float* weights, int64_t stride, int64_t i, int64_t dim,
+                  float* sums) {
+    Lanes held[M * kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < M * kVectors; v++)
+        held[v] = load<Lanes>(sums + v / kVectors * dim + i + v % kVectors * kLanes);
+    for (int64_t r = 0; r < rows; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) {
+            __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes);
+            const Lanes row = wide(tile.base + tile.at[r] + i + v * kLanes);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) held[m * kVectors + v] += weights[m * stride + r] * row;
+        }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < M * kVectors; v++)
+        std::memcpy(sums + v / kVectors * dim + i + v % kVectors * kLanes, &held[v], sizeof(Lanes));
 }
 
-inline void softmax(float* line, int64_t count) {
+template <class T, int M>
+inline void accumulate(const Tile<T>& tile, int64_t rows, const float* weights, int64_t stride, int64_t dim,
+                       float* sums) {
+    constexpr int kVectors = M == 4 ? 2 : 4;
+    int64_t i = 0;
+    for (; i + kVectors * kLanes <= dim; i += kVectors * kLanes)
+        weigh<T, M, kVectors>(tile, rows, weights, stride, i, dim, sums);
+    for (; i < dim; i += kLanes) weigh<T, M, 1>(tile, rows, weights, stride, i, dim, sums);
+}
+
+// Runs body(head, constant M) for every M heads of a group of kRows, with M 4, 2 or 1.
+template <class Body>
+inline void by_heads(int64_t heads, Body body) {
+    int64_t head = 0;
+    for (; head + 4 <= heads; head += 4) body(head, std::integral_constant<int, 4>{});
+    if (heads & 2) body(head, std::integral_constant<int, 2>{}), head += 2;
+    if (heads & 1) body(head, std::integral_constant<int, 1>{});
+}
+
+inline void softmax(float* line, int64_t count, float scale) {
     float largest = -std::numeric_limits<float>::infinity(), total = 0;
+    for (int64_t i = 0; i < count; i++) line[i] *= scale;
     for (int64_t i = 0; i < count; i++) largest = line[i] < largest ? largest : line[i];  // this order keeps a NaN
     for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - largest);
     for (int64_t i = 0; i < count; i++) total += line[i];
     for (int64_t i = 0; i < count; i++) line[i] /= total;
 }
 
-// Attends with one query token over the key heads from `first` to `last`. All heads that share a key head read its
-// widened rows.
+// What a thread reuses.
+template <class T>
+struct Scratch {
+    std::vector<const T*> heads;
+    std::vector<Operand<T>> queries;
+    std::vector<float> scores, sums;
+    std::vector<int64_t> rows;
+    std::vector<T> copies;  // of a tile, whose rows are filled up to whole vectors
+};
+
+// Attends with one query token over the key heads from `first` to `last`. The heads that share a key head read a tile
+// of its rows from the CPU cache.
 template <class T>
 void attend(const Shape& shape, const Span& span, const T* query, const T* keys, const T* values, const int32_t* blocks,
-            int64_t first, int64_t last, T* output, std::vector<float>& scratch, std::vector<int64_t>& slots) {
-    const int64_t group = shape.heads / shape.kv_heads, heads = (last - first) * group, dim = shape.head_dim;
-    const int64_t count = span.end - span.begin, padded = (count + kBlock - 1) / kBlock * kBlock;
-    scratch.assign(heads * (2 * dim + padded) + kBlock * dim, 0.0f);
-    float *wide = scratch.data(), *sums = wide + heads * dim, *rows = sums + heads * dim, *scores = rows + kBlock * dim;
-    // Padded, so that every row has one to prefetch. Blocks of an engine are seldom contiguous.
-    slots.resize(count + kAhead);
-    for (int64_t index = 0, position = span.begin; index < count; index++, position++)
-        slots[index] = int64_t(blocks[position / shape.block_size]) * shape.block_size + position % shape.block_size;
-    std::fill(slots.begin() + count, slots.end(), slots[count - 1]);
-    auto widen = [&](const T* cache, int64_t index, int64_t kv_head) {
-        const int64_t filled = std::min<int64_t>(kBlock, count - index);
-        std::fill(rows + filled * dim, rows + kBlock * dim, 0.0f);
-        for (int64_t r = 0; r < filled; r++) {
-            const T* row = cache + (slots[index + r] * shape.kv_heads + kv_head) * dim;
-            const T* later = cache + (slots[index + r + kAhead] * shape.kv_heads + kv_head) * dim;
-            for (int64_t i = 0; i < dim; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + i);
-            for (int64_t i = 0; i < dim; i++) rows[r * dim + i] = row[i];
-        }
-    };
-    for (int64_t head = 0; head < heads; head++)
-        for (int64_t i = 0; i < dim; i++)
-            wide[head * dim + i] = float(query[(first * group + head) * shape.query_head_stride + i]) * shape.scale;
-    // The heads of a row are contiguous, so this order reads memory sequentially.
-    for (int64_t index = 0; index < count; index += kBlock)
-        for (int64_t head = 0; head < heads; head++) {
-            if (head % group == 0) widen(keys, index, first + head / group);
-            dot(wide + head * dim, rows, dim, scores + head * padded + index);
-        }
-    for (int64_t head = 0; head < heads; head++) {
-        softmax(scores + head * padded, count);
-        std::fill(scores + head * padded + count, scores + (head + 1) * padded, 0.0f);
+            int64_t first, int64_t last, T* output, Scratch<T>& scratch) {
+    constexpr int64_t kStep = Product<T>::kStep;
+    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = (dim + kStep - 1) / kStep * kStep;
+    const int64_t count = span.end - span.begin, stride = (count + kTile - 1) / kTile * kTile;
+    const int64_t padded = (group + kRows - 1) / kRows * kRows;
+    scratch.heads.clear();
+    for (int64_t kv_head = first; kv_head < last; kv_head++)
+        for (int64_t head = 0; head < padded; head++)
+            scratch.heads.push_back(query + (kv_head * group + std::min(head, group - 1)) * shape.query_head_stride);
+    const int64_t packed = pack<T>(scratch.heads.data(), scratch.heads.size(), dim, scratch.queries);
+    scratch.scores.resize((last - first) * group * stride);
+    scratch.sums.assign((last - first) * group * whole, 0.0f);
+    // Past the end, the last position again, so that every tile is whole and has one to prefetch.
+    scratch.rows.resize(stride + kTile);
+    for (int64_t index = 0; index < stride + kTile; index++) {
+        const int64_t position = span.begin + std::min(index, count - 1);
+        const int64_t block = blocks[position / shape.block_size], place = position % shape.block_size;
+        scratch.rows[index] = (block * shape.block_size + place) * shape.kv_heads * dim;
     }
-    for (int64_t index = 0; index < count; index += kBlock)
-        for (int64_t head = 0; head < heads; head++) {
-            if (head % group == 0) widen(values, index, first + head / group);
-            accumulate(sums + head * dim, rows, dim, scores + head * padded + index);
+    int64_t in_copies[kTile];
+    scratch.copies.assign(whole == dim ? 0 : kTile * whole, T(0.0f));
+    for (int r = 0; r < kTile; r++) in_copies[r] = r * whole;
+    auto tile_of = [&](const T* cache, int64_t index, int64_t kv_head) -> Tile<T> {
+        const T* base = cache + kv_head * dim;
+        const int64_t* at = scratch.rows.data() + index;
+        if (whole == dim) return {base, at, at + kTile};
+        for (int r = 0; r < kTile; r++) std::copy_n(base + at[r], dim, scratch.copies.data() + in_copies[r]);
+        return {scratch.copies.data(), in_copies, in_copies};
+    };
+    // The heads of a position are contiguous, so this order reads memory sequentially.
+    for (int64_t index = 0; index < count; index += kTile)
+        for (int64_t kv_head = 0; kv_head < last - first; kv_head++) {
+            const Tile<T> tile = tile_of(keys, index, first + kv_head);
+            by_heads(group, [&](int64_t head, auto heads) {
+                const int64_t place = kv_head * padded + head;
+                dots<T, heads>(tile, scratch.queries.data() + place / kRows * packed + place % kRows * kStep, whole,
+                               scratch.scores.data() + (kv_head * group + head) * stride + index, stride);
+            });
         }
-    for (int64_t i = 0; i < heads * dim; i++) output[i] = T(sums[i]);
+    for (int64_t head = 0; head < (last - first) * group; head++)
+        softmax(scratch.scores.data() + head * stride, count, shape.scale);
+    for (int64_t index = 0; index < count; index += kTile)
+        for (int64_t kv_head = 0; kv_head < last - first; kv_head++) {
+            const Tile<T> tile = tile_of(values, index, first + kv_head);
+            by_heads(group, [&](int64_t head, auto heads) {
+                const int64_t place = kv_head * group + head;
+                accumulate<T, heads>(tile, std::min<int64_t>(kTile, count - index),
+                                     scratch.scores.data() + place * stride + index, stride, whole,
+                                     scratch.sums.data() + place * whole);
+            });
+        }
+    for (int64_t head = 0; head < (last - first) * group; head++)
+        for (int64_t i = 0; i < dim; i++) output[head * dim + i] = T(scratch.sums[head * whole + i]);
 }
 
 template <class T>
@@ -119,8 +203,7 @@ void attend_all(const Shape& shape, const T* query, const T* keys, const T* valu
     const int64_t taken = (shape.kv_heads + parts - 1) / parts;
 #pragma omp parallel
     {
-        std::vector<float> scratch;
-        std::vector<int64_t> slots;
+        Scratch<T> scratch;
 #pragma omp for collapse(2) schedule(dynamic)
         for (int64_t token = 0; token < shape.tokens; token++)
             for (int64_t first = 0; first < shape.kv_heads; first += taken) {
@@ -131,22 +214,25 @@ void attend_all(const Shape& shape, const T* query, const T* keys, const T* valu
                     std::fill(result, result + (last - first) * group * shape.head_dim, T(0.0f));
                     continue;
                 }
+                const int64_t queries = starts[span.sequence + 1] - starts[span.sequence];
+                if (queries * lengths[span.sequence] > shape.work) continue;
                 attend(shape, span, query + token * shape.query_stride, keys, values,
-                       block_table + span.sequence * shape.max_blocks, first, last, result, scratch, slots);
+                       block_table + span.sequence * shape.max_blocks, first, last, result, scratch);
             }
     }
 }
 
 }  // namespace
 
-// Returns 0, or 1 + the index of a sequence whose length or blocks are outside the block table or the cache.
+// Writes the rows of all sequences but those left out, see Shape::work. Returns 0, or 1 + the index of a sequence whose
+// length or blocks are outside the block table or the cache.
 extern "C" int64_t paged_attention(const void* query, const void* keys, const void* values, const int32_t* block_table,
                                    const int32_t* starts, const int32_t* lengths, void* output, int dtype,
                                    int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_blocks, int64_t block_size, int64_t max_blocks, int64_t query_stride,
-                                   int64_t query_head_stride, float scale, int causal, int64_t window) {
+                                   int64_t query_head_stride, float scale, int causal, int64_t window, int64_t work) {
     Shape shape{sequences,         tokens, heads,  kv_heads, head_dim, block_size, max_blocks, query_stride,
-                query_head_stride, scale,  causal, window};
+                query_head_stride, scale,  causal, window,   work};
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
         const int64_t used = (lengths[sequence] + block_size - 1) / block_size;
         const int32_t* blocks = block_table + sequence * max_blocks;

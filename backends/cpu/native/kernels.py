@@ -21,7 +21,9 @@ from .arguments import DTYPES, bound, empty, integers, packed, require, rows
 from .build import load
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 
-NO_WINDOW = 1 << 62  # tokens; longer than any sequence
+UNLIMITED = 1 << 62  # tokens, or queries times tokens
+FEW = 1 << 12
+"""Queries times tokens of a sequence above which torch's attention is faster. Decode steps do not use it."""
 BASIC = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
 NATIVE = (*BASIC, *EXPERT_KERNELS)
 
@@ -47,7 +49,7 @@ class _Library:
         self._silu = function("silu_and_mul", None, *pointers[:2], c_int, *[c_int64] * 2)
         self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
         self._attention = function(
-            "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_int, c_int64
+            "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_int, c_int64, c_int64
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -148,19 +150,13 @@ class _Library:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See :func:`hal.ops.paged_attention`. It runs decode steps; torch's kernel runs prefill.
+        """See :func:`hal.ops.paged_attention`. Sequences with many queries run torch's kernel.
 
         Raises:
             OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
         """
         tokens, heads, head_dim = query.shape
         sequences, max_blocks = block_table.shape
-        if tokens > sequences:
-            y = by_torch.paged_attention(
-                query, key_cache, value_cache, block_table, query_start_loc, kv_lens,
-                query_start_loc_host, kv_lens_host, scale, causal, sliding_window,
-            )  # fmt: skip
-            return y if out is None else out.copy_(y)
         num_blocks, block_size, kv_heads, _ = key_cache.shape
         canonical = key_cache.is_contiguous() and value_cache.is_contiguous() and key_cache.shape == value_cache.shape
         alike = key_cache.shape[3] == head_dim and query.dtype is key_cache.dtype is value_cache.dtype
@@ -171,11 +167,12 @@ class _Library:
         require(fits, "paged_attention", query, indices=(table, starts, lens))
         query, (_, outer, inner) = rows(query)
         y = empty(query.shape, query) if out is None else out
+        work = FEW if tokens > sequences else UNLIMITED
         wrong = self._attention(
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), table.data_ptr(), starts.data_ptr(),
             lens.data_ptr(), y.data_ptr(), DTYPES[query.dtype], sequences, tokens, heads, kv_heads, head_dim,
             num_blocks, block_size, max_blocks, outer, inner, scale, causal,
-            NO_WINDOW if sliding_window is None else sliding_window,
+            UNLIMITED if sliding_window is None else sliding_window, work,
         )  # fmt: skip
         if wrong:
             raise OperationError(
@@ -183,4 +180,10 @@ class _Library:
                 f"{table[wrong - 1].tolist()} of a cache of {num_blocks} blocks of {block_size}",
                 "check the batch's block_table and lengths",
             )
+        if work == FEW:
+            left = [row for row, taken in enumerate((starts.diff() * lens).tolist()) if taken > FEW]
+            by_torch.attend(
+                left, y, query, key_cache, value_cache, block_table, query_start_loc, kv_lens, starts, lens, scale,
+                causal, sliding_window,
+            )  # fmt: skip
         return y

@@ -27,24 +27,28 @@ inline V load(const T* from) {
     return value;
 }
 
+// Returns 16 elements in float32.
+template <class T>
+inline Lanes wide(const T* from) {
+#ifdef __AVX512F__
+    if constexpr (sizeof(T) == 2) {
+        const __m256i narrow = load<__m256i>(from);
+        if constexpr (std::is_same_v<T, float16>) return Lanes(_mm512_maskz_cvtph_ps(0xffff, narrow));
+        return Lanes(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    }
+#endif
+    Lanes values;
+    for (int i = 0; i < kLanes; i++) values[i] = float(from[i]);
+    return values;
+}
+
 // The arithmetic of element type T: products of Operands in vectors of kStep elements.
 template <class T>
 struct Product {
     using Operand = float;
     using Vector = Lanes;
     static constexpr int kStep = kLanes;
-    static Vector widened(const T* from) {
-#ifdef __AVX512F__
-        if constexpr (sizeof(T) == 2) {
-            const __m256i narrow = load<__m256i>(from);
-            if constexpr (std::is_same_v<T, float16>) return Lanes(_mm512_maskz_cvtph_ps(0xffff, narrow));
-            return Lanes(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-        }
-#endif
-        Lanes wide;
-        for (int i = 0; i < kLanes; i++) wide[i] = float(from[i]);
-        return wide;
-    }
+    static Vector widened(const T* from) { return wide(from); }
     static void add(Lanes& sum, const Vector& left, const Vector& right) { sum += left * right; }
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ import torch
 from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
-from hal.backends.cpu.native.kernels import NATIVE
+from hal.backends.cpu.native.kernels import FEW, NATIVE
 from hal.backends.cpu.packing import ROWS, Packing, linear
 from helpers.reference import prompts
 from torch import Tensor
@@ -72,6 +73,52 @@ def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: tor
         expected = ops.operation("paged_attention").reference(*arguments)
         for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
             assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 20, 80, 128])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (5, 1), (7, 1), (16, 2), (6, 6)])
+def test_attention_of_mixed_steps(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, native: hal.Backend
+) -> None:
+    """Sequences of one query, of few and of many, of none, and as many queries as sequences."""
+    (num_heads, kv_heads), draw = heads, Draw(dtype, seed=5)
+    many = FEW // 96 + 1
+    for counts, lengths in (
+        ([1, 3, many, 0, 1, 5], [40, 3, 96, 7, 1, 70]), ([many, many], [many, 100]), ([2, 0, 1], [9, 4, 33]),
+        ([4, 1], [64, 65]),
+    ):  # fmt: skip
+        columns = -(-max(lengths) // 16)
+        blocks = len(lengths) * columns
+        table = draw.permutation(blocks + 3)[:blocks].view(len(lengths), columns).int()
+        caches = [draw.normal(blocks + 3, 16, kv_heads, head_dim) for _ in range(2)]
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        query = draw.normal(sum(counts), num_heads + 2, head_dim)[:, 1:-1]
+        for causal, window in ((True, None), (True, 6), (False, None)):
+            arguments = (query, *caches, table, starts, lens, starts, lens, 0.3, causal, window)
+            expected = ops.operation("paged_attention").reference(*arguments)
+            found = torch.full(expected.shape, torch.nan, dtype=dtype)
+            native.kernels["paged_attention"](*arguments, out=found)
+            assert_agree(ops.operation("paged_attention"), dtype, found, expected)
+
+
+@pytest.mark.parametrize("queries", [2, FEW // 96 + 1])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_key_of_a_prompt_comes_out(broken: float, queries: int, native: hal.Backend) -> None:
+    """Rows of other sequences stay as they are."""
+    query, caches = torch.rand(queries + 1, 2, 16), [torch.randn(14, 16, 1, 16) for _ in range(2)]
+    caches[0][6 + 6, 15] = broken  # the last key of the second sequence
+    table, lens = torch.arange(14, dtype=torch.int32)[1:13].view(2, 6), torch.tensor([50, 96], dtype=torch.int32)
+    starts = torch.tensor([0, 1, queries + 1], dtype=torch.int32)
+    arguments = (query, *caches, table, starts, lens, starts, lens, 0.3, True, None)
+    found, expected = (
+        native.kernels["paged_attention"](*arguments),
+        ops.operation("paged_attention").reference(*arguments),
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not found[-1].isfinite().all()
+    assert found[:-1].isfinite().all()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
