@@ -395,7 +395,12 @@ def compare_routed(ours: Run, case: Case) -> Agreement:
         except AssertionError:
             off.append(place)
     assert len(off) <= REROUTED * len(found), off
-    mean = math.hypot(*distances.values()) / math.hypot(*errors.values())
+    # In the CPU's rounded run, too, tokens take other experts. Each outweighs hundreds of others in the mean.
+    typical = math.hypot(*distances.values()) / math.sqrt(len(found))
+    theirs = [place for place, error in errors.items() if error > MANY_TOKENS.token * (distances[place] + typical)]
+    assert len(theirs) <= REROUTED * len(found), theirs
+    others = found.keys() - set(off + theirs)
+    mean = math.hypot(*(distances[each] for each in others)) / math.hypot(*(errors[each] for each in others))
     assert mean <= MANY_TOKENS.mean
     return Agreement(len(found), mean, max(distances.values()), ties)
 
