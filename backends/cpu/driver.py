@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
+    "greedy_sample": kernels.greedy_sample,
     "grouped_linear": grouped.grouped_linear,
     "grouped_linear_int8": grouped.grouped_linear_int8,
     "linear": linear,

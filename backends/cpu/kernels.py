@@ -39,6 +39,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def greedy_sample(logits: Tensor) -> Tensor:
+    """See :func:`hal.ops.greedy_sample`. Here, ``max`` is several times faster than ``argmax``, of the same result."""
+    return logits.max(-1).indices
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

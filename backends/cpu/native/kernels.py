@@ -11,6 +11,7 @@ import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hal.errors import OperationError
@@ -24,7 +25,10 @@ from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 UNLIMITED = 1 << 62  # tokens, or queries times tokens
 FEW = 1 << 12
 """Queries times tokens of a sequence above which torch's attention is faster. Decode steps do not use it."""
-BASIC = ("add_rms_norm", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul", "store_kv_cache")
+BASIC = (
+    "add_rms_norm", "greedy_sample", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul",
+    "store_kv_cache",
+)  # fmt: skip
 NATIVE = (*BASIC, *EXPERT_KERNELS)
 
 
@@ -47,6 +51,7 @@ class _Library:
         self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, *[c_int64] * 2, c_float)
         self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, *[c_int64] * 8)
         self._silu = function("silu_and_mul", None, *pointers[:2], c_int, *[c_int64] * 2)
+        self._greedy = function("greedy_sample", None, *pointers[:2], c_int, *[c_int64] * 3)
         self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
         self._attention = function(
             "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_int, c_int64, c_int64
@@ -105,6 +110,16 @@ class _Library:
         y = empty((*x.shape[:-1], width), x) if out is None else out
         self._silu(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], y.numel() // max(width, 1), width)
         return y
+
+    def greedy_sample(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.greedy_sample`. It reads each row once; torch's argmax takes many times as long."""
+        require(logits.dim() == 2 and logits.shape[1] > 0, "greedy_sample", logits)
+        logits, (_, stride, _) = rows(logits)
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64) if out is None else out
+        self._greedy(
+            logits.data_ptr(), tokens.data_ptr(), DTYPES[logits.dtype], logits.shape[0], logits.shape[1], stride
+        )
+        return tokens
 
     def store_kv_cache(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor

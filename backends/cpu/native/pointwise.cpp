@@ -1,7 +1,11 @@
-// Norms, rotary embedding and activation, each in one pass over its rows.
+// Norms, rotary embedding, activation and the choice of a token, each in one pass over its rows.
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "elements.h"
+#include "products.h"
 
 namespace {
 
@@ -13,12 +17,55 @@ struct Rows {
     int64_t operator()(int64_t row) const { return row / heads * outer + row % heads * inner; }
 };
 
+// Compilers convert float16 one element at a time, so its rows are converted by vectors to float32 copies and back.
+void widen(const float16* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        const Lanes values = wide(from + i);
+        std::memcpy(to + i, &values, sizeof(values));
+    }
+    for (; i < count; i++) to[i] = from[i];
+}
+
+void narrow(const float* from, float16* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) ::narrow(load<Lanes>(from + i), to + i);
+    for (; i < count; i++) to[i] = float16(from[i]);
+}
+
+float* copies(int64_t count) {
+    thread_local std::vector<float> held;
+    if (int64_t(held.size()) < count) held.resize(count);
+    return held.data();
+}
+
 template <class T>
 void normalise(const T* x, const T* weight, T* __restrict y, int64_t width, float eps) {
     float sum = 0;
     for (int64_t i = 0; i < width; i++) sum += float(x[i]) * float(x[i]);
     float scale = 1.0f / std::sqrt(sum / float(width) + eps);
     for (int64_t i = 0; i < width; i++) y[i] = T(float(x[i]) * scale * float(weight[i]));
+}
+
+void normalise(const float16* x, const float16* weight, float16* y, int64_t width, float eps) {
+    float *row = copies(3 * width), *weights = row + width, *result = weights + width;
+    widen(x, row, width);
+    widen(weight, weights, width);
+    normalise(row, weights, result, width, eps);
+    narrow(result, y, width);
+}
+
+template <class T>
+void add(const T* left, const T* right, T* __restrict sum, int64_t width) {
+    for (int64_t i = 0; i < width; i++) sum[i] = T(float(left[i]) + float(right[i]));
+}
+
+void add(const float16* left, const float16* right, float16* sum, int64_t width) {
+    float *first = copies(3 * width), *second = first + width, *result = second + width;
+    widen(left, first, width);
+    widen(right, second, width);
+    add(first, second, result, width);
+    narrow(result, sum, width);
 }
 
 template <class T>
@@ -29,6 +76,64 @@ void rotate(const T* x, const T* cos, const T* sin, T* __restrict y, int64_t wid
         y[i] = T(first * float(cos[i]) - second * float(sin[i]));
         y[half + i] = T(second * float(cos[half + i]) + first * float(sin[half + i]));
     }
+}
+
+void rotate(const float16* x, const float16* cos, const float16* sin, float16* y, int64_t width) {
+    float *row = copies(4 * width), *c = row + width, *s = c + width, *result = s + width;
+    widen(x, row, width);
+    widen(cos, c, width);
+    widen(sin, s, width);
+    rotate(row, c, s, result, width);
+    narrow(result, y, width);
+}
+
+template <class T>
+void activate(const T* gate, const T* up, T* __restrict y, int64_t width) {
+    for (int64_t i = 0; i < width; i++) {
+        float g = gate[i];
+        y[i] = T(g / (1.0f + exponential(-g)) * float(up[i]));
+    }
+}
+
+void activate(const float16* gate, const float16* up, float16* y, int64_t width) {
+    float *gates = copies(3 * width), *ups = gates + width, *result = ups + width;
+    widen(gate, gates, width);
+    widen(up, ups, width);
+    activate(gates, ups, result, width);
+    narrow(result, y, width);
+}
+
+// Whether a maximum gives way to a value. A NaN exceeds all others.
+inline bool exceeds(float value, float top) { return top == top && !(value <= top); }
+
+// Returns the largest element.
+template <class T>
+float most(const T* x, int64_t count) {
+    float top = -std::numeric_limits<float>::infinity();
+    Lanes held = Lanes{} + top;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        const Lanes found = wide(x + i);
+        held = ((held == held) & ~(found <= held)) ? found : held;
+    }
+    for (int lane = 0; lane < kLanes; lane++) top = exceeds(held[lane], top) ? held[lane] : top;
+    for (; i < count; i++) top = exceeds(x[i], top) ? float(x[i]) : top;
+    return top;
+}
+
+constexpr int64_t kPart = 4096;  // elements whose largest is known at a time; only one part is searched for its place
+
+// Returns the index of the first of the largest elements.
+template <class T>
+int64_t largest(const T* x, int64_t width) {
+    float top = -std::numeric_limits<float>::infinity();
+    int64_t first = 0;
+    for (int64_t start = 0; start < width; start += kPart) {
+        const float found = most(x + start, std::min(kPart, width - start));
+        if (exceeds(found, top)) top = found, first = start;
+    }
+    while (first < width - 1 && float(x[first]) != top && (top == top || x[first] == x[first])) first++;
+    return first;
 }
 
 template <class T>
@@ -64,7 +169,7 @@ extern "C" void add_rms_norm(const void* x, const void* residual, const void* we
             const T *left = static_cast<const T*>(x) + row * width,
                     *right = static_cast<const T*>(residual) + row * width;
             T* hidden = static_cast<T*>(sum) + row * width;
-            for (int64_t i = 0; i < width; i++) hidden[i] = T(float(left[i]) + float(right[i]));
+            add(left, right, hidden, width);
             normalise(hidden, static_cast<const T*>(weight), static_cast<T*>(y) + row * width, width, eps);
         }
     });
@@ -90,11 +195,17 @@ extern "C" void silu_and_mul(const void* x, void* y, int dtype, int64_t count, i
 #pragma omp parallel for if (count * width > kGrain)
         for (int64_t row = 0; row < count; row++) {
             const T *gate = static_cast<const T*>(x) + row * 2 * width, *up = gate + width;
-            T* __restrict result = static_cast<T*>(y) + row * width;
-            for (int64_t i = 0; i < width; i++) {
-                float g = gate[i];
-                result[i] = T(g / (1.0f + exponential(-g)) * float(up[i]));
-            }
+            activate(gate, up, static_cast<T*>(y) + row * width, width);
         }
+    });
+}
+
+extern "C" void greedy_sample(const void* logits, int64_t* tokens, int dtype, int64_t count, int64_t width,
+                              int64_t stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for if (count * width > kGrain)
+        for (int64_t row = 0; row < count; row++)
+            tokens[row] = largest(static_cast<const T*>(logits) + row * stride, width);
     });
 }

@@ -42,6 +42,20 @@ inline Lanes wide(const T* from) {
     return values;
 }
 
+// Rounds 16 elements to nearest even.
+template <class T>
+inline void narrow(Lanes values, T* to) {
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<T, float16>) {
+        const __m256i rounded =
+            _mm512_maskz_cvtps_ph(0xffff, __m512(values), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        std::memcpy(to, &rounded, sizeof(rounded));
+        return;
+    }
+#endif
+    for (int i = 0; i < kLanes; i++) to[i] = T(values[i]);
+}
+
 // The arithmetic of element type T: products of Operands in vectors of kStep elements.
 template <class T>
 struct Product {

@@ -41,6 +41,7 @@ class HalModelRunner:
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         self.requests = Requests(runner.input_batch(rows), self._device)
         self.sampler = Sampler(logprobs_mode=vllm_config.model_config.logprobs_mode)
+        self.sampler.greedy_sample = runner.backend.ops.greedy_sample  # torch's argmax is many times slower on a CPU.
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._step: _Step | None = None
         self._running: StepOutput | None = None  # whose tokens the requests do not have yet

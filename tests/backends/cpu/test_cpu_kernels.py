@@ -121,6 +121,31 @@ def test_a_broken_key_of_a_prompt_comes_out(broken: float, queries: int, native:
     assert found[:-1].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 15, 33, 4096, 9000])
+def test_the_first_of_the_largest_logits_is_chosen(vocab_size: int, dtype: torch.dtype, native: hal.Backend) -> None:
+    logits = Draw(dtype, seed=7).normal(40, vocab_size + 3)[:, 1:-2]
+    logits[:8] = logits[:8].round()  # many ties
+    logits[8] = float("-inf")
+    logits[9, vocab_size // 2] = logits[9, -1] = float("inf")
+    for row in range(10, 40):  # one tie, anywhere
+        places = torch.randint(vocab_size, (2,), generator=torch.Generator().manual_seed(row))
+        logits[row, places] = 9.0
+    logits[20:30] -= 100
+    expected = ops.operation("greedy_sample").reference(logits)
+    for found in (native.kernels["greedy_sample"](logits), by_torch.greedy_sample(logits)):
+        assert found.dtype is torch.int64
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("broken", [0, 20, 4999])
+def test_a_logit_that_is_not_a_number_is_chosen(broken: int, native: hal.Backend) -> None:
+    """So is it by argmax. A broken model then gives the same tokens with both sets of kernels."""
+    logits = torch.rand(1, 5000)
+    logits[0, broken] = torch.nan
+    assert native.kernels["greedy_sample"](logits).tolist() == by_torch.greedy_sample(logits).tolist() == [broken]
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_comes_out(broken: float, native: hal.Backend) -> None:
     x, weight = torch.ones(3, 64), torch.ones(64)
@@ -192,6 +217,7 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
         ],
         "rms_norm": [(ones(2, 8).double(), ones(8).double(), 1e-6), (ones(2, 8, device="meta"), ones(8), 1e-6)],
         "silu_and_mul": [(ones(2, 7),), (ones(2, 8, device="meta"),)],
+        "greedy_sample": [(ones(2, 0),), (ones(8),), (ones(2, 8).int(),), (ones(2, 8, device="meta"),)],
         "add_rms_norm": [(ones(2, 8), ones(3, 8), ones(8), 1e-6)],
         "rotary_embedding": [(ones(3, 2, 8), ones(2, 2, 8), ones(3, 8), ones(3, 8))],
         "store_kv_cache": [(row, row, cache, cache, ones(2).int()), (row, row, cache, ones(2, 4, 2, 8), lens)],
