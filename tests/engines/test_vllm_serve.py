@@ -132,7 +132,7 @@ def test_a_process_that_is_killed_ends_every_request(trained: Path, tmp_path: Pa
         with ThreadPoolExecutor(32) as pool:
             answers = [pool.submit(asked, row) for row in range(32)]
             assert eventually(lambda: server.metric("num_requests_running") > 0, 30)
-            server.titled(victim).send_signal(signal.SIGKILL)
+            server.named(victim).send_signal(signal.SIGKILL)
             killed = time.monotonic()
             found = [each.result(timeout=LIMIT) for each in answers]
         took = time.monotonic() - killed

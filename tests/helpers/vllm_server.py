@@ -59,11 +59,17 @@ class Server:
         except psutil.NoSuchProcess:
             return []
 
-    def titled(self, title: str) -> psutil.Process:
-        """Return the newest process with this title: ``EngineCore``, or ``Worker`` for the last of several ranks."""
-        found = [each for each in self.processes() if f"VLLM::{title}" in "".join(each.cmdline())]
-        assert found, [each.cmdline() for each in self.processes()]
-        return max(found, key=psutil.Process.create_time)
+    def named(self, name: str) -> psutil.Process:
+        """Return the process that vLLM calls ``EngineCore``, or ``Worker``: the last one of several ranks.
+
+        vLLM writes the name and the process ID before each line of output. It makes the name the process's title too,
+        but that fails without an error where the first environment variables have been changed.
+        """
+        written = self.log.read_text(encoding="utf-8", errors="replace")
+        found = {int(pid) for pid in re.findall(rf"^\({name}\S* pid=(\d+)\)", written, re.MULTILINE)}
+        running = [each for each in self.processes() if each.pid in found]
+        assert running, f"no process of {self.processes()} is called {name}:\n{_end(self.log)}"
+        return max(running, key=psutil.Process.create_time)
 
 
 @contextmanager

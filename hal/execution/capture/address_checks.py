@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import attrs
+import torch
 from torch import Tensor
 
 from hal.errors import GraphError
@@ -46,4 +47,6 @@ class Addresses:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, str(tensor.device)
+    # A weight in a layout of the backend's own has no address that torch shows. The graphs hold that tensor itself.
+    address = tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return address, tuple(tensor.shape), tensor.dtype, str(tensor.device)

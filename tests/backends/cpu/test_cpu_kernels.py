@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -24,7 +25,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.errors import DriverUnavailable, OperationError
+from hal.errors import DriverUnavailable, GraphError, OperationError
 from hal.ops import Draw
 from hal.ops.tolerance import assert_agree
 
@@ -543,3 +544,22 @@ class TestPacking:
         with caplog.at_level(logging.INFO):
             assert tokens(2.0, 2.0, 2.0) == tokens(0.5, 0.5, 0.5) == tokens(1.1, 0.9, 0.5)
         assert "held twice" in caplog.text
+
+    def test_the_debug_mode_knows_packed_weights(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They have no address that torch shows. A replaced one is found, one that was written into is not."""
+        monkeypatch.setattr(packing, "_speedups", lambda weight, sizes: [2.0] * len(sizes))
+        monkeypatch.setattr(packing, "_measured", {})
+        compilation = {"compiler": "graph", "capture_sizes": [2, 4, 8], "debug": True}
+        backend = hal.open({"backend": "cpu", "dtype": "float32", "compilation": compilation})
+        runner = hal.Runner(hal.load_model(trained, backend), backend)
+        texts, params = prompts(trained), hal.SamplingParams(max_new_tokens=4)
+        before = [each.token_id for each in hal.generate(runner, texts, params)]
+        name, weight = next(each for each in runner.model.named_parameters() if each[1].is_mkldnn)
+        with torch.no_grad():
+            weight.copy_(packing.packed(weight.to_dense()))
+        assert [each.token_id for each in hal.generate(runner, texts, params)] == before
+        module, _, attribute = name.rpartition(".")
+        replaced = torch.nn.Parameter(packing.packed(weight.to_dense()), requires_grad=False)
+        setattr(runner.model.get_submodule(module), attribute, replaced)
+        with pytest.raises(GraphError, match=f"{re.escape(name)} has another address"):
+            list(hal.generate(runner, texts, params))
