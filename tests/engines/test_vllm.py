@@ -199,7 +199,16 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
             "block_size=32, additional_config={'hal': {'backend': 'cpu', 'cache': {'block_size': 16}}}",
             "vLLM's block_size requires cache.block_size = 32, and hal's configuration has cache.block_size = 16",
         ),
-        ("load_format='dummy'", "hal loads no dummy weights"),
+        ("load_format='dummy'", "hal does not support vLLM's load_format = dummy"),
+        ("enable_prompt_embeds=True", "hal does not support vLLM's enable_prompt_embeds = True"),
+        ("enable_dbo=True", "hal does not support vLLM's enable_dbo = True"),
+        ("hf_overrides={'rope_theta': 1e6}", "hal does not support vLLM's hf_overrides = {'rope_theta': 1000000.0}"),
+        ("cpu_offload_gb=1", "hal does not support vLLM's cpu_offload_gb = 1"),
+        ("attention_config={'backend': 'FLASH_ATTN'}", "hal does not support vLLM's backend = "),
+        ("runner='pooling'", "hal does not support vLLM's runner = pooling"),
+        ("quantization='fp8'", "vLLM's quantization = fp8 of a checkpoint that is not quantized"),
+        ("compilation_config={'cudagraph_capture_sizes': [1, 2]}", "cudagraph_capture_sizes is [1, 2]"),
+        ("compilation_config={'mode': 3}", "hal does not read vLLM's compilation_config, and mode is "),
         ("additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),
     ],
 )
@@ -207,6 +216,53 @@ def test_what_is_refused_at_the_start(trained: Path, arguments: str, problem: st
     result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, {arguments})")
     assert result.returncode != 0
     assert problem in result.stdout + result.stderr
+
+
+@needs_vllm
+def test_log_probabilities_of_chosen_tokens(trained: Path) -> None:
+    """They are those that a request for all tokens has; another request of the same steps asks for none."""
+    program = (
+        "from vllm import LLM, SamplingParams\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', max_logprobs=-1,\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "greedy = dict(temperature=0, max_tokens=4)\n"
+        "asked = [SamplingParams(**greedy, logprob_token_ids=[7, 11]), SamplingParams(**greedy)]\n"
+        "chosen, none = engine.generate(['x = ', 'def '], asked)\n"
+        "every, = engine.generate('x = ', SamplingParams(**greedy, logprobs=-1, prompt_logprobs=-1))\n"
+        "assert none.outputs[0].logprobs is None\n"
+        "size = engine.model_config.get_vocab_size()\n"
+        "assert {len(each) for each in every.outputs[0].logprobs} == {size}\n"
+        "assert {len(each) for each in every.prompt_logprobs[1:]} == {size}\n"
+        "steps = list(zip(chosen.outputs[0].logprobs, every.outputs[0].logprobs, strict=True))\n"
+        "assert len(steps) == 4\n"
+        "for some, each in steps:\n"
+        "    assert {7, 11} <= {*some} and len(some) <= 3, some\n"
+        "    assert all(abs(found.logprob - each[token].logprob) < 1e-5 for token, found in some.items())\n"
+        "print('equal')\n"
+    )
+    result = run(program)
+    assert "equal" in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
+def test_a_budget_of_thinking_tokens_ends_the_thinking(trained: Path) -> None:
+    """A request without a budget, in the same steps, goes on."""
+    program = (
+        "from vllm import LLM, SamplingParams\n"
+        "from vllm.config import ReasoningConfig\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32',\n"
+        "             reasoning_config=ReasoningConfig(reasoning_start_str='def', reasoning_end_str='return'),\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "config = engine.llm_engine.vllm_config.reasoning_config\n"
+        "end, start = config.reasoning_end_token_ids, config.reasoning_start_token_ids\n"
+        "greedy = dict(temperature=0, max_tokens=20, ignore_eos=True)\n"
+        "prompt = {'prompt_token_ids': [9, 10, *start]}\n"
+        "asked = [SamplingParams(**greedy, thinking_token_budget=5), SamplingParams(**greedy)]\n"
+        "found, free = [[*each.outputs[0].token_ids] for each in engine.generate([prompt, prompt], asked)]\n"
+        "print('ends:', found[5:5 + len(end)] == end, found[:5] == free[:5], free[5:5 + len(end)] != end)\n"
+    )
+    result = run(program)
+    assert "ends: True True True" in result.stdout, result.stdout + result.stderr
 
 
 @needs_vllm

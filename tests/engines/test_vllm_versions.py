@@ -24,6 +24,28 @@ for module, name in json.loads(sys.argv[1]):
 print("missing: " + json.dumps(missing))
 """
 
+BY_HAL = {
+    "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs",
+    "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words_token_ids",
+}  # fmt: skip
+"""Sampling parameters that the adapter reads."""
+BY_VLLM = {
+    "by the scheduler and the output": {
+        "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens", "stream_interval",
+        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "output_text_buffer_length",
+        "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "repetition_detection", "bad_words",
+        "_bad_words_token_ids", "_eos_token_id", "_all_stop_token_ids", "_watermarking_skipped",
+    },
+    "by what the adapter gives them to": {
+        "min_tokens", "min_p", "logit_bias", "extra_args", "structured_outputs", "thinking_token_budget",
+    },
+    "with an option that hal or vLLM refuses": {
+        "watermarking", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start",
+        "trace_decode_token_ids",
+    },
+}  # fmt: skip
+"""Sampling parameters that the adapter need not read: who does."""
+
 
 def imported() -> dict[tuple[str, str], str]:
     """Return the modules and names that the adapter imports of vLLM, each with a file that imports it."""
@@ -56,3 +78,19 @@ def test_vllm_has_what_the_adapter_imports() -> None:
     print(*(f"{file}: {module}.{name}" for (module, name), file in names.items()), sep="\n")  # noqa: T201
     missing = [f"{names[module, name]} imports {name}: {error}" for module, name, error in json.loads(found[1])]
     assert missing == [], f"vLLM {importlib.metadata.version('vllm')} lacks some of the names"
+
+
+@needs_vllm
+def test_every_sampling_parameter_is_read() -> None:
+    """A version with a new one fails: somebody must find out whether a worker has to read it."""
+    result = run("from vllm import SamplingParams; print('fields:', *SamplingParams.__struct_fields__)")
+    found = re.search(r"^fields: (.*)$", result.stdout, re.MULTILINE)
+    assert found, result.stdout + result.stderr
+    unknown = {*found[1].split()} - BY_HAL.union(*BY_VLLM.values())
+    assert unknown == set(), f"vLLM {importlib.metadata.version('vllm')} has new sampling parameters"
+
+
+def test_the_adapter_reads_the_sampling_parameters_that_are_its_own() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in ADAPTER.glob("*.py"))
+    read = {name for name in BY_HAL if re.search(rf"\.{name}\b", text) or f'"{name}"' in text}
+    assert read == BY_HAL

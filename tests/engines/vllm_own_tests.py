@@ -115,7 +115,8 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     cache = given.folder / "hub-cache"
     make_cache(cache, ROOT / "checkpoints" / "tiny-python")
-    environment = {**ENVIRONMENT, **os.environ, "HF_HOME": str(cache)}
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # Some tests run `vllm`.
+    environment = {**ENVIRONMENT, **os.environ, "HF_HOME": str(cache), "PATH": path}
     say("| file | run | passed | failed | skipped | why |\n|---|---|---|---|---|---|")
     total: Counter[str] = Counter()
     for target in given.targets:

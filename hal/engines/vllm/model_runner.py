@@ -14,7 +14,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 import hal
 from hal.engines.vllm.request import Request, Requests
-from hal.engines.vllm.sampling import Sampling
+from hal.engines.vllm.sampling import Sampling, num_logprobs
 from hal.engines.vllm.step_output import StepOutput
 
 
@@ -40,7 +40,8 @@ class HalModelRunner:
         self.runner, self._device = runner, runner.backend.device.torch
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         self.requests = Requests(runner.input_batch(rows), self._device)
-        self.sampler = Sampler(logprobs_mode=vllm_config.model_config.logprobs_mode)
+        model_config = vllm_config.model_config
+        self.sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         self.sampler.greedy_sample = runner.backend.ops.greedy_sample  # torch's argmax is many times slower on a CPU.
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._step: _Step | None = None
@@ -87,7 +88,8 @@ class HalModelRunner:
                     targets = torch.tensor(request.prompt[begin : begin + score], device=self._device)
                     at = start + first
                     logprobs = self.sampler.compute_logprobs(logits[at : at + score])
-                    found = self.sampler.gather_logprobs(logprobs, request.params.prompt_logprobs, targets)
+                    asked_of_each = num_logprobs(request.params.prompt_logprobs, logprobs.shape[-1])
+                    found = self.sampler.gather_logprobs(logprobs, asked_of_each, targets)
                     request.prompt_logprobs.append(found.to_cpu_nonblocking())
                     request.scored = begin - 1 + score
                 start += rows

@@ -9,7 +9,7 @@ import psutil
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_config
+from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_compilation, check_config
 
 
 class HalPlatform(Platform):
@@ -49,6 +49,11 @@ class HalPlatform(Platform):
     def is_pin_memory_available(cls) -> bool:
         """Return False: hal pins what it copies."""
         return False
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """Refuse compilation by vLLM. Later, its defaults look as if they had been asked for."""
+        check_compilation(vllm_config.compilation_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

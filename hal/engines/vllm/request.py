@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import attrs
@@ -72,12 +72,13 @@ class Requests:
         for new in scheduled.scheduled_new_reqs:
             self._add(new)
         cached = scheduled.scheduled_cached_reqs
+        known, resumed = self._known, cached.resumed_req_ids
         for name, blocks, computed, outputs in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
         ):
-            request = self._known[name]
+            request = known[name]
             request.computed = computed
-            if name in cached.resumed_req_ids:
+            if name in resumed:
                 self._drop(request)
                 request.blocks = list(blocks[0])
                 del request.outputs[outputs:]  # The scheduler may have dropped the tokens of a running step.
@@ -87,16 +88,18 @@ class Requests:
                     self.inputs.set_cached(request.row, computed)  # Blocks before the window may come again.
                     self.inputs.extend(request.row, (), blocks[0])
         for name in scheduled.num_scheduled_tokens:
-            if self._known[name].row < 0:
-                self._place(self._known[name], scheduled.num_scheduled_tokens)
+            if known[name].row < 0:
+                self._place(known[name], scheduled.num_scheduled_tokens)
 
     def restarts(self, scheduled: Any) -> bool:
         """Return whether a step starts a known request anew, or runs nothing. Such a step reads all tokens so far."""
         new = any(each.req_id in self._known for each in scheduled.scheduled_new_reqs)
         return new or bool(scheduled.scheduled_cached_reqs.resumed_req_ids) or not scheduled.num_scheduled_tokens
 
-    def running(self, names: Container[str]) -> list[Request]:
-        """Return the requests of a step, in the order of their rows."""
+    def running(self, names: Collection[str]) -> list[Request]:
+        """Return the requests of a step, in the order of their rows. All of them have one."""
+        if len(names) == len(self._by_row):
+            return [*self._by_row]
         return [each for each in self._by_row if each.name in names]
 
     def defer(self, requests: Sequence[Request], tokens: Tensor) -> None:
@@ -108,13 +111,16 @@ class Requests:
 
     def settle(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         """Append a sampled token to each request, or replace the one that was deferred. Some may have finished."""
+        rows, placed = [], []
         for request, token in zip(requests, tokens, strict=True):
-            if request.outputs[-1:] == [PENDING]:
-                request.outputs[-1] = token
+            if (outputs := request.outputs) and outputs[-1] == PENDING:
+                outputs[-1] = token
             else:
-                request.outputs.append(token)
-        placed = [(each.row, token) for each, token in zip(requests, tokens, strict=True) if each.row >= 0]
-        self.inputs.extend_each([row for row, _ in placed], [token for _, token in placed])
+                outputs.append(token)
+            if request.row >= 0:
+                rows.append(request.row)
+                placed.append(token)
+        self.inputs.extend_each(rows, placed)
 
     def _add(self, new: Any) -> None:
         """Add a request. One that is resumed may come as a new one, with the tokens that it has."""

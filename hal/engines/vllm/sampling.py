@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 from hal.engines.vllm.request import Request
 from hal.step import to_device
@@ -34,6 +35,9 @@ class Sampling:
         self._processors = build_logitsprocs(
             vllm_config, device, False, False, vllm_config.model_config.logits_processors or ()
         )
+        self._budgets = maybe_create_thinking_budget_state_holder(
+            vllm_config.reasoning_config, vllm_config.scheduler_config.max_num_seqs, 0, device, False
+        )
         self._none = dict.fromkeys(COLUMNS, torch.empty(0))  # Greedy requests without penalties need no columns.
         self._requests: list[Request] = []
         self._metadata: SamplingMetadata | None = None
@@ -50,6 +54,8 @@ class Sampling:
                     if row >= len(before) or before[row] is not each
                 ],
             )  # fmt: skip
+        if self._budgets is not None and update is not None:
+            self._budgets.sync_batch(update)
         for each in self._processors.all:
             each.update_state(update)
         if self._metadata is None or update is not None:
@@ -62,7 +68,7 @@ class Sampling:
         penalized = any(
             each.presence_penalty or each.frequency_penalty or each.repetition_penalty != 1.0 for each in params
         )
-        asked = [each.logprobs for each in params if each.logprobs is not None]
+        asked = [num_logprobs(each.logprobs, self._vocab_size) for each in params if each.logprobs is not None]
         columns = self._none
         if penalized or not all(greedy):  # One copy to the device for all.
             values = torch.tensor([[getattr(each, name) for each in params] for name in COLUMNS], dtype=torch.float32)
@@ -77,7 +83,7 @@ class Sampling:
             if any(each.top_k > 0 for each in params)
             else None,
             generators={row: each.generator for row, each in enumerate(requests) if each.generator is not None},
-            max_num_logprobs=(-1 if -1 in asked else max(asked)) if asked else None,
+            max_num_logprobs=max(asked, default=None),
             no_penalties=not penalized,
             prompt_token_ids=self._prompts(requests) if penalized else None,
             frequency_penalties=columns["frequency_penalty"],
@@ -89,6 +95,10 @@ class Sampling:
                 row: each.bad_words_token_ids for row, each in enumerate(params) if each.bad_words_token_ids
             },
             logitsprocs=self._processors,
+            logprob_token_ids={
+                row: each.logprob_token_ids for row, each in enumerate(params) if each.logprob_token_ids is not None
+            },
+            thinking_budget_state_holder=self._budgets,
         )
 
     def _prompts(self, requests: Sequence[Request]) -> Tensor:
@@ -103,3 +113,8 @@ class Sampling:
                 mask[row] = True
                 mask[row, each.allowed_token_ids] = False
         return to_device(mask, self._device)
+
+
+def num_logprobs(asked: int, vocab_size: int) -> int:
+    """Return of how many of the likeliest tokens a request gets log-probabilities: -1 asks for all."""
+    return vocab_size if asked == -1 else asked

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import hal
 from hal.errors import ConfigError
 
-PARTS = {
-    "speculative_config": "speculative decoding", "lora_config": "LoRA", "kv_transfer_config": "KV connectors",
+REFUSED = {
+    "speculative_config": "speculative decoding",
+    "lora_config": "LoRA",
+    "kv_transfer_config": "KV connectors",
     "ec_transfer_config": "encoder connectors",
-}  # fmt: skip
-"""Parts of the configuration, by name, and their features."""
+    "watermark_config": "watermarks",
+    "diffusion_config": "diffusion",
+    "engram_config": "n-gram embeddings",
+    "weight_transfer_config": "a weight transfer engine: call reload_weights instead",
+    "aux_output_config.enabled": "auxiliary outputs, such as the experts of each token",
+    "model_config.enable_return_routed_experts": "returning the experts of each token",
+    "model_config.enable_prompt_embeds": "prompts of embeddings",
+    "model_config.return_sampling_mask": "sampling masks",
+    "model_config.enable_trace_replay": "the replay of traces",
+    "model_config.enable_sleep_mode": "the sleep mode",
+    "model_config.enable_cumem_allocator": "vLLM's allocator",
+    "model_config.hf_overrides": "it, and change the checkpoint's config.json",
+    "model_config.model_class_overrides": "other model classes: hal runs its own models",
+    "cache_config.kv_sharing_fast_prefill": "a fast prefill of shared caches",
+    "load_config.model_loader_extra_config": "options of a weight loader: hal loads the weights",
+    "parallel_config.enable_eplb": "balancing of experts",
+    "parallel_config.enable_elastic_ep": "elastic expert parallelism",
+    "parallel_config.enable_dbo": "overlapped batches",
+    "parallel_config.enable_fault_tolerance": "fault tolerance",
+    "offload_config.uva.cpu_offload_gb": "offloading",
+    "offload_config.prefetch.offload_group_size": "offloading",
+    "attention_config.backend": "an attention backend: hal has its own kernels",
+    "kernel_config.moe_backend": "a backend of experts: hal has its own kernels",
+    "kernel_config.linear_backend": "a backend of projections: hal has its own kernels",
+    "profiler_config.profiler": "a profiler of the worker",
+    "observability_config.enable_layerwise_nvtx_tracing": "NVTX ranges",
+}
+"""What hal does not support or would not read, and what to start vLLM without. A version may lack some of it."""
+COMPILATION = ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+"""Options of ``compilation_config`` in whose place hal has its own."""
+LOAD_FORMATS = ("auto", "hf", "safetensors")
+"""How hal loads weights, by vLLM's names."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Numbers of ranks that must be 1."""
 LOCAL_RANKS = "hal_local_ranks"
@@ -29,9 +62,11 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         ConfigError: it asks for what hal does not support, or hal's own configuration has a size that vLLM decides.
     """
-    for name, feature in PARTS.items():
-        if getattr(vllm_config, name, None) is not None:
-            raise ConfigError(f"hal does not support vLLM's {name}", f"start vLLM without {feature}")
+    for path, feature in REFUSED.items():
+        value = reduce(lambda part, name: getattr(part, name, None), path.split("."), vllm_config)
+        if value and value != "auto":
+            name = path.rpartition(".")[2]
+            raise ConfigError(f"hal does not support vLLM's {name} = {value!s:.70}", f"start vLLM without {feature}")
     parallel = vllm_config.parallel_config
     for name in SIZES:
         if (size := getattr(parallel, name)) > 1:
@@ -52,5 +87,31 @@ def check_config(vllm_config: Any) -> None:
         raise ConfigError(
             f"hal does not support vLLM's kv_cache_dtype = {dtype}", "leave it out: hal's models declare their states"
         )
-    if vllm_config.load_config.load_format == "dummy":
-        raise ConfigError("hal loads no dummy weights", "pass a checkpoint, without load_format=dummy")
+    if (form := vllm_config.load_config.load_format) not in LOAD_FORMATS:
+        raise ConfigError(
+            f"hal does not support vLLM's load_format = {form}: it reads safetensors of a checkpoint",
+            f"leave it out, or pass one of {', '.join(LOAD_FORMATS)}",
+        )
+    model = vllm_config.model_config
+    if model.runner_type != "generate":
+        raise ConfigError(f"hal does not support vLLM's runner = {model.runner_type}", "generate text")
+    if model.quantization is not None and getattr(model.hf_config, "quantization_config", None) is None:
+        raise ConfigError(
+            f"hal does not support vLLM's quantization = {model.quantization} of a checkpoint that is not quantized",
+            "leave it out, or pass a quantized checkpoint, whose scheme hal reads",
+        )
+
+
+def check_compilation(compilation: Any) -> None:
+    """Check vLLM's ``compilation_config`` before vLLM has put its defaults in.
+
+    Raises:
+        ConfigError: it asks for a mode or for sizes, which hal's own configuration decides.
+    """
+    for name in COMPILATION:
+        value = getattr(compilation, name, None)
+        if value and getattr(value, "name", "") != "NONE":
+            raise ConfigError(
+                f"hal does not read vLLM's compilation_config, and {name} is {value!s:.70}",
+                "leave it out, and set compilation in hal's configuration, such as compilation.capture_sizes",
+            )
