@@ -207,8 +207,13 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
         ("attention_config={'backend': 'FLASH_ATTN'}", "hal does not support vLLM's backend = "),
         ("runner='pooling'", "hal does not support vLLM's runner = pooling"),
         ("quantization='fp8'", "vLLM's quantization = fp8 of a checkpoint that is not quantized"),
-        ("compilation_config={'cudagraph_capture_sizes': [1, 2]}", "cudagraph_capture_sizes is [1, 2]"),
-        ("compilation_config={'mode': 3}", "hal does not read vLLM's compilation_config, and mode is "),
+        ("compilation_config={'mode': 3}", "hal does not support vLLM's mode = "),
+        (
+            "compilation_config={'cudagraph_capture_sizes': [4]}, "
+            "additional_config={'hal': {'backend': 'cpu', 'compilation': {'capture_sizes': [2]}}}",
+            "vLLM's cudagraph_capture_sizes requires compilation.capture_sizes = [4], and hal's configuration has "
+            "compilation.capture_sizes = [2]",
+        ),
         ("additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),
     ],
 )
@@ -281,6 +286,18 @@ def test_the_environment_configures_hal_if_no_argument_does(
     result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, {arguments})")
     assert result.returncode != 0
     assert problem in result.stdout + result.stderr
+
+
+@needs_vllm
+def test_vllm_names_the_sizes_to_capture(trained: Path) -> None:
+    configuration = {"backend": "cpu", "cache": {"num_tokens": 512}, "compilation": {"compiler": "graph"}}
+    program = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, max_num_seqs=4, dtype='float32',\n"
+        f"    compilation_config={{'cudagraph_capture_sizes': [4, 2]}}, additional_config={{'hal': {configuration}}})"
+    )
+    result = run(program)
+    assert "captured decode for whole steps: 2 sequences, 4 sequences\n" in result.stderr, result.stdout + result.stderr
 
 
 @needs_vllm

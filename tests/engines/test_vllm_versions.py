@@ -31,8 +31,9 @@ BY_HAL = {
 """Sampling parameters that the adapter reads."""
 BY_VLLM = {
     "by the scheduler and the output": {
-        "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens", "stream_interval",
-        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "output_text_buffer_length",
+        "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens",
+        "stream_interval", "spaces_between_special_tokens", "include_stop_str_in_output",
+        "output_kind", "output_text_buffer_length",
         "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "repetition_detection", "bad_words",
         "_bad_words_token_ids", "_eos_token_id", "_all_stop_token_ids", "_watermarking_skipped",
     },

@@ -9,7 +9,7 @@ import psutil
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_compilation, check_config
+from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_config, keep_compilation
 
 
 class HalPlatform(Platform):
@@ -52,8 +52,8 @@ class HalPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
-        """Refuse compilation by vLLM. Later, its defaults look as if they had been asked for."""
-        check_compilation(vllm_config.compilation_config)
+        """Keep the sizes of captures that are asked for. Later, vLLM's defaults look the same."""
+        keep_compilation(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

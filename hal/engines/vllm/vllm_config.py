@@ -41,7 +41,7 @@ REFUSED = {
     "observability_config.enable_layerwise_nvtx_tracing": "NVTX ranges",
 }
 """What hal does not support or would not read, and what to start vLLM without. A version may lack some of it."""
-COMPILATION = ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+COMPILATION = ("mode", "cudagraph_mode", "max_cudagraph_capture_size")
 """Options of ``compilation_config`` in whose place hal has its own."""
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 """How hal loads weights, by vLLM's names."""
@@ -49,6 +49,8 @@ SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_cont
 """Numbers of ranks that must be 1."""
 LOCAL_RANKS = "hal_local_ranks"
 """The key of ``additional_config`` that has the number of ranks on this machine."""
+CAPTURE_SIZES = "hal_capture_sizes"
+"""The key of ``additional_config`` that has vLLM's ``cudagraph_capture_sizes``, if they were asked for."""
 
 
 def hal_config(vllm_config: Any) -> dict[str, Any]:
@@ -102,16 +104,19 @@ def check_config(vllm_config: Any) -> None:
         )
 
 
-def check_compilation(compilation: Any) -> None:
-    """Check vLLM's ``compilation_config`` before vLLM has put its defaults in.
+def keep_compilation(vllm_config: Any) -> None:
+    """Keep what is asked for of vLLM's ``compilation_config``, before vLLM puts its defaults in.
 
     Raises:
-        ConfigError: it asks for a mode or for sizes, which hal's own configuration decides.
+        ConfigError: it has a mode, which hal's own configuration decides.
     """
+    compilation = vllm_config.compilation_config
     for name in COMPILATION:
         value = getattr(compilation, name, None)
         if value and getattr(value, "name", "") != "NONE":
             raise ConfigError(
-                f"hal does not read vLLM's compilation_config, and {name} is {value!s:.70}",
-                "leave it out, and set compilation in hal's configuration, such as compilation.capture_sizes",
+                f"hal does not support vLLM's {name} = {value!s:.70} in compilation_config",
+                "leave it out, and set compilation.compiler in hal's configuration, such as to graph",
             )
+    if sizes := compilation.cudagraph_capture_sizes:
+        vllm_config.additional_config = {**(vllm_config.additional_config or {}), CAPTURE_SIZES: sorted(sizes)}

@@ -16,7 +16,7 @@ import hal
 from hal.config import require
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
-from hal.engines.vllm.vllm_config import LOCAL_RANKS, hal_config
+from hal.engines.vllm.vllm_config import CAPTURE_SIZES, LOCAL_RANKS, hal_config
 from hal.errors import ConfigError, ModelError
 from hal.step.dummies import DUMMY_BLOCK
 
@@ -38,6 +38,8 @@ class HalWorker(WorkerBase):
             require(config, "cache.block_size", self.cache_config.block_size, "vLLM's block_size")
         if self.model_config.enforce_eager:
             require(config, "compilation.compiler", "eager", "vLLM's enforce_eager")
+        if (sizes := self.vllm_config.additional_config.get(CAPTURE_SIZES)) is not None:
+            require(config, "compilation.capture_sizes", sizes, "vLLM's cudagraph_capture_sizes")
         choose_device(self.parallel_config, self.local_rank)
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
