@@ -250,6 +250,27 @@ def test_log_probabilities_of_chosen_tokens(trained: Path) -> None:
 
 
 @needs_vllm
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_log_probabilities_of_a_prompt_whose_last_token_comes_alone(trained: Path, mode: str) -> None:
+    """All log-probabilities are known a step before the first token. They have the mode of those of tokens."""
+    program = (
+        "import math\n"
+        "from vllm import LLM, SamplingParams\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', max_logprobs=-1, block_size=16,\n"
+        f"             max_num_batched_tokens=16, max_num_seqs=2, logprobs_mode={mode!r},\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=-1)\n"
+        "output, = engine.generate({'prompt_token_ids': [*range(9, 26)]}, params)\n"
+        "sums = [sum(math.exp(found.logprob) for found in each.values()) for each in output.prompt_logprobs[1:]]\n"
+        "ones = [abs(each - 1) < 1e-3 for each in sums]\n"
+        "print('sums:', len(sums), all(ones), any(ones))\n"
+    )
+    result = run(program)
+    wanted = "sums: 16 True True" if mode == "raw_logprobs" else "sums: 16 False False"
+    assert wanted in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
 def test_a_budget_of_thinking_tokens_ends_the_thinking(trained: Path) -> None:
     """A request without a budget, in the same steps, goes on."""
     program = (

@@ -87,7 +87,9 @@ class HalModelRunner:
                     begin = request.computed + first + 1
                     targets = torch.tensor(request.prompt[begin : begin + score], device=self._device)
                     at = start + first
-                    logprobs = self.sampler.compute_logprobs(logits[at : at + score])
+                    logprobs = logits[at : at + score].float()
+                    if self.sampler.logprobs_mode.endswith("logprobs"):
+                        logprobs = self.sampler.compute_logprobs(logprobs)
                     asked_of_each = num_logprobs(request.params.prompt_logprobs, logprobs.shape[-1])
                     found = self.sampler.gather_logprobs(logprobs, asked_of_each, targets)
                     request.prompt_logprobs.append(found.to_cpu_nonblocking())

@@ -19,8 +19,9 @@ class StepOutput(AsyncModelRunnerOutput):
 
     Args:
         backend: the backend that ran the step.
-        requests: those of the step. It takes the log-probabilities of prompts that are complete from them.
-        ending: those of them that got a token.
+        requests: those of the step.
+        ending: those of them that got a token. It takes the log-probabilities of their prompts from them: vLLM takes
+            none of a request whose prompt goes on, even if only the last token is left, which has no log-probability.
         sampled: their tokens; None if there are none.
     """
 
@@ -31,8 +32,8 @@ class StepOutput(AsyncModelRunnerOutput):
         self.ending, self._backend = ending, backend
         self._names = [each.name for each in requests]
         self._prompts: dict[str, list[LogprobsTensors]] = {}
-        for each in requests:
-            if each.prompt_logprobs and each.scored == len(each.prompt) - 1:
+        for each in ending:
+            if each.prompt_logprobs:
                 self._prompts[each.name], each.prompt_logprobs = each.prompt_logprobs, []
         self._sampled = None if sampled is None else sampled.sampled_token_ids.to("cpu", non_blocking=True)
         logprobs = None if sampled is None else sampled.logprobs_tensors
