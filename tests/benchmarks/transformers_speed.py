@@ -52,7 +52,7 @@ class Steps:
 
     def __init__(self, model: Any, call: Callable[..., Any], prompts: list[list[int]]) -> None:
         self._call, self._tokens = call, torch.tensor(prompts)
-        self._cache = model(self._tokens, use_cache=True).past_key_values
+        self._cache = model(self._tokens, use_cache=True).cache
         self._kept = [(each.keys, each.values) for each in self._cache.layers]
         self._next = torch.tensor([[1 + row] for row in range(len(prompts))])
 
@@ -60,7 +60,7 @@ class Steps:
         # A step replaces the cache's tensors by longer ones. Cropping these would leave gaps, which generate never has.
         for layer, kept in zip(self._cache.layers, self._kept, strict=True):
             layer.keys, layer.values = kept
-        logits: torch.Tensor = self._call(self._next, past_key_values=self._cache, use_cache=True).logits[:, -1]
+        logits: torch.Tensor = self._call(self._next, cache=self._cache, use_cache=True).logits[:, -1]
         return logits
 
     def prefill(self) -> torch.Tensor:

@@ -82,7 +82,7 @@ class TransformersSide:
         def reset() -> None:
             held[0] = self._library.DynamicCache(config=self._model.config)
 
-        return lambda: self._model(input_ids=tokens, past_key_values=held[0], use_cache=True, logits_to_keep=1), reset
+        return lambda: self._model(input_ids=tokens, cache=held[0], use_cache=True, logits_to_keep=1), reset
 
     def _eager(self, tokens: Tensor, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], None]]:
         cache = self._library.DynamicCache(config=self._model.config)
@@ -93,7 +93,7 @@ class TransformersSide:
             if longer:
                 cache.crop(-longer)
 
-        return lambda: self._model(input_ids=tokens, past_key_values=cache, use_cache=True), reset
+        return lambda: self._model(input_ids=tokens, cache=cache, use_cache=True), reset
 
     def _compiled(self, tokens: Tensor, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], None]]:
         # The smallest static cache for the step. generate() allocates and attends over one for all future tokens, so it
@@ -103,7 +103,7 @@ class TransformersSide:
         every = torch.ones(inputs.batch_size, inputs.length + 1, dtype=torch.int64, device=tokens.device)
         positions = torch.full_like(tokens, inputs.length)
         prepared = self._model.prepare_inputs_for_generation(
-            tokens, past_key_values=cache, attention_mask=every, position_ids=positions, use_cache=True
+            tokens, cache=cache, attention_mask=every, position_ids=positions, use_cache=True
         )
         compiled = self._model.get_compiled_call(None)
 

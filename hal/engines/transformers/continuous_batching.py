@@ -7,8 +7,10 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
+import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from hal import ops
@@ -16,6 +18,27 @@ from hal.engines.transformers.attention import check
 
 PAGED = "paged|eager"
 """The one name that continuous batching accepts beside sdpa and flash attention."""
+PAGES = "pages"
+"""The argument of the function by which a layer's cache reaches it."""
+
+
+class UnwrittenCache:
+    """The cache that a layer sees: it hands on the new keys and values alone, which hal's attention writes itself.
+
+    transformers' own ``update`` would copy the keys and values of all earlier tokens out of their pages.
+    """
+
+    def update(self, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values as they are."""
+        return key, value
+
+
+@attrs.frozen(eq=False)
+class ServedLayers:
+    """The attention layers of a model that use hal, and the hooks that hand their cache to hal."""
+
+    layers: WeakSet[nn.Module]
+    hooks: tuple[RemovableHandle, ...]
 
 
 class PagedAttention:
@@ -26,35 +49,37 @@ class PagedAttention:
     """
 
     def __init__(self) -> None:
-        self._models: tuple[WeakSet[nn.Module], ...] = ()
+        self._models: tuple[ServedLayers, ...] = ()
         self._former: Callable[..., Any] = self._attend
         self._registered: Callable[..., Any] = torch.compiler.disable(self._attend)  # It reads lengths on the host.
         self._lock = Lock()
 
-    def add(self, model: nn.Module) -> WeakSet[nn.Module]:
+    def add(self, model: nn.Module) -> ServedLayers:
         """Serve a model's layers, and return them."""
-        layers = WeakSet(each for each in model.modules() if hasattr(each, "layer_idx"))
+        layers = [each for each in model.modules() if hasattr(each, "layer_idx")]
+        hooks = [each.register_forward_pre_hook(_keep_pages, with_kwargs=True) for each in layers if _innermost(each)]
+        served = ServedLayers(WeakSet(layers), tuple(hooks))
         with self._lock:
             if (registered := AttentionInterface()[PAGED]) is not self._registered:
                 self._former = registered
                 AttentionInterface.register(PAGED, self._registered)
-            self._models = (*self._models, layers)
-        return layers
+            self._models = (*self._models, served)
+        return served
 
-    def remove(self, layers: WeakSet[nn.Module]) -> None:
+    def remove(self, served: ServedLayers) -> None:
         """Stop serving the layers that :meth:`add` returned. After the last, the former function is registered."""
+        for hook in served.hooks:
+            hook.remove()
         with self._lock:
-            self._models = tuple(each for each in self._models if each is not layers)
+            self._models = tuple(each for each in self._models if each is not served)
             if not self._models and AttentionInterface()[PAGED] is self._registered:
                 AttentionInterface.register(PAGED, self._former)
 
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        cache = kwargs.get("cache")
-        served = any(module in each for each in self._models)
-        pages = cache.layer_to_allocator[module.layer_idx] if served and cache is not None else None
-        if pages is None or not pages.supports_block_table:
+        pages = kwargs.get(PAGES)
+        if pages is None or not any(module in each.layers for each in self._models):
             return self._former(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         check(module, None, kwargs.get("dropout", 0.0), kwargs)
         key_cache, value_cache = pages.get_cache_for_block_table(module.layer_idx)
@@ -74,6 +99,19 @@ class PagedAttention:
             rows[0], key_cache, value_cache, table, starts, lens, starts_host, lens_host, kwargs["scaling"], True, None
         )
         return attended[None], None
+
+
+def _innermost(module: nn.Module) -> bool:
+    return not any(hasattr(each, "layer_idx") for each in module.modules() if each is not module)
+
+
+def _keep_pages(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    pages = getattr(kwargs.get("cache"), "layer_to_allocator", {}).get(module.layer_idx)
+    if pages is None or not pages.supports_block_table:
+        return None
+    return args, {**kwargs, "cache": UnwrittenCache(), PAGES: pages}
 
 
 PAGED_ATTENTION = PagedAttention()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import attrs
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 import hal
 from hal import ops
 from hal.engines.transformers.attention import attend
-from hal.engines.transformers.continuous_batching import PAGED, PAGED_ATTENTION
+from hal.engines.transformers.continuous_batching import PAGED, PAGED_ATTENTION, ServedLayers
 from hal.errors import BackendNotActive, OperationError
 
 NAME = "hal"
@@ -34,7 +33,7 @@ class Usage:
     _model: Any
     _attention: str
     _experts: Any
-    _paged: WeakSet[nn.Module] | None = None
+    _paged: ServedLayers | None = None
     replaced: tuple[str, ...] = ()
 
     def restore(self) -> None:

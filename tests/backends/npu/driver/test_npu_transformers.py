@@ -30,11 +30,11 @@ def launches(family: str, prepare: Callable[[Any], object], *, queries: int) -> 
         prompt = torch.tensor(prompts_of(7), device="npu")
         with torch.inference_mode():
             for _ in range(2):
-                cache = model(prompt, use_cache=True).past_key_values if queries == 1 else None
+                cache = model(prompt, use_cache=True).cache if queries == 1 else None
                 tokens = prompt[:, :queries]
                 torch.npu.synchronize()
                 with emulator.trace() as trace:
-                    model(tokens, past_key_values=cache, use_cache=cache is not None)
+                    model(tokens, cache=cache, use_cache=cache is not None)
         found.append(trace.counts())
     return found[1] - found[0]
 
