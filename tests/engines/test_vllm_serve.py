@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -48,7 +49,14 @@ def client(server: Server) -> Any:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=LIMIT)
 
 
-def streamed(server: Server, model: Path, prompt: str, new: int = NEW, hang_up_after: int | None = None) -> str:
+def streamed(
+    server: Server,
+    model: Path,
+    prompt: str,
+    new: int = NEW,
+    hang_up_after: int | None = None,
+    began: Event | None = None,
+) -> str:
     """Return the text that a client receives, piece by piece. It may close the connection after some pieces."""
     text, pieces = "", 0
     stream = client(server).completions.create(
@@ -58,6 +66,8 @@ def streamed(server: Server, model: Path, prompt: str, new: int = NEW, hang_up_a
         for event in stream:
             text += event.choices[0].text
             pieces += 1
+            if began is not None:
+                began.set()
             if pieces == hang_up_after:
                 return text
     return text
@@ -120,18 +130,18 @@ def test_a_process_that_is_killed_ends_every_request(trained: Path, tmp_path: Pa
     import openai
 
     with served(trained, tmp_path / "log", ON_CPU, *CPU_ARGUMENTS, RANKS, ranks) as server:
-        processes = server.processes()
+        processes, began = server.processes(), Event()
 
         def asked(row: int) -> str:
             try:
-                streamed(server, trained, PROMPTS[row % 8], 480)
+                streamed(server, trained, PROMPTS[row % 8], 480, began=began)
             except openai.APIError as error:
                 return type(error).__name__
             return "finished"
 
         with ThreadPoolExecutor(32) as pool:
             answers = [pool.submit(asked, row) for row in range(32)]
-            assert eventually(lambda: server.metric("num_requests_running") > 0, 30)
+            assert began.wait(LIMIT)  # The first piece, not a metric: the server answers late under load.
             server.named(victim).send_signal(signal.SIGKILL)
             killed = time.monotonic()
             found = [each.result(timeout=LIMIT) for each in answers]
