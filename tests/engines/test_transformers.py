@@ -178,6 +178,14 @@ class TestRefusals:
         with pytest.raises(BackendNotActive, match=r"hal\.open"):
             use(model_of("Llama"))
 
+    def test_a_step_without_a_paged_cache(self, cpu: hal.Backend) -> None:
+        from hal.engines.transformers import use
+
+        model = model_of("Llama")
+        with use(model, continuous_batching=True), pytest.raises(OperationError, match="without a paged cache"):
+            model(torch.tensor([[5, 6]]), use_cache=False)
+        assert model(torch.tensor([[5, 6]])).logits.shape[1] == 2
+
     def test_nothing_to_replace(self, cpu: hal.Backend) -> None:
         from hal.engines.transformers import use
 
@@ -207,7 +215,7 @@ def test_the_names_that_may_change() -> None:
     from transformers.generation.continuous_batching.cache_allocators.full_attention import FullAttentionCacheAllocator
     from transformers.integrations.moe import ExpertsInterface
 
-    version = f"transformers {transformers.__version__}; hal was tested with 5.23"
+    version = f"transformers {transformers.__version__}; hal was tested with 5.24"
     assert "sdpa" in transformers.AttentionMaskInterface(), version
     assert "paged|eager" in transformers.AttentionInterface(), version
     assert "grouped_mm" in ExpertsInterface(), version

@@ -9,17 +9,19 @@ from weakref import WeakSet
 
 import attrs
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from hal import ops
 from hal.engines.transformers.attention import check
+from hal.errors import OperationError
 
 PAGED = "paged|eager"
 """The one name that continuous batching accepts beside sdpa and flash attention."""
 PAGES = "pages"
-"""The argument of the function by which a layer's cache reaches it."""
+"""The argument of the function by which a layer's cache reaches it; None for a cache that is no table of blocks."""
 
 
 class UnwrittenCache:
@@ -78,8 +80,14 @@ class PagedAttention:
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        pages = kwargs.get(PAGES)
-        if pages is None or not any(module in each.layers for each in self._models):
+        if not any(module in each.layers for each in self._models):
+            return self._former(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        if PAGES not in kwargs:
+            raise OperationError(
+                f"{type(module).__name__} of transformers {transformers.__version__} was called without a paged cache",
+                "call generate_batch only while hal serves it, with a version that torch-hal[transformers] names",
+            )
+        if (pages := kwargs.pop(PAGES)) is None:
             return self._former(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         check(module, None, kwargs.get("dropout", 0.0), kwargs)
         key_cache, value_cache = pages.get_cache_for_block_table(module.layer_idx)
@@ -109,8 +117,10 @@ def _keep_pages(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     pages = getattr(kwargs.get("cache"), "layer_to_allocator", {}).get(module.layer_idx)
-    if pages is None or not pages.supports_block_table:
+    if pages is None:
         return None
+    if not pages.supports_block_table:
+        return args, {**kwargs, PAGES: None}
     return args, {**kwargs, "cache": UnwrittenCache(), PAGES: pages}
 
 
