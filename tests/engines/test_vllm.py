@@ -250,6 +250,43 @@ def test_log_probabilities_of_chosen_tokens(trained: Path) -> None:
 
 
 @needs_vllm
+@pytest.mark.parametrize("variable", ["VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS"])
+def test_logits_with_a_nan(monkeypatch: pytest.MonkeyPatch, trained: Path, variable: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    program = (
+        "import torch\n"
+        "from vllm import LLM, SamplingParams\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', disable_log_stats=False,\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "def corrupted():\n"
+        "    return [each.value for each in engine.get_metrics() if each.name == 'vllm:corrupted_requests']\n"
+        "params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)\n"
+        "engine.generate('x = ', params)\n"
+        "before = corrupted()\n"
+        "nans = torch.full([engine.llm_engine.model_config.get_hidden_size()], torch.nan)\n"
+        "engine.collective_rpc('reload_weights', kwargs={'weights_iterator': [('model.norm.weight', nans)]})\n"
+        "engine.generate('x = ', params)\n"
+        "print('corrupted:', before, corrupted())\n"
+    )
+    result = run(program)
+    if variable == "VLLM_RAISE_ON_LOGIT_NANS":
+        assert result.returncode != 0
+        assert "NumericsError: the logits of 1" in result.stderr
+    else:
+        assert "corrupted: [0] [1]" in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
+@pytest.mark.parametrize("variable", ["VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION"])
+def test_a_variable_that_hal_does_not_read(monkeypatch: pytest.MonkeyPatch, trained: Path, variable: str) -> None:
+    value = {"VLLM_BATCH_INVARIANT": "1"}.get(variable, "high")
+    monkeypatch.setenv(variable, value)
+    result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64)")
+    assert result.returncode != 0
+    assert f"hal does not read vLLM's variable {variable} = {value}" in result.stdout + result.stderr
+
+
+@needs_vllm
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
 def test_log_probabilities_of_a_prompt_whose_last_token_comes_alone(trained: Path, mode: str) -> None:
     """All log-probabilities are known a step before the first token. They have the mode of those of tokens."""

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
@@ -111,13 +112,15 @@ class HalModelRunner:
         step, self._step = self._step, None
         ending = [each for each, last in zip(step.requests, step.finishes, strict=True) if last]
         with self.runner.backend.explaining(), torch.inference_mode():
-            sampled = None
+            sampled = nans = None
             if ending:
+                if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+                    nans = step.logits.isnan().sum(-1)
                 if grammar is not None:
                     rows = SimpleNamespace(req_ids=[each.name for each in ending])
                     apply_grammar_bitmask(step.scheduled, grammar, rows, step.logits)
                 sampled = self.sampler(step.logits, self._sampling.metadata(ending))
-            output = self._running = StepOutput(self.runner.backend, step.requests, ending, sampled)
+            output = self._running = StepOutput(self.runner.backend, step.requests, ending, sampled, nans)
             if output.arrived:
                 self._settle()
             elif sampled is not None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
+from torch import Tensor
+from vllm import envs
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput, SamplerOutput
 
 import hal
 from hal.engines.vllm.request import Request
+from hal.errors import NumericsError
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -23,11 +26,12 @@ class StepOutput(AsyncModelRunnerOutput):
         ending: those of them that got a token. It takes the log-probabilities of their prompts from them: vLLM takes
             none of a request whose prompt goes on, even if only the last token is left, which has no log-probability.
         sampled: their tokens; None if there are none.
+        nans: ``[len(ending)]``, the number of NaN in the logits of each; None if they are not counted.
     """
 
     def __init__(
         self, backend: hal.Backend, requests: Sequence[Request], ending: Sequence[Request],
-        sampled: SamplerOutput | None,
+        sampled: SamplerOutput | None, nans: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.ending, self._backend = ending, backend
         self._names = [each.name for each in requests]
@@ -38,6 +42,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self._sampled = None if sampled is None else sampled.sampled_token_ids.to("cpu", non_blocking=True)
         logprobs = None if sampled is None else sampled.logprobs_tensors
         self._logprobs = None if logprobs is None else logprobs.to_cpu_nonblocking()
+        self._nans = None if nans is None else nans.to("cpu", non_blocking=True)
         self._copied = backend.device.event()
         self._copied.record()
 
@@ -54,18 +59,29 @@ class StepOutput(AsyncModelRunnerOutput):
         return [] if self._sampled is None else self._sampled.flatten().tolist()
 
     def get_output(self) -> ModelRunnerOutput:
-        """Return what the scheduler reads. Waits for it."""
+        """Return what the scheduler reads. Waits for it.
+
+        Raises:
+            NumericsError: logits have a NaN, and ``VLLM_RAISE_ON_LOGIT_NANS`` is set.
+        """
         tokens = {request.name: [token] for request, token in zip(self.ending, self.tokens, strict=True)}
         found = [tokens.get(name, []) for name in self._names]
         logprobs = None
         if self._logprobs is not None:
             logprobs = self._logprobs.tolists([0, *accumulate(map(len, found))])
+        nans = None if self._nans is None else dict(zip(tokens, self._nans.tolist(), strict=True))
+        if nans and any(nans.values()) and getattr(envs, "VLLM_RAISE_ON_LOGIT_NANS", False):
+            raise NumericsError(
+                f"the logits of {', '.join(name for name, count in nans.items() if count)!s:.200} have a NaN",
+                "look for its origin with hal's debug mode, or unset VLLM_RAISE_ON_LOGIT_NANS",
+            )
         return ModelRunnerOutput(
             req_ids=self._names,
             req_id_to_index={name: index for index, name in enumerate(self._names)},
             sampled_token_ids=found,
             logprobs=logprobs,
             prompt_logprobs_dict={name: LogprobsTensors.cat(parts) for name, parts in self._prompts.items()},
+            num_nans_in_logits=nans,
         )
 
     def get_kv_connector_output(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import reduce
 from typing import Any
 
@@ -41,6 +42,8 @@ REFUSED = {
     "observability_config.enable_layerwise_nvtx_tracing": "NVTX ranges",
 }
 """What hal does not support or would not read, and what to start vLLM without. A version may lack some of it."""
+VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION")
+"""Variables that change how vLLM's own model runner computes, and that hal does not read."""
 COMPILATION = ("mode", "cudagraph_mode", "max_cudagraph_capture_size")
 """Options of ``compilation_config`` in whose place hal has its own."""
 LOAD_FORMATS = ("auto", "hf", "safetensors")
@@ -69,6 +72,9 @@ def check_config(vllm_config: Any) -> None:
         if value and value != "auto":
             name = path.rpartition(".")[2]
             raise ConfigError(f"hal does not support vLLM's {name} = {value!s:.70}", f"start vLLM without {feature}")
+    for name in VARIABLES:
+        if (value := os.environ.get(name, "0")) not in ("", "0", "highest"):
+            raise ConfigError(f"hal does not read vLLM's variable {name} = {value}", "unset it")
     parallel = vllm_config.parallel_config
     for name in SIZES:
         if (size := getattr(parallel, name)) > 1:
