@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ModuleNotFoundError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 import hal
 from hal.engines.vllm.worker import HalWorker
