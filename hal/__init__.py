@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.drivers.registry import read_config
     from hal.errors import HalError
+    from hal.execution.host_copy import HostCopy
     from hal.execution.memory_plan import MemoryPlan, plan_memory
     from hal.execution.replace_weights import replace_weights
     from hal.execution.runner import Runner
@@ -64,6 +65,7 @@ _HOME = {
     "Event": "hal.device.stream",
     "Form": "hal.drivers.compiler",
     "Graph": "hal.device.graph",
+    "HostCopy": "hal.execution.host_copy",
     "HostDevice": "hal.device.host_device",
     "HalError": "hal.errors",
     "Limits": "hal.device.limits",
@@ -108,6 +110,7 @@ __all__ = [
     "Form",
     "Graph",
     "HalError",
+    "HostCopy",
     "HostDevice",
     "Limits",
     "MemoryPlan",

@@ -100,8 +100,8 @@ class InputBatch(SequenceRows):
         else:
             behind = asked.cumsum()
             logits = np.arange(behind[-1]) - (behind - starts[1:]).repeat(asked)
-        needed = -(-int(ends.max()) // self._block_size)
-        columns = min(-(-needed // _COLUMNS) * _COLUMNS, self._columns)
+        longest = int(ends.max())
+        columns = min(-(-longest // (_COLUMNS * self._block_size)) * _COLUMNS, self._columns)
         layout = self._staging.layout({"tokens": total, "sequences": size, "rows": len(logits), "blocks": columns})
         host = layout.host
         host["token_ids"][:] = tokens = self._tokens[of_token, positions]
@@ -109,8 +109,8 @@ class InputBatch(SequenceRows):
         block, offset = np.divmod(positions, self._block_size)
         host["slot_mapping"][:] = self._table[of_token, block] * self._block_size + offset
         table = self._table[:size, :columns] if rows is None else self._table[index, :columns]
-        unread = self._unread(before)
-        if unread.any():
+        if longest > self._window:
+            unread = np.maximum(before - self._window + 1, 0) // self._block_size
             # Kernels may multiply values before the window by 0, and 0 * NaN is NaN. So a row names no block of others.
             table = np.where(np.arange(columns) < unread[:, None], self._table[index, unread][:, None], table)
         host["block_table"][:] = table
@@ -120,7 +120,7 @@ class InputBatch(SequenceRows):
         if self._slotted:
             host["slots"][:] = self._slots[index]
         self._staging.send(layout)
-        if self._pending[index].any():
+        if np.count_nonzero(self._pending[index]):
             self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
         if self._type in (Batch, SlotBatch) and not fields:
             return self._type(**layout.tensors)
@@ -150,7 +150,7 @@ class InputBatch(SequenceRows):
         ends = cached + counts
         room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
         wrong = (ends > room) | (cached < 0) | (counts < 1) | (asked < 0) | (asked > counts)
-        if wrong.any():
+        if np.count_nonzero(wrong):
             at = int(wrong.argmax())
             self._refuse(int(index[at]), int(cached[at]), int(counts[at]), int(asked[at]))
 

@@ -96,7 +96,7 @@ class SequenceRows:
                 are more tokens or blocks than ``max_length`` allows. The row is unchanged then.
         """
         self._check_row(row)
-        start, first = int(self._lengths[row]), int(self._blocks[row])
+        start, first = self._lengths.item(row), self._blocks.item(row)
         end, last = start + len(token_ids), first + len(block_ids)
         if end > self.max_length or last > self._columns:
             raise BatchError(
@@ -106,9 +106,10 @@ class SequenceRows:
         if len(token_ids):
             tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
         if len(block_ids):
-            unread, end_block = int(self._unread(self._cached[row])), self._bounds.num_blocks
-            skipped = max(0, unread - first)
-            integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block)
+            unread = max(self._cached.item(row) - self._window + 1, 0) // self._block_size
+            skipped, end_block = max(0, unread - first), self._bounds.num_blocks
+            if skipped:
+                integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block)
             new = integers_of(row, "block {}", block_ids[skipped:], self._bounds.first_block, end_block)
             if len(set(new)) < len(new) or not set(new).isdisjoint(self._table[row, unread:first].tolist()):
                 raise BatchError(
@@ -134,7 +135,7 @@ class SequenceRows:
         if len(tokens) != len(index):
             raise BatchError(f"{len(index)} rows get {len(tokens)} tokens", "pass one token for each row")
         ends = self._lengths[index] - self._pending[index]
-        if (ends >= self.max_length).any():
+        if ends.size and ends.max() >= self.max_length:
             raise BatchError(
                 f"row {rows[int(ends.argmax())]} has {self.max_length} tokens, the most",
                 "end the sequence, or make the input batch with a larger max_length",
@@ -258,10 +259,6 @@ class SequenceRows:
     def _clear(self, row: int) -> None:
         self._table[row, : self._blocks[row]] = 0
         self._lengths[row] = self._cached[row] = self._blocks[row] = self._pending[row] = 0
-
-    def _unread(self, cached: Any) -> Any:
-        """Return how many first blocks of sequences no query reads that follows so many cached tokens."""
-        return np.maximum(cached - self._window + 1, 0) // self._block_size
 
     def _rows_of(self, rows: Sequence[int]) -> Any:
         """Return different rows as an array."""

@@ -33,30 +33,28 @@ class StepOutput(AsyncModelRunnerOutput):
         self, backend: hal.Backend, requests: Sequence[Request], ending: Sequence[Request],
         sampled: SamplerOutput | None, nans: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.ending, self._backend = ending, backend
+        self.ending = ending
         self._names = [each.name for each in requests]
         self._prompts: dict[str, list[LogprobsTensors]] = {}
         for each in ending:
             if each.prompt_logprobs:
                 self._prompts[each.name], each.prompt_logprobs = each.prompt_logprobs, []
-        self._sampled = None if sampled is None else sampled.sampled_token_ids.to("cpu", non_blocking=True)
         logprobs = None if sampled is None else sampled.logprobs_tensors
         self._logprobs = None if logprobs is None else logprobs.to_cpu_nonblocking()
-        self._nans = None if nans is None else nans.to("cpu", non_blocking=True)
-        self._copied = backend.device.event()
-        self._copied.record()
+        tokens = None if sampled is None else sampled.sampled_token_ids
+        copied = [each for each in (tokens, nans) if each is not None]
+        self._copy = hal.HostCopy(backend, *copied)  # behind the log-probabilities
 
     @property
     def arrived(self) -> bool:
         """Whether the tokens are on the host."""
-        return self._copied.query()
+        return self._copy.arrived
 
     @cached_property
     def tokens(self) -> list[int]:
         """The tokens of ``ending``. Waits for them."""
-        with self._backend.explaining():
-            self._copied.synchronize()
-        return [] if self._sampled is None else self._sampled.flatten().tolist()
+        sampled = self._copy.wait()
+        return sampled[0].flatten().tolist() if sampled else []
 
     def get_output(self) -> ModelRunnerOutput:
         """Return what the scheduler reads. Waits for it.
@@ -69,7 +67,8 @@ class StepOutput(AsyncModelRunnerOutput):
         logprobs = None
         if self._logprobs is not None:
             logprobs = self._logprobs.tolists([0, *accumulate(map(len, found))])
-        nans = None if self._nans is None else dict(zip(tokens, self._nans.tolist(), strict=True))
+        counted = self._copy.wait()[1:]
+        nans = dict(zip(tokens, counted[0].tolist(), strict=True)) if counted else None
         if nans and any(nans.values()) and getattr(envs, "VLLM_RAISE_ON_LOGIT_NANS", False):
             raise NumericsError(
                 f"the logits of {', '.join(name for name, count in nans.items() if count)!s:.200} have a NaN",
