@@ -77,6 +77,12 @@ def gap(checkpoint: str, tokens: list[int], one: int, other: int) -> float:
         return abs(float(logits[one] - logits[other]))
 
 
+def by_hal(params: SamplingParams) -> hal.SamplingParams:
+    """Return hal's sampling parameters for vLLM's."""
+    same = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return hal.SamplingParams(max_new_tokens=params.max_tokens, seed=params.seed or 0, **same)
+
+
 def main() -> None:
     """Run the requests, compare, and write what was found."""
     asked = json.loads(sys.argv[1])
@@ -133,14 +139,14 @@ def main() -> None:
     alone = {name: each for name, each in asked["hal"].items() if name != "parallel"}
     backend = hal.open({**alone, "dtype": asked["dtype"], "cache": {"num_tokens": 8192}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
-    chosen = [index for index, each in enumerate(kinds) if each in ("greedy", "logprobs", "prompt logprobs")]
+    chosen = [index for index, each in enumerate(kinds) if each in ("greedy", "seed", "logprobs", "prompt logprobs")]
     expected: dict[int, list[int]] = {index: [] for index in chosen}
-    wanted = [hal.SamplingParams(max_new_tokens=params[index].max_tokens) for index in chosen]
+    wanted = [by_hal(params[index]) for index in chosen]
     for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
         expected[chosen[token.prompt]].append(token.token_id)
     # The others against the same request without company, by the same sampler.
     for index, kind in enumerate(kinds):
-        if kind in ("seed", "penalties", "regex"):
+        if kind in ("penalties", "regex"):
             (again,) = engine.generate([inputs[index]], [params[index]], use_tqdm=False)
             expected[index] = list(again.outputs[0].token_ids)
     for index, output in enumerate(found):

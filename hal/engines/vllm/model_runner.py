@@ -15,7 +15,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 import hal
 from hal.engines.vllm.request import Request, Requests
-from hal.engines.vllm.sampling import Sampling, num_logprobs
+from hal.engines.vllm.sampling import Draw, Sampling, num_logprobs
 from hal.engines.vllm.step_output import StepOutput
 
 
@@ -40,10 +40,11 @@ class HalModelRunner:
     def __init__(self, vllm_config: Any, runner: hal.Runner) -> None:
         self.runner, self._device = runner, runner.backend.device.torch
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
-        self.requests = Requests(runner.input_batch(rows), self._device)
         model_config = vllm_config.model_config
+        self.requests = Requests(runner.input_batch(rows), model_config.seed)
         self.sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         self.sampler.greedy_sample = runner.backend.ops.greedy_sample  # torch's argmax is many times slower on a CPU.
+        self.sampler.topk_topp_sampler = self._draw = Draw(self.sampler, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._step: _Step | None = None
         self._running: StepOutput | None = None  # whose tokens the requests do not have yet
@@ -119,6 +120,7 @@ class HalModelRunner:
                 if grammar is not None:
                     rows = SimpleNamespace(req_ids=[each.name for each in ending])
                     apply_grammar_bitmask(step.scheduled, grammar, rows, step.logits)
+                self._draw.requests = ending
                 sampled = self.sampler(step.logits, self._sampling.metadata(ending))
             output = self._running = StepOutput(self.runner.backend, step.requests, ending, sampled, nans)
             if output.arrived:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from hal.step import InputBatch
@@ -26,7 +26,7 @@ class Request:
         blocks: its blocks, in order.
         computed: the number of its tokens that were in the cache when its last step was scheduled.
         outputs: the tokens that were sampled. The last one is ``PENDING`` while only the device has it.
-        generator: the random generator of a request with a seed.
+        seed: its seed, or the one that it was given.
         row: its row, or -1.
         scored: of how many of the prompt's tokens the log-probabilities are known.
         prompt_logprobs: these, in parts.
@@ -38,7 +38,7 @@ class Request:
     blocks: list[int]
     computed: int
     outputs: list[int]
-    generator: torch.Generator | None
+    seed: int
     row: int = -1
     scored: int = 0
     prompt_logprobs: list[Any] = attrs.field(factory=list)
@@ -56,11 +56,11 @@ class Requests:
 
     Args:
         inputs: the rows.
-        device: the device of random generators.
+        seed: decides the seeds of requests without one. All ranks have the same, and so draw the same tokens.
     """
 
-    def __init__(self, inputs: InputBatch, device: torch.device) -> None:
-        self.inputs, self._device = inputs, device
+    def __init__(self, inputs: InputBatch, seed: int) -> None:
+        self.inputs, self._seeds = inputs, random.Random(seed)
         self._known: dict[str, Request] = {}
         self._by_row: list[Request] = []
 
@@ -126,12 +126,14 @@ class Requests:
         """Add a request. One that is resumed may come as a new one, with the tokens that it has."""
         prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
         outputs = list(new.prefill_token_ids or ())[len(prompt) :]
-        generator = None if before is None else before.generator
-        if new.sampling_params.seed is not None and generator is None:
-            generator = torch.Generator(self._device).manual_seed(new.sampling_params.seed)
+        seed = new.sampling_params.seed
+        if seed is None:
+            resumed = before is not None and len(before.prompt) == len(prompt)
+            seed = before.seed if before is not None and resumed else self._seeds.getrandbits(63)
         request = Request(
-            new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs, generator
-        )
+            new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs,
+            seed % 2**63,
+        )  # fmt: skip
         if before is not None:
             self._drop(before)
             request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs

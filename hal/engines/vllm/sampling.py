@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
+import hal
 from hal.engines.vllm.request import Request
 from hal.step import to_device
 
@@ -19,6 +22,42 @@ COLUMNS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "rep
 """The parameters of which the sampler takes a column, in float32."""
 GREEDY = 1e-5
 """Temperatures below take the most likely token, as in vLLM's sampler."""
+
+
+class Draw(nn.Module):
+    """Draws tokens as :func:`hal.generate` does: a request's seed and the number of its tokens decide, nothing else.
+
+    It takes the place of the last part of vLLM's sampler, which has a random generator for each request with a seed.
+
+    Args:
+        sampler: vLLM's sampler.
+        backend: runs the operation.
+    """
+
+    def __init__(self, sampler: Sampler, backend: hal.Backend) -> None:
+        super().__init__()
+        self._mode, self._logprobs, self._sample = sampler.logprobs_mode, sampler.compute_logprobs, backend.ops.sample
+        self.requests: Sequence[Request] = ()
+
+    def forward(
+        self, logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a token for each row of ``requests``, and the processed logits if the sampler's mode asks for them."""
+        device, rows = logits.device, len(self.requests)
+        random = [
+            float(each.params.temperature >= GREEDY) for each in self.requests
+        ]  # vLLM takes others from greedy rows
+        numbers = [[each.seed for each in self.requests], [len(each.outputs) for each in self.requests]]
+        tokens = self._sample(
+            logits, to_device(torch.tensor(random), device),
+            torch.zeros(rows, dtype=torch.int32, device=device) if k is None else k,
+            torch.ones(rows, device=device) if p is None else p, torch.zeros(rows, device=device),
+            *to_device(torch.tensor(numbers), device),
+        )  # fmt: skip
+        if not self._mode.startswith("processed"):
+            return tokens, None
+        logits = apply_top_k_top_p_pytorch(logits, k, p)
+        return tokens, logits if self._mode == "processed_logits" else self._logprobs(logits)
 
 
 class Sampling:
@@ -82,7 +121,7 @@ class Sampling:
             top_k=to_device(torch.tensor(top_k, dtype=torch.int32), self._device)
             if any(each.top_k > 0 for each in params)
             else None,
-            generators={row: each.generator for row, each in enumerate(requests) if each.generator is not None},
+            generators={},
             max_num_logprobs=max(asked, default=None),
             no_penalties=not penalized,
             prompt_token_ids=self._prompts(requests) if penalized else None,

@@ -44,7 +44,6 @@ class HalWorker(WorkerBase):
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
         join_ranks(self.backend, self.parallel_config, self.rank, self.local_rank, self.distributed_init_method)
-        torch.manual_seed(self.model_config.seed)  # All ranks draw the same tokens.
         self.cache_config.block_size = self.backend.block_size
         log.info("hal: %r", self.backend)
 
