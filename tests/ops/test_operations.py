@@ -262,15 +262,15 @@ class TestInterception:
 
 def test_strict_refuses_to_run_a_reference() -> None:
     backend = hal.open({"backend": "cpu", "strict": True})
-    sample = next(iter(ops.operation("sample").samples(Draw())))
-    with pytest.raises(MissingKernel, match="no kernel for sample"):
-        ops.sample(*sample)
+    sample = next(iter(ops.operation("quantize").samples(Draw())))
+    with pytest.raises(MissingKernel, match="no kernel for quantize"):
+        ops.quantize(*sample)
     backend.ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6)
     cpu = hal.open("cpu")
-    ops.sample(*sample)  # binds its body
+    ops.quantize(*sample)  # binds its body
     cpu.configure(hal.Config(backend="cpu", strict=True))
     with pytest.raises(MissingKernel):
-        ops.sample(*sample)
+        ops.quantize(*sample)
     hal.open("cpu")
 
 

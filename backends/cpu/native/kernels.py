@@ -21,6 +21,7 @@ from .. import kernels as by_torch
 from .arguments import DTYPES, bound, empty, integers, packed, require, rows
 from .build import load
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
+from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 
 UNLIMITED = 1 << 62  # tokens, or queries times tokens
 FEW = 1 << 12
@@ -29,7 +30,7 @@ BASIC = (
     "add_rms_norm", "greedy_sample", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul",
     "store_kv_cache",
 )  # fmt: skip
-NATIVE = (*BASIC, *EXPERT_KERNELS)
+NATIVE = (*BASIC, *EXPERT_KERNELS, *SAMPLING_KERNELS)
 
 
 def native_kernels() -> dict[str, Kernel]:
@@ -39,8 +40,11 @@ def native_kernels() -> dict[str, Kernel]:
         DriverUnavailable: the library cannot be compiled.
     """
     library = load()
-    both = ((_Library(library), BASIC), (ExpertKernels(library), EXPERT_KERNELS))
-    return {name: getattr(bindings, name) for bindings, names in both for name in names}
+    each = (
+        (_Library(library), BASIC), (ExpertKernels(library), EXPERT_KERNELS),
+        (SamplingKernels(library), SAMPLING_KERNELS),
+    )  # fmt: skip
+    return {name: getattr(bindings, name) for bindings, names in each for name in names}
 
 
 class _Library:

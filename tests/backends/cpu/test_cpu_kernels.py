@@ -228,6 +228,10 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
             (*attention, starts, (lens.long() + 2**32), 1.0, True, None),
         ],
     }
+    columns = list(next(iter(ops.operation("sample").samples(Draw()))))
+    calls["sample"] = [(*columns[:at], columns[at].double(), *columns[at + 1 :]) for at in range(7)]
+    calls["sample"] += [(*columns[:at], columns[at][:0], *columns[at + 1 :]) for at in range(7)]
+    calls["sample"] += [(columns[0][:, :0], *columns[1:]), (columns[0][0], *columns[1:])]
     assert set(calls) == set(NATIVE)
     for name, each in calls.items():
         for arguments in each:
