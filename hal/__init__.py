@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.loading import load_model
     from hal.checkpoint.model_registry import architectures
+    from hal.checkpoint.random_weights import RandomCheckpoint
     from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
     from hal.device.device import Device
     from hal.device.graph import Graph
@@ -74,6 +75,7 @@ _HOME = {
     "Probe": "hal.drivers.driver",
     "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
+    "RandomCheckpoint": "hal.checkpoint.random_weights",
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",
     "State": "hal.step",
@@ -118,6 +120,7 @@ __all__ = [
     "ParallelConfig",
     "PhaseConfig",
     "Probe",
+    "RandomCheckpoint",
     "Runner",
     "SamplingParams",
     "State",

@@ -10,9 +10,9 @@ import torch
 
 import hal
 from hal.bench.bench_errors import BenchmarkError, need
-from hal.bench.contenders.random_weights import RandomCheckpoint
 from hal.bench.contenders.shapes import SHAPES
 from hal.checkpoint.loading import build_model
+from hal.checkpoint.random_weights import RandomCheckpoint
 from hal.config import read
 from hal.drivers.compiler_registry import EAGER
 from hal.drivers.registry import read_config

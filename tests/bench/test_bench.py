@@ -31,12 +31,13 @@ import hal
 from hal import ops
 from hal.bench import bench_report, measurement, plan
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders import random_weights, transformers_side
+from hal.bench.contenders import transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.hal_side import HalSide
 from hal.bench.contenders.shapes import SHAPES
 from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.figures import floor, launches, peak_memory, routing, timing, token_agreement
+from hal.checkpoint import random_weights
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import CausalLM

@@ -199,7 +199,7 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
             "block_size=32, additional_config={'hal': {'backend': 'cpu', 'cache': {'block_size': 16}}}",
             "vLLM's block_size requires cache.block_size = 32, and hal's configuration has cache.block_size = 16",
         ),
-        ("load_format='dummy'", "hal does not support vLLM's load_format = dummy"),
+        ("load_format='tensorizer'", "hal does not support vLLM's load_format = tensorizer"),
         ("enable_prompt_embeds=True", "hal does not support vLLM's enable_prompt_embeds = True"),
         ("enable_dbo=True", "hal does not support vLLM's enable_dbo = True"),
         ("hf_overrides={'rope_theta': 1e6}", "hal does not support vLLM's hf_overrides = {'rope_theta': 1000000.0}"),

@@ -30,19 +30,21 @@ from hal.step import SEQUENCE, TOKEN, State
 LONGEST, CACHED, NEW = 128, 512, 20
 
 
-def differing(checkpoint: str, config: dict[str, Any], seed: int, before: str | None = None) -> list[str]:
-    """Return what differs between the tokens of the two. vLLM may start with other weights, and reload them."""
+def differing(
+    checkpoint: str, config: dict[str, Any], seed: int, before: str | None = None, load_format: str = "auto"
+) -> list[str]:
+    """Return what differs between the tokens of the two. vLLM may start with other weights, or random ones."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(5, 90) for _ in range(draw.randint(1, 100))] for _ in range(12)]
     engine = LLM(
         model=before or checkpoint, max_model_len=LONGEST, block_size=16, dtype="float32", skip_tokenizer_init=True,
         max_num_seqs=4, max_num_batched_tokens=48, num_gpu_blocks_override=CACHED // 16,
-        additional_config={"hal": config},
+        additional_config={"hal": config}, load_format=load_format,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": each} for each in prompts]
     found = engine.generate(given, params, use_tqdm=False)
-    if before is not None:
+    if before is not None or load_format == "dummy":
         former = [[*each.outputs[0].token_ids] for each in found]
         engine.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
         engine.reset_prefix_cache()
@@ -101,6 +103,8 @@ def main() -> None:
     """Compare all, and write what differs."""
     asked = json.loads(sys.argv[1])
     found = {name: differing(folder, asked["hal"], 3) for name, folder in asked["checkpoints"].items()}
-    found["reloaded"] = differing(next(iter(asked["checkpoints"].values())), asked["hal"], 4, asked["before"])
+    first = next(iter(asked["checkpoints"].values()))
+    found["reloaded"] = differing(first, asked["hal"], 4, asked["before"])
+    found["reloaded over random weights"] = differing(first, asked["hal"], 4, load_format="dummy")
     found["specifications"] = specifications()
     Path(asked["out"]).write_text(json.dumps(found), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Configurations of models that are often measured; ``random_weights.py`` generates their weights."""
+"""Configurations of models that are often measured; ``hal/checkpoint/random_weights.py`` generates their weights."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ import attrs
 
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.contenders.hal_side import HalSide
-from hal.bench.contenders.random_weights import RandomCheckpoint, meta_model
 from hal.bench.contenders.workload import Inputs
 from hal.bench.plan import Setting
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import shrink
+from hal.checkpoint.random_weights import RandomCheckpoint, meta_model
 
 PEERS: Mapping[str, int] = {"SGLang 0.5.23, Qwen3, graph mode": 10}
 """Kernels that other implementations launch per decode layer in bfloat16, according to their sources.

@@ -16,12 +16,12 @@ from typing import Any
 import attrs
 import torch
 
-from hal.bench.contenders.random_weights import meta_model
 from hal.bench.figures.floor import Work, decode_bytes, prefill_operations
 from hal.bench.figures.launches import config_of_layers
 from hal.bench.figures.routing import Routing, expert_weights
 from hal.bench.prediction.traced_counts import TracedCounts, traced_counts
 from hal.checkpoint.loading import distribute_experts, shrink
+from hal.checkpoint.random_weights import meta_model
 from hal.config import ParallelConfig
 from hal.errors import ConfigError
 from hal.nn import CausalLM, Experts

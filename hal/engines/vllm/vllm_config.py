@@ -46,7 +46,7 @@ VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION")
 """Variables that change how vLLM's own model runner computes, and that hal does not read."""
 COMPILATION = ("mode", "cudagraph_mode", "max_cudagraph_capture_size")
 """Options of ``compilation_config`` in whose place hal has its own."""
-LOAD_FORMATS = ("auto", "hf", "safetensors")
+LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 """How hal loads weights, by vLLM's names."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Numbers of ranks that must be 1."""

@@ -48,14 +48,10 @@ class HalWorker(WorkerBase):
         log.info("hal: %r", self.backend)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the checkpoint.
-
-        Raises:
-            ConfigError: vLLM asks for weights without a checkpoint.
-        """
-        if load_dummy_weights:
-            raise ConfigError("hal loads no dummy weights", "pass a checkpoint")
-        self.model = hal.load_model(self.model_config.model, self.backend)
+        """Load the checkpoint, or random weights in its place: vLLM's dummy weights, which others replace later."""
+        dummy = load_dummy_weights or self.load_config.load_format == "dummy"
+        opened = (hal.RandomCheckpoint if dummy else hal.Checkpoint).open(self.model_config.model)
+        self.model = hal.load_model(opened, self.backend)
 
     def reload_weights(
         self, weights_iterator: Iterable[tuple[str, Tensor]] | None = None, weights_path: str | None = None,

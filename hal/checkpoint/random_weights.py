@@ -1,4 +1,4 @@
-"""Checkpoints with random weights that exist only in memory."""
+"""Checkpoints with random weights, which exist only in memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,48 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.checkpoint.weight_bindings import bindings_of
+from hal.config.untrusted_files import read_json
+from hal.errors import CheckpointError
 from hal.nn import CausalLM
+from hal.quantization.read_quantization import KEYS
 
 
 @attrs.frozen
 class RandomCheckpoint(Checkpoint):
     """A checkpoint whose values are generated on reading, and depend only on a tensor's name and shape.
 
-    Matrices are scaled to preserve the magnitude of hidden states; vectors are ones, as initial norm weights are.
+    Matrices are scaled to preserve the magnitude of hidden states; vectors are ones, as initial norm weights are. It
+    measures speed, or is loaded where a training loop brings the weights later (:func:`hal.replace_weights`).
     """
 
     @classmethod
+    def open(cls, path: str | Path) -> RandomCheckpoint:
+        """Return a checkpoint with random weights for the config.json of the folder ``path``, which needs no weights.
+
+        Raises:
+            CheckpointError: config.json is missing or damaged, or as :meth:`of`.
+            ConfigError: the config is invalid for the model.
+        """
+        folder = Path(path).expanduser()
+        return cls.of(str(folder), read_json(folder / "config.json"))
+
+    @classmethod
     def of(cls, name: str, config: Mapping[str, Any]) -> RandomCheckpoint:
-        """Create a checkpoint with the tensors and the dtype of the model registered for ``config``."""
+        """Return a checkpoint with the tensors of the model that is registered for ``config``, in its dtype.
+
+        Args:
+            name: names the checkpoint in errors.
+            config: the content of a config.json.
+
+        Raises:
+            CheckpointError: no model is registered for it, or it is of quantized weights.
+            ConfigError: the config is invalid for the model.
+        """
+        if key := next((each for each in KEYS if each in config), None):
+            raise CheckpointError(
+                f"{name} has {key} in config.json, and random weights are not quantized",
+                "remove the key, or load the checkpoint's own weights",
+            )
         pieces = [piece for binding in bindings_of(meta_model(config)) for piece in binding.pieces()]
         tensors = {piece.source: TensorInfo(Path(name), piece.source_shape, "BF16") for piece in pieces}
         return cls(Path(name), config, tensors)
