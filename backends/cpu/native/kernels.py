@@ -21,6 +21,7 @@ from .. import kernels as by_torch
 from .arguments import DTYPES, bound, empty, integers, packed, require, rows
 from .build import load
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
+from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 
 UNLIMITED = 1 << 62  # tokens, or queries times tokens
 FEW = 1 << 12
@@ -29,7 +30,7 @@ BASIC = (
     "add_rms_norm", "greedy_sample", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul",
     "store_kv_cache",
 )  # fmt: skip
-NATIVE = (*BASIC, *EXPERT_KERNELS)
+NATIVE = (*BASIC, *EXPERT_KERNELS, *LOGITS_KERNELS)
 
 
 def native_kernels() -> dict[str, Kernel]:
@@ -39,8 +40,9 @@ def native_kernels() -> dict[str, Kernel]:
         DriverUnavailable: the library cannot be compiled.
     """
     library = load()
-    both = ((_Library(library), BASIC), (ExpertKernels(library), EXPERT_KERNELS))
-    return {name: getattr(bindings, name) for bindings, names in both for name in names}
+    classes = (_Library, BASIC), (ExpertKernels, EXPERT_KERNELS), (LogitsKernels, LOGITS_KERNELS)
+    bound = ((bindings(library), names) for bindings, names in classes)
+    return {name: getattr(bindings, name) for bindings, names in bound for name in names}
 
 
 class _Library:
