@@ -11,7 +11,7 @@ from hal import ops
 from hal.generation.sampling_params import SamplingParams
 
 NEUTRAL = 0
-"""The row of all sequences without penalties."""
+"""The row of all sequences without penalties. Its counts have no effect."""
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -35,7 +35,8 @@ class PenaltyTable:
         self._penalties = torch.tensor([[1.0], [0.0], [0.0]], device=device)
         self._free: list[int] = []
         self._rows: list[int] = []
-        self._index = self._counted = torch.empty(0)
+        self._index = torch.empty(0)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Return a new row for a sequence that has only its prompt, or :data:`NEUTRAL` if it has no penalties."""
@@ -62,14 +63,13 @@ class PenaltyTable:
         if rows != self._rows:
             self._rows = rows
             self._index = torch.tensor(rows).to(logits.device)
-            self._counted = torch.tensor([row != NEUTRAL for row in rows], dtype=torch.int32).to(logits.device)
         counts, prompted = self._counts.index_select(0, self._index), self._prompted.index_select(0, self._index)
         repetition, frequency, presence = self._penalties.index_select(1, self._index).unbind()
         return ops.penalize(logits, counts, prompted, repetition, frequency, presence)
 
     def count(self, tokens: Tensor) -> None:
         """Count the tokens ``[batch]`` chosen from the logits that :meth:`penalize` returned last."""
-        self._counts.index_put_((self._index, tokens), self._counted, accumulate=True)
+        self._counts.index_put_((self._index, tokens), self._one, accumulate=True)
 
     def _grow(self) -> None:
         """Double the number of rows."""

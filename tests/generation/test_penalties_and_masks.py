@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.errors import ConfigError, HalError
+from hal.generation.penalties import PenaltyTable
 
 PLAIN = hal.SamplingParams(max_new_tokens=14)
 PENALIZED = attrs.evolve(PLAIN, repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=-0.4)
@@ -63,6 +64,22 @@ def test_rows_of_the_table_are_reused(seed: int, trained: Path, texts: list[list
     runner = open_runner(trained)
     expected = [together(runner, [text], [each])[0] for text, each in zip(several, params, strict=True)]
     assert together(open_runner(trained, num_tokens=112, block_size=4), several, params) == expected
+
+
+def test_few_rows_serve_many_prompts(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+
+    class Noted(PenaltyTable):
+        def add(self, prompt: Sequence[int], params: hal.SamplingParams) -> int:
+            rows.append(super().add(prompt, params))
+            return rows[-1]
+
+    monkeypatch.setattr("hal.generation.generate.PenaltyTable", Noted)
+    runner = open_runner(trained, num_tokens=112, block_size=4)  # at most two at once
+    together(runner, [[5] * 40] * 12, [PENALIZED] * 12)
+    together(runner, [[5]], [PLAIN])  # makes no table
+    assert len(rows) == 12
+    assert set(rows) == {1, 2}
 
 
 def test_a_reused_prefix_counts_as_prompt(trained: Path) -> None:
