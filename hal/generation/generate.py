@@ -12,10 +12,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal import ops
 from hal.device.group import Group
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.execution.runner import Runner
+from hal.generation.penalties import PenaltyTable, has_penalties
 from hal.generation.sampling_params import SamplingParams, choose, rows_of_nan
+from hal.generation.token_masks import allowed_tokens
 from hal.parallel.heartbeat import Heartbeat
 from hal.parallel.host_values import gather_values
 from hal.step import Batch
@@ -50,6 +53,12 @@ class _Sequence:
     slots: list[int] = attrs.field(factory=list)
     cached: int = 0
     new: int = 0
+    penalties: int | None = None
+    """The row in the table of penalties, from the first step on."""
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.tokens) - self.new :]
 
 
 def generate(
@@ -70,7 +79,8 @@ def generate(
     Raises:
         BatchError: a prompt is empty, longer than the model or the cache, or has a token id out of range. All prompts
             are checked before the first step.
-        ConfigError: ``params`` has another type.
+        ConfigError: ``params`` has another type; or a mask returns something else than its documentation says, or
+            allows no token.
         NumericsError: the logits have a NaN.
         CommunicationError: another data rank raised an exception, has ended, or does not answer within
             ``parallel.timeout``.
@@ -148,6 +158,8 @@ def _checked(runner: Runner, index: int, tokens: Sequence[int], params: Sampling
 
 def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
     running: list[_Sequence] = []
+    penalized = any(has_penalties(each.params) for each in waiting)
+    table = PenaltyTable(runner.model.vocab_size, runner.backend.device.torch) if penalized else None
     try:
         while waiting or running:
             admitted = _admit(runner, waiting)
@@ -159,7 +171,7 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                     cached=[each.cached for each in admitted],
                     **_slots(runner, admitted),
                 )
-                chosen = _step(runner, admitted, batch)
+                chosen = _step(runner, admitted, batch, table)
                 _remember(runner, admitted)  # After the step, which surfaces failures of the device.
                 yield from _append(admitted, chosen)
             elif not running:
@@ -167,14 +179,14 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                     f"prompt {waiting[0].prompt} has no room in the cache: other sequences hold its blocks or slots",
                     "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
                 )
-            running = _without_finished(running, runner)
+            running = _without_finished(running, runner, table)
             if running:
                 cached = [len(each.tokens) - 1 for each in running]
                 last = [each.tokens[-1:] for each in running]
                 blocks = [each.blocks for each in running]
                 batch = runner.batch(last, blocks, cached=cached, **_slots(runner, running))
-                yield from _append(running, _step(runner, running, batch))
-                running = _without_finished(running, runner)
+                yield from _append(running, _step(runner, running, batch, table))
+                running = _without_finished(running, runner, table)
     finally:
         for sequence in running:  # The caller may stop early.
             _give_back(runner, sequence)
@@ -226,20 +238,40 @@ def _admit(runner: Runner, waiting: deque[_Sequence]) -> list[_Sequence]:
     return admitted
 
 
-def _step(runner: Runner, sequences: list[_Sequence], batch: Batch) -> list[int]:
+def _step(runner: Runner, sequences: list[_Sequence], batch: Batch, table: PenaltyTable | None) -> list[int]:
     with runner.uses:  # The runner stays open until the logits are read: they may lie in a graph's memory.
-        return _choose(runner, sequences, runner.step(batch).logits)
+        return _choose(runner, sequences, runner.step(batch).logits, table)
 
 
-def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor) -> list[int]:
+def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor, table: PenaltyTable | None) -> list[int]:
     """Return the next token of each sequence. Waits for the step, and raises NumericsError for a NaN."""
+    params = [each.params for each in sequences]
+    # Before the wait, so that masks are computed during the step.
+    allowed = None
+    if any(each.mask is not None for each in params):
+        generated = [each.generated for each in sequences]
+        allowed = allowed_tokens([each.prompt for each in sequences], params, generated, logits.shape[-1])
     with runner.backend.explaining(), torch.inference_mode():
         if wrong := rows_of_nan(logits):
             raise NumericsError(
                 f"the model gave NaN logits for prompt {', '.join(str(sequences[row].prompt) for row in wrong)}",
                 "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
             )
-        return choose(logits, [each.params for each in sequences], [each.new for each in sequences]).tolist()
+        rows = [] if table is None else [_row(table, each) for each in sequences]
+        if table is not None and any(rows):
+            logits = table.penalize(logits, rows)
+        if allowed is not None:
+            logits = ops.mask_logits(logits, allowed.to(logits.device))
+        chosen = choose(logits, params, [each.new for each in sequences])
+        if table is not None and any(rows):
+            table.count(chosen)
+        return chosen.tolist()
+
+
+def _row(table: PenaltyTable, sequence: _Sequence) -> int:
+    if sequence.penalties is None:
+        sequence.penalties = table.add(sequence.tokens, sequence.params)
+    return sequence.penalties
 
 
 def _append(sequences: list[_Sequence], chosen: list[int]) -> Iterator[Token]:
@@ -255,9 +287,11 @@ def _finished(sequence: _Sequence) -> Literal["stop", "length"] | None:
     return "length" if sequence.new == sequence.limit else None
 
 
-def _without_finished(running: list[_Sequence], runner: Runner) -> list[_Sequence]:
+def _without_finished(running: list[_Sequence], runner: Runner, table: PenaltyTable | None) -> list[_Sequence]:
     finished = [sequence for sequence in running if _finished(sequence)]
     _remember(runner, finished)
     for sequence in finished:
         _give_back(runner, sequence)
+        if table is not None and sequence.penalties is not None:
+            table.remove(sequence.penalties)
     return [sequence for sequence in running if not _finished(sequence)]

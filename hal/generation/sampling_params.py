@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from hal import ops
 from hal.errors import ConfigError
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+"""The names of the penalties, in the order in which they apply."""
 
 
 def _token_ids(values: Iterable[int]) -> frozenset[int]:
@@ -32,6 +35,13 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as likely as the most likely; 0 (keeps all) to 1.
         seed: the prompt's seed, 0 to 2**63 - 1; equal seeds give equal tokens in any batch.
         stop_token_ids: tokens that end the text. The stop token is yielded as the last token.
+        repetition_penalty: divides a positive logit of a token that the prompt or the new text has, and multiplies
+            another; above 0, and finite; 1 changes nothing. See :func:`hal.ops.penalize` for all three penalties.
+        frequency_penalty: subtracted from a token's logit for each time that it was generated; -2 to 2.
+        presence_penalty: subtracted from the logit of a token that was generated; -2 to 2.
+        mask: called before each new token, with those generated so far. It returns which tokens are allowed next: int32
+            ``[words]`` on the CPU, a row of ``allowed`` of :func:`hal.ops.mask_logits`. Ranks that share a prompt each
+            call it, and must get the same result.
 
     Raises:
         ConfigError: a value has another type, or is out of its range.
@@ -44,20 +54,32 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_token_ids)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    mask: Callable[[Sequence[int]], Tensor] | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k", "seed"):
             if type(getattr(self, name)) is not int:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, not an integer", "see hal.SamplingParams")
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
             if type(getattr(self, name)) not in (int, float):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, not a number", "see hal.SamplingParams")
+        if self.mask is not None and not callable(self.mask):
+            raise ConfigError(
+                f"mask is {self.mask!r:.70}, which cannot be called",
+                "give a function of the tokens generated so far, which returns the tokens allowed next",
+            )
         ranges = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
             "temperature": (0 <= self.temperature < float("inf"), "0 or more, and finite"),
             "top_k": (0 <= self.top_k < 2**31, "0 (keeps all) to 2**31 - 1"),
             "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1 (keeps all)"),
             "min_p": (0 <= self.min_p <= 1, "0 (keeps all) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0, and finite; 1 for none"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2; 0 for none"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2; 0 for none"),
             "seed": (0 <= self.seed < 2**63, "0 to 2**63 - 1"),
         }
         for name, (fits, wanted) in ranges.items():

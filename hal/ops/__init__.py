@@ -34,6 +34,7 @@ from hal.ops.fused_quantization import (
     silu_and_mul_quantize,
 )
 from hal.ops.kernels.kernel_table import intercepted
+from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, rms_norm
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
@@ -46,9 +47,10 @@ __all__ = [
     "all_reduce_add_rms_norm", "all_to_all", "catalogue", "dynamic_quantize", "embedding", "expert_combine",
     "expert_dispatch", "expert_mlp", "expert_permute", "expert_unpermute", "fused_op", "greedy_sample",
     "grouped_linear", "grouped_linear_int8", "intercepted", "linear", "linear_all_reduce", "linear_int8",
-    "linear_reduce_scatter", "op", "operation", "operation_of_node", "paged_attention", "quant_expert_mlp_dynamic",
-    "quant_expert_mlp_static", "quant_grouped_linear_dynamic", "quant_grouped_linear_static", "quant_linear_dynamic",
-    "quant_linear_static", "quantize", "reduce_scatter", "rms_norm", "rotary_embedding", "sample",
-    "scaled_dot_product_attention", "silu_and_mul", "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize",
-    "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache", "store_kv_cache", "topk_route",
+    "linear_reduce_scatter", "mask_logits", "op", "operation", "operation_of_node", "paged_attention", "penalize",
+    "quant_expert_mlp_dynamic", "quant_expert_mlp_static", "quant_grouped_linear_dynamic",
+    "quant_grouped_linear_static", "quant_linear_dynamic", "quant_linear_static", "quantize", "reduce_scatter",
+    "rms_norm", "rotary_embedding", "sample", "scaled_dot_product_attention", "silu_and_mul",
+    "silu_and_mul_dynamic_quantize", "silu_and_mul_quantize", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache",
+    "store_kv_cache", "topk_route",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -135,7 +136,7 @@ def generate(checkpoint: Path, *arguments: str | Path, prompts: Sequence[str] = 
     return result
 
 
-def texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS, new: int = NEW) -> list[str]:
+def texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS, new: int = NEW, **sampling: Any) -> list[str]:
     """Return the command's expected output, computed with the API."""
     backend = hal.open("cpu")
     opened = Checkpoint.open(checkpoint)
@@ -143,7 +144,7 @@ def texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS, new: int = NEW) ->
     made = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt).ids
-        params = hal.SamplingParams(max_new_tokens=new, stop_token_ids=opened.stop_token_ids)
+        params = hal.SamplingParams(max_new_tokens=new, stop_token_ids=opened.stop_token_ids, **sampling)
         tokens = [token.token_id for token in hal.generate(runner, [ids], params)]
         made.append(tokenizer.decode(ids + tokens)[len(prompt) :])
     return made
@@ -203,6 +204,20 @@ class TestGenerate:
         result = generate(checkpoint, "--top-k", "5", "--seed", "3")
         assert "warning: --top-k, --seed: no effect, because temperature 0" in result.stderr
         assert "warning" not in generate(checkpoint, "--top-k", "5", "--seed", "3", "--temperature", "1").stderr
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("repetition_penalty", 3.0), ("frequency_penalty", 2.0), ("presence_penalty", -2.0)]
+    )
+    def test_penalties(self, checkpoint: Path, name: str, value: float) -> None:
+        result = generate(checkpoint, f"--{name.replace('_', '-')}", str(value))
+        assert result.stdout == "".join(f"{text}\n" for text in texts(checkpoint, **{name: value}))
+        assert result.stdout != generate(checkpoint).stdout
+        assert "no effect" not in result.stderr, "penalties also change the most likely token"
+
+    def test_a_penalty_out_of_its_range_is_refused(self, checkpoint: Path) -> None:
+        result = run("generate", checkpoint, "--prompt", "a", "--repetition-penalty", "0")
+        assert result.exit_code == 2
+        assert "repetition_penalty is 0.0, out of its range" in result.stderr
 
     def test_a_short_end_is_a_warning_on_stderr(self, checkpoint: Path) -> None:
         result = generate(checkpoint, prompts=["the cat"], new=1000)

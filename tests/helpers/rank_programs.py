@@ -44,6 +44,7 @@ def tokens(
     prompts: int = len(PROMPTS),
     count: bool = False,
     continuations: list[list[int]] | None = None,
+    sampling: tuple[dict[str, Any], ...] = ({},),
 ) -> dict[str, Any]:
     """Generate with each compiler. Returns each prompt's tokens by compiler.
 
@@ -60,6 +61,7 @@ def tokens(
         prompts: the number of prompts. The first gets the most new tokens.
         count: whether to count launches, on an NPU.
         continuations: tokens after each prompt. The logits that choose each of them are returned, too.
+        sampling: sampling parameters, which the prompts take in turn.
     """
     found: dict[str, Any] = {}
     for compiler in compilers:
@@ -73,7 +75,8 @@ def tokens(
             model = hal.load_model(checkpoint, backend)
             tokenizer = hal.Checkpoint.open(checkpoint).tokenizer()
             given = [tokenizer.encode(text).ids for text in PROMPTS[:prompts]]
-            params = [hal.SamplingParams(max_new_tokens=32 - 7 * index) for index in range(prompts)]
+            taken = [sampling[index % len(sampling)] for index in range(prompts)]
+            params = [hal.SamplingParams(max_new_tokens=32 - 7 * row, **each) for row, each in enumerate(taken)]
             texts: list[list[int]] = [[] for _ in given]
             counting = backend.counting_launches() if count else nullcontext({})
             with hal.Runner(model, backend) as runner, counting as launches:

@@ -47,6 +47,11 @@ def test_copies_share_the_prompts(trained: Path, sizes: dict[str, int]) -> None:
     _check(trained, sizes, ["graph"])
 
 
+def test_copies_penalize(trained: Path) -> None:
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.8}, {}, {"presence_penalty": 1.5, "temperature": 0.9}
+    _check(trained, {"data": 2}, ["graph"], sampling=penalties)
+
+
 @pytest.mark.thorough(MODE)
 @pytest.mark.parametrize("experts", EXCHANGES)
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from .. import kernels as by_torch
 from .arguments import DTYPES, bound, empty, integers, packed, require, rows
 from .build import load
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
+from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 
 UNLIMITED = 1 << 62  # tokens, or queries times tokens
@@ -30,7 +31,7 @@ BASIC = (
     "add_rms_norm", "greedy_sample", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul",
     "store_kv_cache",
 )  # fmt: skip
-NATIVE = (*BASIC, *EXPERT_KERNELS, *SAMPLING_KERNELS)
+NATIVE = (*BASIC, *EXPERT_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS)
 
 
 def native_kernels() -> dict[str, Kernel]:
@@ -40,11 +41,12 @@ def native_kernels() -> dict[str, Kernel]:
         DriverUnavailable: the library cannot be compiled.
     """
     library = load()
-    each = (
-        (_Library(library), BASIC), (ExpertKernels(library), EXPERT_KERNELS),
-        (SamplingKernels(library), SAMPLING_KERNELS),
+    classes = (
+        (_Library, BASIC), (ExpertKernels, EXPERT_KERNELS), (LogitsKernels, LOGITS_KERNELS),
+        (SamplingKernels, SAMPLING_KERNELS),
     )  # fmt: skip
-    return {name: getattr(bindings, name) for bindings, names in each for name in names}
+    made = ((bindings(library), names) for bindings, names in classes)
+    return {name: getattr(bindings, name) for bindings, names in made for name in names}
 
 
 class _Library:

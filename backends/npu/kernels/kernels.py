@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import ConfigError
+from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.logits import WORD, check_words
 
 from .attention import AtbAttention, FusedAttention
 
@@ -26,7 +28,9 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         "embedding": functional.embedding,
         "greedy_sample": greedy_sample,
         "linear": functional.linear,
+        "mask_logits": MaskLogits(device),
         "paged_attention": (AtbAttention if attention == "atb" else FusedAttention)(device),
+        "penalize": torch_kernels.penalize,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
         "sample": Sample(device),
@@ -152,6 +156,19 @@ class Sample:
         x = (x ^ (x >> self._16)) * 0x85EBCA6B & 0xFFFFFFFF
         x = (x ^ (x >> self._13)) * 0xC2B2AE35 & 0xFFFFFFFF
         return x ^ (x >> self._16)
+
+
+class MaskLogits:
+    """``mask_logits``. Its 32 bits are constants on the device, so that a call neither computes nor copies them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._bits = (1 << torch.arange(WORD)).to(torch.int32).to(device)
+
+    def __call__(self, logits: Tensor, allowed: Tensor) -> Tensor:
+        """See :func:`hal.ops.mask_logits`."""
+        check_words(logits.shape[-1], allowed.shape[-1])
+        banned = (allowed.unsqueeze(-1) & self._bits) == 0
+        return logits.masked_fill(banned.flatten(1)[:, : logits.shape[-1]], float("-inf"))
 
 
 def in_fractal_nz(weight: Tensor) -> Tensor:

@@ -39,6 +39,11 @@ SAMPLING = {
     "min_p": "Keep tokens with at least this fraction of the highest probability.",
     "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
 }
+PENALTIES = {
+    "repetition_penalty": "Divide positive logits of the prompt's and the new tokens, multiply others; 1 for none.",
+    "frequency_penalty": "Subtracted from a token's logit for each time that it was generated; -2 to 2.",
+    "presence_penalty": "Subtracted from the logit of a token that was generated; -2 to 2.",
+}
 
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
@@ -57,6 +62,9 @@ log = logging.getLogger("hal.cli")
 @click.option("--top-k", type=int, default=0, show_default=True, help=SAMPLING["top_k"])
 @click.option("--top-p", type=float, default=1.0, show_default=True, help=SAMPLING["top_p"])
 @click.option("--min-p", type=float, default=0.0, show_default=True, help=SAMPLING["min_p"])
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help=PENALTIES["repetition_penalty"])
+@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help=PENALTIES["frequency_penalty"])
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help=PENALTIES["presence_penalty"])
 @click.option("--seed", type=int, help=SAMPLING["seed"])
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")

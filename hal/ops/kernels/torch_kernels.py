@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.logits import WORD, check_words
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,6 +30,31 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def greedy_sample(logits: Tensor) -> Tensor:
     """Return the argmax, which torch documents to be the first of equal values."""
     return logits.argmax(-1)
+
+
+def penalize(
+    logits: Tensor,
+    counts: Tensor,
+    prompted: Tensor,
+    repetition_penalty: Tensor,
+    frequency_penalty: Tensor,
+    presence_penalty: Tensor,
+) -> Tensor:
+    """Compute as the reference does, but subtract in place."""
+    wide, generated, repetition = logits.float(), counts > 0, repetition_penalty.unsqueeze(-1)
+    repeated = torch.where(wide > 0, wide / repetition, wide * repetition)
+    penalized = torch.where(generated | prompted, repeated, wide)
+    penalized -= frequency_penalty.unsqueeze(-1) * counts
+    penalized -= presence_penalty.unsqueeze(-1) * generated
+    return penalized
+
+
+def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Compare each word with 32 bits, without a shift of each token's word."""
+    check_words(logits.shape[-1], allowed.shape[-1])
+    bits = torch.arange(WORD, dtype=torch.int32, device=allowed.device)
+    banned = (allowed.unsqueeze(-1) & (1 << bits)) == 0
+    return logits.masked_fill(banned.flatten(1)[:, : logits.shape[-1]], float("-inf"))
 
 
 def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,6 +94,8 @@ KERNELS: dict[str, Kernel] = {
     "greedy_sample": greedy_sample,
     "linear": functional.linear,
     "linear_int8": linear_int8,
+    "mask_logits": mask_logits,
+    "penalize": penalize,
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,

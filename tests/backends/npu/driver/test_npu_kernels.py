@@ -109,9 +109,11 @@ def test_of_no_tokens(npu: Opened) -> None:
         "embedding": [(none, draw.normal(8, 64)), (none.long(), draw.normal(8, 64))],
         "greedy_sample": [(draw.normal(0, 32),)],
         "linear": [(draw.normal(0, 64), draw.normal(8, 64), bias) for bias in (None, draw.normal(8))],
+        "mask_logits": [(draw.normal(0, 40), torch.zeros(0, 2, dtype=torch.int32, device="npu"))],
         "paged_attention": [
             attention_arguments(draw, [0] * rows, [9] * rows, head_dim=dim) for rows in (1, 3) for dim in (64, 128)
         ],
+        "penalize": [(draw.normal(0, 32), draw.normal(0, 32).int(), draw.normal(0, 32).bool(), many, many, many)],
         "rms_norm": [(draw.normal(0, 4, 64), draw.normal(64), 1e-6)],
         "rotary_embedding": [(draw.normal(0, 4, 64), draw.normal(0, 2, 64), *turned)],
         "sample": [(draw.normal(0, 32), many, none, many, many, none.long(), none.long())],

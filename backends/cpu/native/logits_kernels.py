@@ -1,0 +1,69 @@
+"""Python bindings of the C++ kernels that change logits."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hal.ops.logits import check_words
+
+from .arguments import DTYPES, bound, empty, require, rows
+
+LOGITS_KERNELS = ("mask_logits", "penalize")
+
+
+class LogitsKernels:
+    """The bindings, as :mod:`.kernels` describes them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        function = partial(bound, library)
+        self._penalize = function("penalize", None, *[c_void_p] * 7, c_int, *[c_int64] * 3)
+        self._mask = function("mask_logits", None, *[c_void_p] * 3, c_int, *[c_int64] * 3)
+
+    def penalize(
+        self,
+        logits: Tensor,
+        counts: Tensor,
+        prompted: Tensor,
+        repetition_penalty: Tensor,
+        frequency_penalty: Tensor,
+        presence_penalty: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.penalize`. It rounds where the reference does."""
+        penalties = repetition_penalty, frequency_penalty, presence_penalty
+        fits = logits.dim() == 2 and counts.shape == prompted.shape == logits.shape
+        fits = fits and counts.dtype is torch.int32 and prompted.dtype is torch.bool
+        fits = fits and all(each.shape == logits.shape[:1] and each.dtype is torch.float32 for each in penalties)
+        require(fits, "penalize", logits, counts, prompted, *penalties)
+        logits, (_, stride, _) = rows(logits)
+        counts, prompted = counts.contiguous(), prompted.contiguous()
+        repetition, frequency, presence = (each.contiguous() for each in penalties)
+        y = torch.empty(logits.shape, dtype=torch.float32) if out is None else out
+        self._penalize(
+            logits.data_ptr(), counts.data_ptr(), prompted.data_ptr(), repetition.data_ptr(), frequency.data_ptr(),
+            presence.data_ptr(), y.data_ptr(), DTYPES[logits.dtype], *logits.shape, stride,
+        )  # fmt: skip
+        return y
+
+    def mask_logits(self, logits: Tensor, allowed: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.mask_logits`. It copies elements as bits.
+
+        Raises:
+            OperationError: ``allowed`` has another number of words, or shapes or dtypes differ.
+        """
+        fits = logits.dim() == allowed.dim() == 2 and allowed.shape[0] == logits.shape[0]
+        require(fits and allowed.dtype is torch.int32, "mask_logits", logits, indices=(allowed,))
+        check_words(logits.shape[1], allowed.shape[1])
+        logits, (_, stride, _) = rows(logits)
+        allowed = allowed.contiguous()
+        y = empty(logits.shape, logits) if out is None else out
+        self._mask(
+            logits.data_ptr(), allowed.data_ptr(), y.data_ptr(), DTYPES[logits.dtype], *logits.shape, stride
+        )  # fmt: skip
+        return y
