@@ -1,4 +1,4 @@
-"""Runs random requests through vLLM, and compares their tokens with hal.generate's, or with those of a request alone.
+"""Runs random requests through vLLM, and compares their tokens with hal.generate's.
 
 The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``vllm`` (further arguments of ``vllm.LLM``),
 ``dtype``, ``block`` (tokens per block), ``seed``, ``requests``, and ``out``, the file for the result. test_vllm.py runs
@@ -13,11 +13,14 @@ import sys
 import time
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, allocate_token_bitmask
 
 import hal
 from hal.engines.vllm.step_output import StepOutput
@@ -77,10 +80,31 @@ def gap(checkpoint: str, tokens: list[int], one: int, other: int) -> float:
         return abs(float(logits[one] - logits[other]))
 
 
-def by_hal(params: SamplingParams) -> hal.SamplingParams:
+def by_hal(params: SamplingParams, grammars: GrammarCompiler, eos: int) -> hal.SamplingParams:
     """Return hal's sampling parameters for vLLM's."""
-    same = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    same = {name: getattr(params, name) for name in names}
+    if (structure := params.structured_outputs) is not None:
+        same["mask"] = Follows(grammars.compile_regex(structure.regex))
+    if not params.ignore_eos:
+        same["stop_token_ids"] = {eos}
     return hal.SamplingParams(max_new_tokens=params.max_tokens, seed=params.seed or 0, **same)
+
+
+class Follows:
+    """The mask of a grammar for :class:`hal.SamplingParams`."""
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self.matcher, self.seen, self.vocab_size = GrammarMatcher(grammar), 0, grammar.tokenizer_info.vocab_size
+
+    def __call__(self, generated: Sequence[int]) -> Tensor:
+        """Take in the new tokens, and return those that may follow."""
+        for token in generated[self.seen :]:
+            assert self.matcher.accept_token(token)
+        self.seen = len(generated)
+        mask = allocate_token_bitmask(1, self.vocab_size)
+        self.matcher.fill_next_token_bitmask(mask)
+        return mask[0]
 
 
 def main() -> None:
@@ -135,20 +159,17 @@ def main() -> None:
     first, *others = engine.collective_rpc("counted")
     if any(each["checksum"] != first["checksum"] for each in others if "checksum" in first):
         wrong.append("the ranks drew different tokens")
-    # The plain ones against hal.generate.
+    # Those without a seed get another one in each engine.
     alone = {name: each for name, each in asked["hal"].items() if name != "parallel"}
     backend = hal.open({**alone, "dtype": asked["dtype"], "cache": {"num_tokens": 8192}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
-    chosen = [index for index, each in enumerate(kinds) if each in ("greedy", "seed", "logprobs", "prompt logprobs")]
+    tokenizer = engine.get_tokenizer()
+    grammars = GrammarCompiler(TokenizerInfo.from_huggingface(tokenizer, vocab_size=runner.model.vocab_size))
+    chosen = [index for index, each in enumerate(kinds) if each != "random"]
     expected: dict[int, list[int]] = {index: [] for index in chosen}
-    wanted = [by_hal(params[index]) for index in chosen]
+    wanted = [by_hal(params[index], grammars, tokenizer.eos_token_id) for index in chosen]
     for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
         expected[chosen[token.prompt]].append(token.token_id)
-    # The others against the same request without company, by the same sampler.
-    for index, kind in enumerate(kinds):
-        if kind in ("penalties", "regex"):
-            (again,) = engine.generate([inputs[index]], [params[index]], use_tqdm=False)
-            expected[index] = list(again.outputs[0].token_ids)
     for index, output in enumerate(found):
         tokens = list(output.outputs[0].token_ids)
         if tokens != expected.get(index, tokens):
