@@ -34,7 +34,7 @@ class SequenceRows:
             blocks before the window for others, or again for the row, and pass the dummy block for them.
 
     Attributes:
-        sampled: ``[max_sequences]``, int64, on the device: the last sampled token of each row; see :meth:`put`.
+        sampled: ``[max_sequences]``, int64, on the device: the pending token of each row; see :meth:`extend_pending`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SequenceRows:
 
         Raises:
             BatchError: there is no such row; a token or block is out of range; the row has the block already; or there
-                are more tokens or blocks than ``max_length`` allows. The row is unchanged then.
+                are more tokens or blocks than ``max_length`` allows, or a pending token. The row is unchanged then.
         """
         self._check_row(row)
         start, first = self._lengths.item(row), self._blocks.item(row)
@@ -104,6 +104,8 @@ class SequenceRows:
                 "end the sequence, or make the input batch with a larger max_length",
             )
         if len(token_ids):
+            if self._pending[row]:
+                raise BatchError(f"row {row} has a pending token", "replace it with extend_each first")
             tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
         if len(block_ids):
             unread = max(self._cached.item(row) - self._window + 1, 0) // self._block_size
@@ -142,44 +144,34 @@ class SequenceRows:
             )
         self._tokens[index, ends], self._lengths[index], self._pending[index] = tokens, ends + 1, 0
 
-    def extend_pending(self, row: int) -> None:
-        """Append one token that is still on the device: the next batch reads it from ``sampled``.
+    def extend_pending(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Append a sampled token to each of some rows, which only the device knows: the next batch copies it there.
 
-        Raises:
-            BatchError: there is no such row, or it is full or has a token that is pending.
-        """
-        self._check_row(row)
-        length = int(self._lengths[row])
-        if self._pending[row] or length == self.max_length:
-            raise BatchError(
-                f"row {row} has {'a pending token' if self._pending[row] else f'{length} tokens, the most'}",
-                "resolve the token before the next, or end the sequence",
-            )
-        self._tokens[row, length], self._lengths[row], self._pending[row] = PENDING, length + 1, 1
-
-    def resolve(self, row: int, token_id: int) -> None:
-        """Set the pending token of a row, which the host knows now.
-
-        Raises:
-            BatchError: there is no such row, no token is pending in it, or the token is out of range.
-        """
-        self._check_row(row)
-        if not self._pending[row]:
-            raise BatchError(f"no token of row {row} is pending", "call extend() for other tokens")
-        (token,) = integers_of(row, "token id {}", [token_id], 0, self._bounds.vocab_size)
-        self._tokens[row, self._lengths[row] - 1], self._pending[row] = token, 0
-
-    def put(self, rows: Sequence[int], tokens: Tensor) -> None:
-        """Copy sampled tokens of some rows to ``sampled``, on the device and without waiting.
+        :meth:`extend_each` replaces it when the host knows it. It does not wait for the device.
 
         Args:
-            rows: the rows.
+            rows: the rows, each once.
             tokens: ``[len(rows)]``, integers, on the device.
+
+        Raises:
+            BatchError: there is no such row, or it occurs twice, is full, or has a token that is pending; or there are
+                more or fewer tokens. The rows are unchanged then.
         """
-        if list(rows) == list(range(len(rows))):
-            self.sampled[: len(rows)].copy_(tokens)
+        index = self._rows_of(rows)
+        if tokens.shape != index.shape:
+            raise BatchError(f"{len(index)} rows get tokens {list(tokens.shape)}", "pass one token for each row")
+        ends, pending = self._lengths[index], self._pending[index]
+        if np.count_nonzero(pending) or (ends.size and ends.max() >= self.max_length):
+            at = int((pending + (ends >= self.max_length)).argmax())
+            raise BatchError(
+                f"row {rows[at]} has {'a pending token' if pending[at] else f'{self.max_length} tokens, the most'}",
+                "replace the pending token with extend_each first, or end the sequence",
+            )
+        if np.array_equal(index, np.arange(len(index))):
+            self.sampled[: len(index)].copy_(tokens)
         else:
-            self.sampled[to_device(rows, self.sampled.device)] = tokens.to(torch.int64)
+            self.sampled[to_device(index, self.sampled.device)] = tokens.to(torch.int64)
+        self._tokens[index, ends], self._lengths[index], self._pending[index] = PENDING, ends + 1, 1
 
     def set_cached(self, row: int, cached: int) -> None:
         """Set how many of a sequence's first tokens are in the cache, such as after a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -178,14 +179,67 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
     assert found["left"] == []
 
 
+REFUSED = {
+    "enable_lora=True": "hal does not support vLLM's lora_config",
+    "pipeline_parallel_size=2": "hal does not support vLLM's pipeline_parallel_size = 2",
+    "additional_config={'hal': {'parallel': {'tensor': 2}}}": "has parallel.tensor = 2, which vLLM decides",
+    "kv_cache_dtype='fp8'": "hal does not support vLLM's kv_cache_dtype = fp8",
+    "load_format='tensorizer'": "hal does not support vLLM's load_format = tensorizer",
+    "ignore_patterns=['a*']": "hal does not support vLLM's ignore_patterns = ['a*'] in load_config",
+    "safetensors_load_strategy='eager'": "hal does not support vLLM's safetensors_load_strategy = eager in load_config",
+    "enable_prompt_embeds=True": "hal does not support vLLM's enable_prompt_embeds = True",
+    "enable_dbo=True": "hal does not support vLLM's enable_dbo = True",
+    "hf_overrides={'rope_theta': 1e6}": "hal does not support vLLM's hf_overrides = {'rope_theta': 1000000.0}",
+    "hf_config_path='checkpoints/tiny-python'": "hal does not support vLLM's hf_config_path = checkpoints/tiny-python",
+    "model_impl='transformers'": "hal does not support vLLM's model_impl = transformers",
+    "use_fp64_gumbel=True": "hal does not support vLLM's use_fp64_gumbel = True",
+    "distributed_timeout_seconds=5": "hal does not support vLLM's distributed_timeout_seconds = 5",
+    "all2all_backend='deepep_low_latency'": "hal does not support vLLM's all2all_backend = deepep_low_latency",
+    "enable_expert_parallel=True": "hal does not read vLLM's enable_expert_parallel",
+    "cpu_offload_gb=1": "hal does not support vLLM's uva = ",
+    "attention_config={'backend': 'FLASH_ATTN'}": "hal does not support vLLM's backend = ",
+    "attention_config={'flash_attn_version': 3}": "hal does not support vLLM's flash_attn_version = 3",
+    "runner='pooling'": "hal does not support vLLM's runner = pooling",
+    "quantization='fp8'": "vLLM's quantization = fp8 of a checkpoint that is not quantized",
+    "optimization_level=0": "hal does not support vLLM's optimization_level = ",
+    "cudagraph_metrics=True": "hal does not support vLLM's cudagraph_metrics = True",
+    "compilation_config={'mode': 3}": "hal does not support vLLM's mode = ",
+    "compilation_config={'splitting_ops': ['a']}": "hal does not support vLLM's splitting_ops = ['a']",
+    "compilation_config={'custom_ops': ['+rms_norm']}": "hal does not support vLLM's custom_ops = ['+rms_norm']",
+}
+"""Arguments that hal refuses before a worker starts, and why."""
+
+
+@needs_vllm
+def test_what_is_refused_in_the_configuration(trained: Path) -> None:
+    program = (
+        "import json, sys\n"
+        "from vllm import EngineArgs\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    try:\n"
+        f"        asked = eval(f'dict({{arguments}})')\n"
+        f"        EngineArgs(model={str(trained)!r}, max_model_len=64, **asked).create_engine_config()\n"
+        "    except Exception as error:\n"
+        "        print('refused:', json.dumps([arguments, f'{type(error).__name__}: {error}']))\n"
+    )
+    accepted = [
+        "",
+        "enforce_eager=True",
+        "use_tqdm_on_load=False",
+        "compilation_config={'cudagraph_capture_sizes': [4]}",
+    ]
+    result = run(program, json.dumps([*REFUSED, *accepted]))
+    lines = [each.removeprefix("refused: ") for each in result.stdout.splitlines() if each.startswith("refused: ")]
+    found = dict(map(json.loads, lines))
+    assert [each for each in accepted if each in found] == [], found
+    wrong = {each: found.get(each) for each, problem in REFUSED.items() if problem not in found.get(each, "")}
+    assert wrong == {}, result.stderr[-2000:]
+
+
 @needs_vllm
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("enable_lora=True", "hal does not support vLLM's lora_config"),
-        ("pipeline_parallel_size=2", "hal does not support vLLM's pipeline_parallel_size = 2"),
-        ("additional_config={'hal': {'parallel': {'tensor': 2}}}", "has parallel.tensor = 2, which vLLM decides"),
-        ("kv_cache_dtype='fp8'", "hal does not support vLLM's kv_cache_dtype = fp8"),
         (
             "enforce_eager=True, additional_config={'hal': {'compilation': {'compiler': 'graph'}}}",
             "vLLM's enforce_eager requires compilation.compiler = 'eager', and hal's configuration has "
@@ -199,15 +253,6 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
             "block_size=32, additional_config={'hal': {'backend': 'cpu', 'cache': {'block_size': 16}}}",
             "vLLM's block_size requires cache.block_size = 32, and hal's configuration has cache.block_size = 16",
         ),
-        ("load_format='tensorizer'", "hal does not support vLLM's load_format = tensorizer"),
-        ("enable_prompt_embeds=True", "hal does not support vLLM's enable_prompt_embeds = True"),
-        ("enable_dbo=True", "hal does not support vLLM's enable_dbo = True"),
-        ("hf_overrides={'rope_theta': 1e6}", "hal does not support vLLM's hf_overrides = {'rope_theta': 1000000.0}"),
-        ("cpu_offload_gb=1", "hal does not support vLLM's cpu_offload_gb = 1"),
-        ("attention_config={'backend': 'FLASH_ATTN'}", "hal does not support vLLM's backend = "),
-        ("runner='pooling'", "hal does not support vLLM's runner = pooling"),
-        ("quantization='fp8'", "vLLM's quantization = fp8 of a checkpoint that is not quantized"),
-        ("compilation_config={'mode': 3}", "hal does not support vLLM's mode = "),
         (
             "compilation_config={'cudagraph_capture_sizes': [4]}, "
             "additional_config={'hal': {'backend': 'cpu', 'compilation': {'capture_sizes': [2]}}}",
@@ -277,9 +322,11 @@ def test_logits_with_a_nan(monkeypatch: pytest.MonkeyPatch, trained: Path, varia
 
 
 @needs_vllm
-@pytest.mark.parametrize("variable", ["VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION"])
+@pytest.mark.parametrize(
+    "variable", ["VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_V2_MODEL_RUNNER"]
+)
 def test_a_variable_that_hal_does_not_read(monkeypatch: pytest.MonkeyPatch, trained: Path, variable: str) -> None:
-    value = {"VLLM_BATCH_INVARIANT": "1"}.get(variable, "high")
+    value = {"VLLM_FLOAT32_MATMUL_PRECISION": "high"}.get(variable, "1")
     monkeypatch.setenv(variable, value)
     result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64)")
     assert result.returncode != 0
@@ -400,6 +447,68 @@ def test_the_cache_holds_as_many_tokens_as_hal_is_asked_for(monkeypatch: pytest.
 
 
 @needs_vllm
-def test_experts_are_shared_as_hal_is_configured(trained_experts: Path) -> None:
-    result = run(f"from vllm import LLM; LLM({str(trained_experts)!r}, enable_expert_parallel=True)")
-    assert "hal does not read vLLM's enable_expert_parallel" in result.stdout + result.stderr
+def test_a_paused_engine_resumes(trained: Path) -> None:
+    """vLLM clears the caches of a paused worker. It cannot sleep, which gives memory back."""
+    program = (
+        "import asyncio\n"
+        "from vllm import SamplingParams\n"
+        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+        "from vllm.v1.engine.async_llm import AsyncLLM\n"
+        "async def main():\n"
+        f"    arguments = AsyncEngineArgs(model={str(trained)!r}, max_model_len=64, dtype='float32',\n"
+        "        additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "    engine = AsyncLLM.from_engine_args(arguments)\n"
+        "    async def text(name):\n"
+        "        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)\n"
+        "        async for output in engine.generate('x = ', params, name): pass\n"
+        "        return output.outputs[0].text\n"
+        "    first = await text('a')\n"
+        "    await engine.pause_generation()\n"
+        "    print('paused:', await engine.is_paused())\n"
+        "    await engine.resume_generation()\n"
+        "    print('resumed:', await text('b') == first)\n"
+        "    try: await engine.sleep(1)\n"
+        "    except Exception as error: print('asleep:', error)\n"
+        "    await engine.resume_generation()\n"
+        "    print('awake:', await text('c') == first)\n"
+        "    engine.shutdown()\n"
+        "asyncio.run(main())\n"
+    )
+    result = run(program)
+    for wanted in ("paused: True", "resumed: True", "hal does not support vLLM's sleep of level 1", "awake: True"):
+        assert wanted in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
+def test_a_failure_of_the_sampler_is_the_one_that_is_reported(trained: Path) -> None:
+    """With asynchronous scheduling, the next step has begun, and would fail for want of a token."""
+    program = (
+        "from vllm import LLM, SamplingParams\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', async_scheduling=True,\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker\n"
+        "def fails(*_): raise ArithmeticError('the sampler has failed')\n"
+        "worker.model_runner.sampler.register_forward_pre_hook(fails)\n"
+        "engine.generate('x = ', SamplingParams(max_tokens=4))\n"
+    )
+    result = run(program)
+    assert result.returncode != 0
+    assert result.stderr.rstrip().splitlines()[-1].endswith("ArithmeticError: the sampler has failed"), result.stderr
+
+
+@needs_vllm
+def test_a_top_k_above_the_vocabulary_keeps_all_tokens(trained: Path) -> None:
+    program = (
+        "from vllm import LLM, SamplingParams\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', max_logprobs=-1,\n"
+        "             logprobs_mode='processed_logprobs',\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "params = [SamplingParams(seed=1, max_tokens=4, logprobs=-1, top_k=k) for k in (0, 10**6, 3)]\n"
+        "every, above, three = (each.outputs[0] for each in engine.generate(['x = '] * 3, params))\n"
+        "possible = [{sum(each.logprob > -1e9 for each in step.values()) for step in output.logprobs}\n"
+        "            for output in (every, above, three)]\n"
+        "size = engine.model_config.get_vocab_size()\n"
+        "print('found:', every.token_ids == above.token_ids, possible == [{size}, {size}, {3}])\n"
+    )
+    result = run(program)
+    assert "found: True True" in result.stdout, result.stdout + result.stderr

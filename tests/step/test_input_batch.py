@@ -147,32 +147,35 @@ def test_tokens_that_are_still_on_the_device() -> None:
         inputs.add([7, 8, 9], [row + 1], cached=2)
     inputs.batch()
     inputs.advance()
-    inputs.put([0, 1, 2], torch.tensor([20, 21, 22]))
-    for row in range(3):
-        inputs.extend_pending(row)
+    inputs.extend_pending([0, 1, 2], torch.tensor([20, 21, 22]))
     assert inputs.batch().token_ids.tolist() == [20, 21, 22]
     assert inputs.batch(rows=[2, 0]).token_ids.tolist() == [22, 20]
     with pytest.raises(BatchError, match="row 1 has a pending token"):
-        inputs.extend_pending(1)
-    inputs.resolve(1, 21)
+        inputs.extend_pending([1], torch.tensor([3]))
+    with pytest.raises(BatchError, match="row 1 has a pending token"):
+        inputs.extend(1, [30])
+    inputs.extend_each([1], [21])
     inputs.extend(1, [30])
     assert inputs.batch([1, 2, 1]).token_ids.tolist() == [20, 21, 30, 22]
-    inputs.put([2, 0], torch.tensor([52, 50], dtype=torch.int32))
-    assert inputs.batch([1, 2, 1]).token_ids.tolist() == [50, 21, 30, 52]
+    inputs.extend_each([2, 0], [22, 20])
+    inputs.extend_pending([2, 0], torch.tensor([52, 50], dtype=torch.int32))
+    assert inputs.batch([2, 2, 2]).token_ids.tolist() == [20, 50, 21, 30, 22, 52]
     inputs.remove(0)
-    assert inputs.batch([1], rows=[0]).token_ids.tolist() == [52], "the pending token moves with its row"
-    with pytest.raises(BatchError, match="no token of row 1 is pending"):
-        inputs.resolve(1, 3)
+    assert inputs.batch([2], rows=[0]).token_ids.tolist() == [22, 52], "the pending token moves with its row"
     with pytest.raises(BatchError, match=r"token id 1000, out of the range 0 to 999"):
-        inputs.resolve(0, 1000)
+        inputs.extend_each([0], [1000])
+    with pytest.raises(BatchError, match=r"1 rows get tokens \[2\]"):
+        inputs.extend_pending([1], torch.tensor([1, 2]))
+    inputs.extend(1, [7] * 395)
+    with pytest.raises(BatchError, match="row 1 has 400 tokens, the most"):
+        inputs.extend_pending([1], torch.tensor([1]))
 
 
 def test_the_tokens_of_a_step_extend_their_rows() -> None:
     inputs = made(rows=3)
     for row in range(3):
         inputs.add([7], [row + 1], cached=0)
-    inputs.put([1], torch.tensor([21]))
-    inputs.extend_pending(1)
+    inputs.extend_pending([1], torch.tensor([21]))
     inputs.extend_each([2, 1], [22, 31])
     inputs.extend_each([], [])
     assert inputs.batch([1, 2, 2]).token_ids.tolist() == [7, 7, 31, 7, 22]

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 import hal
 from hal.engines.vllm.request import Request, Requests
-from hal.engines.vllm.sampling import Draw, Sampling, num_logprobs
+from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs
 from hal.engines.vllm.step_output import StepOutput
 
 
@@ -42,15 +41,16 @@ class HalModelRunner:
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         model_config = vllm_config.model_config
         self.requests = Requests(runner.input_batch(rows), model_config.seed)
-        self.sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
-        self.sampler.greedy_sample = runner.backend.ops.greedy_sample  # torch's argmax is many times slower on a CPU.
-        self.sampler.topk_topp_sampler = self._draw = Draw(self.sampler, runner.backend)
+        self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._step: _Step | None = None
+        self._failure: Exception | None = None
         self._running: StepOutput | None = None  # whose tokens the requests do not have yet
 
     def execute_model(self, scheduled: Any) -> Any:
         """Run the step that vLLM's scheduler asks for. Its tokens are chosen by :meth:`sample_tokens`."""
+        if self._failure is not None:  # vLLM starts this step before it reads the last one's failure.
+            raise self._failure
         if self._running is not None and (self._running.arrived or self.requests.restarts(scheduled)):
             self._settle()
         self.requests.update(scheduled)
@@ -109,8 +109,15 @@ class HalModelRunner:
         """
         if self._step is None:
             return None
+        try:
+            step, self._step = self._step, None
+            return self._sample(step, grammar)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _sample(self, step: _Step, grammar: Any) -> StepOutput:
         self._settle()  # Penalties read the tokens of the step before. The device runs this one meanwhile.
-        step, self._step = self._step, None
         ending = [each for each, last in zip(step.requests, step.finishes, strict=True) if last]
         with self.runner.backend.explaining(), torch.inference_mode():
             sampled = nans = None
@@ -120,7 +127,6 @@ class HalModelRunner:
                 if grammar is not None:
                     rows = SimpleNamespace(req_ids=[each.name for each in ending])
                     apply_grammar_bitmask(step.scheduled, grammar, rows, step.logits)
-                self._draw.requests = ending
                 sampled = self.sampler(step.logits, self._sampling.metadata(ending))
             output = self._running = StepOutput(self.runner.backend, step.requests, ending, sampled, nans)
             if output.arrived:

@@ -1,4 +1,4 @@
-"""The platform: what vLLM asks before a worker exists. hal owns the devices; vLLM sees a host without any."""
+"""The platform, by which vLLM checks its configuration. hal owns the devices; vLLM sees a host without any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_config, keep_compilation
+from hal.engines.vllm.vllm_config import LOCAL_RANKS, check_config, check_unread
 
 
 class HalPlatform(Platform):
@@ -52,8 +52,12 @@ class HalPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
-        """Keep the sizes of captures that are asked for. Later, vLLM's defaults look the same."""
-        keep_compilation(vllm_config)
+        """Check what hal does not read, and keep the sizes of captures. Later, vLLM's defaults look the same.
+
+        Raises:
+            ConfigError: an option of vLLM's that hal does not read has another value than its default.
+        """
+        check_unread(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

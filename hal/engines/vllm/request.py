@@ -27,8 +27,9 @@ class Request:
         computed: the number of its tokens that were in the cache when its last step was scheduled.
         outputs: the tokens that were sampled. The last one is ``PENDING`` while only the device has it.
         seed: its seed, or the one that it was given.
+        drawn: the number of tokens that were sampled before its prompt was extended.
         row: its row, or -1.
-        scored: of how many of the prompt's tokens the log-probabilities are known.
+        scored: the number of prompt tokens that were scored.
         prompt_logprobs: these, in parts.
     """
 
@@ -38,7 +39,8 @@ class Request:
     blocks: list[int]
     computed: int
     outputs: list[int]
-    seed: int
+    seed: int = 0
+    drawn: int = 0
     row: int = -1
     scored: int = 0
     prompt_logprobs: list[Any] = attrs.field(factory=list)
@@ -104,9 +106,8 @@ class Requests:
 
     def defer(self, requests: Sequence[Request], tokens: Tensor) -> None:
         """Append a sampled token to each request, which the host does not know yet."""
-        self.inputs.put([each.row for each in requests], tokens)
+        self.inputs.extend_pending([each.row for each in requests], tokens)
         for each in requests:
-            self.inputs.extend_pending(each.row)
             each.outputs.append(PENDING)
 
     def settle(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
@@ -126,17 +127,17 @@ class Requests:
         """Add a request. One that is resumed may come as a new one, with the tokens that it has."""
         prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
         outputs = list(new.prefill_token_ids or ())[len(prompt) :]
-        seed = new.sampling_params.seed
-        if seed is None:
-            resumed = before is not None and len(before.prompt) == len(prompt)
-            seed = before.seed if before is not None and resumed else self._seeds.getrandbits(63)
         request = Request(
-            new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs,
-            seed % 2**63,
-        )  # fmt: skip
-        if before is not None:
+            new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs
+        )
+        if before is None:
+            seed = new.sampling_params.seed
+            request.seed = self._seeds.getrandbits(63) if seed is None else seed % 2**63
+        else:
             self._drop(before)
-            request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
+            request.seed, request.scored, request.prompt_logprobs = before.seed, before.scored, before.prompt_logprobs
+            # A session continues with the tokens so far in its prompt.
+            request.drawn = before.drawn + (len(before.outputs) if len(prompt) > len(before.prompt) else 0)
         self._known[new.req_id] = request
 
     def _place(self, request: Request, scheduled: Container[str]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -24,40 +25,45 @@ GREEDY = 1e-5
 """Temperatures below take the most likely token, as in vLLM's sampler."""
 
 
-class Draw(nn.Module):
-    """Draws tokens as :func:`hal.generate` does: a request's seed and the number of its tokens decide, nothing else.
+@dataclass
+class Rows(SamplingMetadata):
+    """The sampler's metadata, and what hal's draw needs."""
 
-    It takes the place of the last part of vLLM's sampler, which has a random generator for each request with a seed.
+    requests: Sequence[Request] = ()
+    drawing: tuple[Tensor, ...] = ()
+    """The arguments of :func:`hal.ops.sample` between the logits and the step. vLLM divides by the temperature."""
+
+
+class HalSampler(Sampler):
+    """vLLM's sampler, in which hal draws: a token depends only on the request's seed and its number of output tokens.
 
     Args:
-        sampler: vLLM's sampler.
-        backend: runs the operation.
+        logprobs_mode: which log-probabilities vLLM returns.
+        backend: runs the operations.
     """
 
-    def __init__(self, sampler: Sampler, backend: hal.Backend) -> None:
-        super().__init__()
-        self._mode, self._logprobs, self._sample = sampler.logprobs_mode, sampler.compute_logprobs, backend.ops.sample
-        self.requests: Sequence[Request] = ()
+    def __init__(self, logprobs_mode: str, backend: hal.Backend) -> None:
+        super().__init__(logprobs_mode)
+        self._greedy, self._draw = backend.ops.greedy_sample, backend.ops.sample
 
-    def forward(
-        self, logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None
+    def sample(
+        self, logits: Tensor, sampling_metadata: Rows, logprobs_mode_override: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a token for each row of ``requests``, and the processed logits if the sampler's mode asks for them."""
-        device, rows = logits.device, len(self.requests)
-        random = [
-            float(each.params.temperature >= GREEDY) for each in self.requests
-        ]  # vLLM takes others from greedy rows
-        numbers = [[each.seed for each in self.requests], [len(each.outputs) for each in self.requests]]
-        tokens = self._sample(
-            logits, to_device(torch.tensor(random), device),
-            torch.zeros(rows, dtype=torch.int32, device=device) if k is None else k,
-            torch.ones(rows, device=device) if p is None else p, torch.zeros(rows, device=device),
-            *to_device(torch.tensor(numbers), device),
-        )  # fmt: skip
-        if not self._mode.startswith("processed"):
+        """Return a token for each row, and the processed logits or log-probabilities if the mode asks for them."""
+        rows, mode = sampling_metadata, logprobs_mode_override or self.logprobs_mode
+        if rows.all_greedy:
+            tokens = self._greedy(logits)
+        else:
+            logits = self.apply_temperature(logits, rows.temperature, rows.all_random)
+            for processor in rows.logitsprocs.argmax_invariant:
+                logits = processor.apply(logits)
+            steps = to_device([each.drawn + len(each.outputs) for each in rows.requests], logits.device)
+            tokens = self._draw(logits, *rows.drawing, steps)
+        if not mode.startswith("processed") or (rows.max_num_logprobs is None and not rows.logprob_token_ids):
             return tokens, None
-        logits = apply_top_k_top_p_pytorch(logits, k, p)
-        return tokens, logits if self._mode == "processed_logits" else self._logprobs(logits)
+        if not rows.all_greedy:
+            logits = apply_top_k_top_p_pytorch(logits, rows.top_k, rows.top_p)
+        return tokens, logits if mode == "processed_logits" else self.compute_logprobs(logits)
 
 
 class Sampling:
@@ -77,11 +83,11 @@ class Sampling:
         self._budgets = maybe_create_thinking_budget_state_holder(
             vllm_config.reasoning_config, vllm_config.scheduler_config.max_num_seqs, 0, device, False
         )
-        self._none = dict.fromkeys(COLUMNS, torch.empty(0))  # Greedy requests without penalties need no columns.
+        self._none = torch.empty(len(COLUMNS), 0)  # Greedy requests without penalties need no columns.
         self._requests: list[Request] = []
-        self._metadata: SamplingMetadata | None = None
+        self._metadata: Rows | None = None
 
-    def metadata(self, requests: list[Request]) -> SamplingMetadata:
+    def metadata(self, requests: list[Request]) -> Rows:
         """Return the metadata for the rows of these requests."""
         update, before = None, self._requests
         if self._metadata is None or requests != before:
@@ -101,33 +107,26 @@ class Sampling:
             self._requests, self._metadata = requests, self._make(requests)
         return self._metadata
 
-    def _make(self, requests: list[Request]) -> SamplingMetadata:
-        params = [each.params for each in requests]
-        greedy = [each.temperature < GREEDY for each in params]
+    def _make(self, requests: list[Request]) -> Rows:
+        params, size = [each.params for each in requests], self._vocab_size
+        random = [each.temperature >= GREEDY for each in params]
         penalized = any(
             each.presence_penalty or each.frequency_penalty or each.repetition_penalty != 1.0 for each in params
         )
-        asked = [num_logprobs(each.logprobs, self._vocab_size) for each in params if each.logprobs is not None]
-        columns = self._none
-        if penalized or not all(greedy):  # One copy to the device for all.
-            values = torch.tensor([[getattr(each, name) for each in params] for name in COLUMNS], dtype=torch.float32)
-            columns = dict(zip(COLUMNS, to_device(values, self._device), strict=True))
-        top_k = [each.top_k if each.top_k > 0 else self._vocab_size for each in params]
-        return SamplingMetadata(
-            temperature=None if all(greedy) else columns["temperature"],
-            all_greedy=all(greedy),
-            all_random=not any(greedy),
-            top_p=columns["top_p"] if any(each.top_p < 1 for each in params) else None,
-            top_k=to_device(torch.tensor(top_k, dtype=torch.int32), self._device)
-            if any(each.top_k > 0 for each in params)
-            else None,
-            generators={},
-            max_num_logprobs=max(asked, default=None),
-            no_penalties=not penalized,
-            prompt_token_ids=self._prompts(requests) if penalized else None,
-            frequency_penalties=columns["frequency_penalty"],
-            presence_penalties=columns["presence_penalty"],
-            repetition_penalties=columns["repetition_penalty"],
+        asked = [num_logprobs(each.logprobs, size) for each in params if each.logprobs is not None]
+        values, drawing = self._none, tuple[Tensor, ...]()
+        if penalized or any(random):  # One copy to the device for all.
+            values = to_device([[float(getattr(each, name)) for each in params] for name in COLUMNS], self._device)
+        temperature, top_p, frequency, presence, repetition = values
+        if any(random):
+            top_k = [each.top_k if 0 < each.top_k < size else size for each in params]
+            numbers = to_device([top_k, random, [each.seed for each in requests]], self._device)
+            drawing = (numbers[1].float(), numbers[0].int(), top_p, torch.zeros_like(top_p), numbers[2])
+        return Rows(
+            temperature=temperature, top_p=top_p, top_k=drawing[1] if drawing else None, generators={},
+            all_greedy=not any(random), all_random=all(random), max_num_logprobs=max(asked, default=None),
+            no_penalties=not penalized, prompt_token_ids=self._prompts(requests) if penalized else None,
+            frequency_penalties=frequency, presence_penalties=presence, repetition_penalties=repetition,
             output_token_ids=[each.outputs for each in requests],  # They grow with the requests.
             allowed_token_ids_mask=self._refused(params) if any(each.allowed_token_ids for each in params) else None,
             bad_words_token_ids={
@@ -137,8 +136,8 @@ class Sampling:
             logprob_token_ids={
                 row: each.logprob_token_ids for row, each in enumerate(params) if each.logprob_token_ids is not None
             },
-            thinking_budget_state_holder=self._budgets,
-        )
+            thinking_budget_state_holder=self._budgets, requests=requests, drawing=drawing,
+        )  # fmt: skip
 
     def _prompts(self, requests: Sequence[Request]) -> Tensor:
         width = max(len(each.prompt) for each in requests)

@@ -23,8 +23,8 @@ class StepOutput(AsyncModelRunnerOutput):
     Args:
         backend: the backend that ran the step.
         requests: those of the step.
-        ending: those of them that got a token. It takes the log-probabilities of their prompts from them: vLLM takes
-            none of a request whose prompt goes on, even if only the last token is left, which has no log-probability.
+        ending: those of them that got a token. It takes the log-probabilities of their prompts from them: vLLM
+            accepts these only in a step that returns a token.
         sampled: their tokens; None if there are none.
         nans: ``[len(ending)]``, the number of NaN in the logits of each; None if they are not counted.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import reduce
 from typing import Any
@@ -25,27 +26,35 @@ REFUSED = {
     "model_config.enable_trace_replay": "the replay of traces",
     "model_config.enable_sleep_mode": "the sleep mode",
     "model_config.enable_cumem_allocator": "vLLM's allocator",
-    "model_config.hf_overrides": "it, and change the checkpoint's config.json",
+    "model_config.hf_overrides": "overrides of config.json: hal reads the checkpoint's own",
+    "model_config.hf_config_path": "another config.json: hal reads the checkpoint's own",
+    "model_config.model_impl": "another implementation of the model: hal runs its own models",
+    "model_config.use_fp64_gumbel": "draws in float64",
     "model_config.model_class_overrides": "other model classes: hal runs its own models",
     "cache_config.kv_sharing_fast_prefill": "a fast prefill of shared caches",
-    "load_config.model_loader_extra_config": "options of a weight loader: hal loads the weights",
+    "cache_config.kv_cache_dtype_skip_layers": "a dtype of the cache: hal's models declare their states",
+    "parallel_config.distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
+    "parallel_config.all2all_backend": "it, and set parallel.experts in hal's configuration",
     "parallel_config.enable_eplb": "balancing of experts",
     "parallel_config.enable_elastic_ep": "elastic expert parallelism",
     "parallel_config.enable_dbo": "overlapped batches",
     "parallel_config.enable_fault_tolerance": "fault tolerance",
-    "offload_config.uva.cpu_offload_gb": "offloading",
-    "offload_config.prefetch.offload_group_size": "offloading",
-    "attention_config.backend": "an attention backend: hal has its own kernels",
-    "kernel_config.moe_backend": "a backend of experts: hal has its own kernels",
-    "kernel_config.linear_backend": "a backend of projections: hal has its own kernels",
-    "profiler_config.profiler": "a profiler of the worker",
     "observability_config.enable_layerwise_nvtx_tracing": "NVTX ranges",
+    "observability_config.cudagraph_metrics": "metrics of CUDA graphs",
+    "optimization_level": "it, and set compilation.compiler in hal's configuration",
 }
 """What hal does not support or would not read, and what to start vLLM without. A version may lack some of it."""
-VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION")
+PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "compilation_config": ("set compilation in hal's configuration", ("cudagraph_capture_sizes",)),
+    "attention_config": ("hal has its own kernels", ()),
+    "kernel_config": ("hal has its own kernels", ("enable_jit_warmup",)),  # which enforce_eager turns off
+    "load_config": ("hal loads the weights", ("load_format", "use_tqdm_on_load")),
+    "offload_config": ("hal does not offload", ()),
+    "profiler_config": ("hal has no profiler for vLLM", ()),
+}
+"""Parts of vLLM's configuration of which hal reads nothing, or only some options: why, and which."""
+VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_V2_MODEL_RUNNER")
 """Variables that change how vLLM's own model runner computes, and that hal does not read."""
-COMPILATION = ("mode", "cudagraph_mode", "max_cudagraph_capture_size")
-"""Options of ``compilation_config`` in whose place hal has its own."""
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 """How hal loads weights, by vLLM's names."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
@@ -68,9 +77,10 @@ def check_config(vllm_config: Any) -> None:
         ConfigError: it asks for what hal does not support, or hal's own configuration has a size that vLLM decides.
     """
     for path, feature in REFUSED.items():
-        value = reduce(lambda part, name: getattr(part, name, None), path.split("."), vllm_config)
-        if value and value != "auto":
-            name = path.rpartition(".")[2]
+        *parts, name = path.split(".")
+        part = reduce(getattr, parts, vllm_config)
+        value = getattr(part, name, None)
+        if value and value != _default(part, name):
             raise ConfigError(f"hal does not support vLLM's {name} = {value!s:.70}", f"start vLLM without {feature}")
     for name in VARIABLES:
         if (value := os.environ.get(name, "0")) not in ("", "0", "highest"):
@@ -110,19 +120,29 @@ def check_config(vllm_config: Any) -> None:
         )
 
 
-def keep_compilation(vllm_config: Any) -> None:
-    """Keep what is asked for of vLLM's ``compilation_config``, before vLLM puts its defaults in.
+def check_unread(vllm_config: Any) -> None:
+    """Check the parts of vLLM's configuration that hal does not read, before vLLM puts its defaults in.
 
     Raises:
-        ConfigError: it has a mode, which hal's own configuration decides.
+        ConfigError: an option has another value than its default.
     """
-    compilation = vllm_config.compilation_config
-    for name in COMPILATION:
-        value = getattr(compilation, name, None)
-        if value and getattr(value, "name", "") != "NONE":
-            raise ConfigError(
-                f"hal does not support vLLM's {name} = {value!s:.70} in compilation_config",
-                "leave it out, and set compilation.compiler in hal's configuration, such as to graph",
-            )
-    if sizes := compilation.cudagraph_capture_sizes:
+    if LOCAL_RANKS in (vllm_config.additional_config or {}):  # In another process, where vLLM's defaults are in.
+        return
+    for part_name, (why, read) in PARTS.items():
+        part = getattr(vllm_config, part_name)
+        default = type(part)()
+        for each in dataclasses.fields(part):
+            value = getattr(part, each.name)
+            off = getattr(value, "name", "") == "NONE"  # A mode, which enforce_eager turns off, too.
+            if each.init and each.name not in read and not off and value != getattr(default, each.name):
+                raise ConfigError(
+                    f"hal does not support vLLM's {each.name} = {value!s:.70} in {part_name}", f"leave it out: {why}"
+                )
+    if sizes := vllm_config.compilation_config.cudagraph_capture_sizes:
         vllm_config.additional_config = {**(vllm_config.additional_config or {}), CAPTURE_SIZES: sorted(sizes)}
+
+
+def _default(part: Any, name: str) -> Any:
+    """Return the default of an option, where vLLM declares one."""
+    declared = type(part).__dataclass_fields__[name].default
+    return getattr(declared, "default", declared)  # Some are declared by pydantic.

@@ -162,6 +162,20 @@ class HalWorker(WorkerBase):
     def update_max_model_len(self, max_model_len: int) -> None:
         """Do nothing: the runner takes any shorter length."""
 
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: hal keeps no outputs of encoders."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Refuse to give the device's memory back.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"hal does not support vLLM's sleep of level {level}, which gives memory back",
+            "resume the generation, which vLLM has paused; sleep(0) pauses only",
+        )
+
     def synchronize_device(self) -> None:
         """Wait for the device."""
         self.backend.device.synchronize()
