@@ -5,8 +5,6 @@ All except silu_and_mul round as their operations declare.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -57,59 +55,34 @@ def paged_attention(
     causal: bool,
     sliding_window: int | None,
 ) -> Tensor:
-    """See :func:`hal.ops.paged_attention`. It runs torch's flash attention, one sequence at a time."""
-    lengths = kv_lens_host.tolist()
+    """See :func:`hal.ops.paged_attention`. It runs torch's flash attention, one sequence at a time.
+
+    It reads the cache in place if a sequence's blocks are contiguous. Flash attention turns NaN, and rows of only -inf,
+    into 0, which would hide a broken model; the reference runs in this case.
+    """
+    starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
     num_blocks, block_size = key_cache.shape[:2]
     inside = bool(((block_table >= 0) & (block_table < num_blocks)).all())
     if not inside or max(lengths, default=0) > block_table.shape[1] * block_size or min(lengths, default=0) < 0:
         _refuse_outside(block_table, lengths, num_blocks, block_size)
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    attend(
-        range(len(lengths)), output, query, key_cache, value_cache, block_table, query_start_loc, kv_lens,
-        query_start_loc_host, kv_lens_host, scale, causal, sliding_window,
-    )  # fmt: skip
-    return output
-
-
-def attend(
-    sequences: Sequence[int],
-    output: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    kv_lens: Tensor,
-    query_start_loc_host: Tensor,
-    kv_lens_host: Tensor,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
-) -> None:
-    """Write some sequences' rows of :func:`hal.ops.paged_attention` to ``output``. All blocks must be in the cache.
-
-    It reads the cache in place if a sequence's blocks are contiguous. Flash attention turns NaN, and rows of only -inf,
-    into 0, which would hide a broken model; the reference runs in this case.
-    """
-    starts, lengths, block_size = query_start_loc_host.tolist(), kv_lens_host.tolist(), key_cache.shape[1]
-    broken = bool(sequences) and not _finite(query)
-    for row in sequences:
-        start, end, length = starts[row], starts[row + 1], lengths[row]
+    broken = bool(lengths) and not _finite(query)
+    for row, length in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
         if length == 0 or start == end:
             continue
         blocks = block_table[row, : -(-length // block_size)]
         keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
         first = end - start > 1 or length == 1  # the first step checks the keys for all later steps
         if broken or (first and not _finite(keys[start - end :])):
-            output.copy_(
-                ops.operation("paged_attention").reference(
-                    query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
-                    kv_lens_host, scale, causal, sliding_window,
-                )
+            reference: Tensor = ops.operation("paged_attention").reference(
+                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
+                kv_lens_host, scale, causal, sliding_window,
             )  # fmt: skip
-            return
+            return reference
         by_queries = _decode if end - start == 1 and causal else _prefill
         output[start:end] = by_queries(query[start:end], keys, values, scale, causal, sliding_window)
+    return output
 
 
 def _finite(x: Tensor) -> bool:

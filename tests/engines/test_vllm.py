@@ -184,7 +184,7 @@ REFUSED = {
     "pipeline_parallel_size=2": "hal does not support vLLM's pipeline_parallel_size = 2",
     "additional_config={'hal': {'parallel': {'tensor': 2}}}": "has parallel.tensor = 2, which vLLM decides",
     "kv_cache_dtype='fp8'": "hal does not support vLLM's kv_cache_dtype = fp8",
-    "load_format='tensorizer'": "hal does not support vLLM's load_format = tensorizer",
+    "load_format='pt'": "hal does not support vLLM's load_format = pt",
     "ignore_patterns=['a*']": "hal does not support vLLM's ignore_patterns = ['a*'] in load_config",
     "safetensors_load_strategy='eager'": "hal does not support vLLM's safetensors_load_strategy = eager in load_config",
     "enable_prompt_embeds=True": "hal does not support vLLM's enable_prompt_embeds = True",
@@ -195,7 +195,6 @@ REFUSED = {
     "use_fp64_gumbel=True": "hal does not support vLLM's use_fp64_gumbel = True",
     "distributed_timeout_seconds=5": "hal does not support vLLM's distributed_timeout_seconds = 5",
     "all2all_backend='deepep_low_latency'": "hal does not support vLLM's all2all_backend = deepep_low_latency",
-    "enable_expert_parallel=True": "hal does not read vLLM's enable_expert_parallel",
     "cpu_offload_gb=1": "hal does not support vLLM's uva = ",
     "attention_config={'backend': 'FLASH_ATTN'}": "hal does not support vLLM's backend = ",
     "attention_config={'flash_attn_version': 3}": "hal does not support vLLM's flash_attn_version = 3",
@@ -444,6 +443,12 @@ def test_the_cache_holds_as_many_tokens_as_hal_is_asked_for(monkeypatch: pytest.
     )
     result = run(program)
     assert "blocks: 65\n" in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
+def test_experts_are_shared_as_hal_is_configured(trained_experts: Path) -> None:
+    result = run(f"from vllm import LLM; LLM({str(trained_experts)!r}, enable_expert_parallel=True)")
+    assert "hal does not read vLLM's enable_expert_parallel" in result.stdout + result.stderr
 
 
 @needs_vllm

@@ -2,6 +2,8 @@
 //
 // A key or value is read from memory once, for all query heads that share it. Scores are float32; the result is rounded
 // once.
+#include "attention.h"
+
 #include <omp.h>
 
 #include <algorithm>
@@ -14,28 +16,6 @@
 #include "products.h"
 
 namespace {
-
-struct Shape {
-    int64_t sequences, tokens, heads, kv_heads, head_dim, block_size, max_blocks;
-    int64_t query_stride, query_head_stride;  // in elements
-    float scale;
-    int causal;
-    int64_t window;  // NO_WINDOW, which exceeds any position, for none
-    int64_t work;    // largest product of a sequence's queries and tokens; one with more is left out
-};
-
-struct Span {
-    int64_t sequence, begin, end;  // the positions that a token sees
-};
-
-Span visible(const Shape& shape, const int32_t* starts, const int32_t* lengths, int64_t token) {
-    int64_t sequence = std::upper_bound(starts + 1, starts + shape.sequences + 1, int32_t(token)) - (starts + 1);
-    if (sequence == shape.sequences) return {0, 0, 0};
-    int64_t length = lengths[sequence], position = length - starts[sequence + 1] + token;
-    int64_t end = shape.causal ? std::min(position + 1, length) : length;
-    int64_t begin = std::max<int64_t>(0, position - shape.window + 1);
-    return {sequence, begin, std::max(begin, end)};
-}
 
 constexpr int kTile = 16;  // positions at a time
 
@@ -80,8 +60,7 @@ inline void weigh(const Tile<T>& tile, int64_t rows, const float* weights, int64
                   float* sums) {
     Lanes held[M * kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < M * kVectors; v++)
-        held[v] = load<Lanes>(sums + v / kVectors * dim + i + v % kVectors * kLanes);
+    for (int v = 0; v < M * kVectors; v++) held[v] = load<Lanes>(sums + v / kVectors * dim + i + v % kVectors * kLanes);
     for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
@@ -194,7 +173,7 @@ void attend(const Shape& shape, const Span& span, const T* query, const T* keys,
 }
 
 template <class T>
-void attend_all(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
+void attend_few(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
                 const int32_t* starts, const int32_t* lengths, T* output) {
     const int64_t group = shape.heads / shape.kv_heads;
     // A thread takes a whole token if there are enough tokens, otherwise some key heads of a token.
@@ -208,24 +187,27 @@ void attend_all(const Shape& shape, const T* query, const T* keys, const T* valu
         for (int64_t token = 0; token < shape.tokens; token++)
             for (int64_t first = 0; first < shape.kv_heads; first += taken) {
                 const int64_t last = std::min(first + taken, shape.kv_heads);
-                const Span span = visible(shape, starts, lengths, token);
+                const int64_t sequence =
+                    std::upper_bound(starts + 1, starts + shape.sequences + 1, int32_t(token)) - (starts + 1);
+                if (sequence < shape.sequences && shape.many(starts, lengths, sequence)) continue;
+                const Span span =
+                    sequence < shape.sequences
+                        ? visible(shape, lengths[sequence] - starts[sequence + 1] + token, lengths[sequence])
+                        : Span{0, 0};
                 T* result = output + (token * shape.heads + first * group) * shape.head_dim;
                 if (span.begin == span.end) {
                     std::fill(result, result + (last - first) * group * shape.head_dim, T(0.0f));
                     continue;
                 }
-                const int64_t queries = starts[span.sequence + 1] - starts[span.sequence];
-                if (queries * lengths[span.sequence] > shape.work) continue;
                 attend(shape, span, query + token * shape.query_stride, keys, values,
-                       block_table + span.sequence * shape.max_blocks, first, last, result, scratch);
+                       block_table + sequence * shape.max_blocks, first, last, result, scratch);
             }
     }
 }
 
 }  // namespace
 
-// Writes the rows of all sequences but those left out, see Shape::work. Returns 0, or 1 + the index of a sequence whose
-// length or blocks are outside the block table or the cache.
+// Returns 0, or 1 + the index of a sequence whose length or blocks are outside the block table or the cache.
 extern "C" int64_t paged_attention(const void* query, const void* keys, const void* values, const int32_t* block_table,
                                    const int32_t* starts, const int32_t* lengths, void* output, int dtype,
                                    int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
@@ -242,8 +224,12 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
     }
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        attend_all(shape, static_cast<const T*>(query), static_cast<const T*>(keys), static_cast<const T*>(values),
+        auto run = [&](auto attend) {
+            attend(shape, static_cast<const T*>(query), static_cast<const T*>(keys), static_cast<const T*>(values),
                    block_table, starts, lengths, static_cast<T*>(output));
+        };
+        run(attend_few<T>);
+        run(attend_prompts<T>);
     });
     return 0;
 }

@@ -17,7 +17,6 @@ from torch import Tensor
 from hal.errors import OperationError
 from hal.ops.kernels.kernel_table import Kernel
 
-from .. import kernels as by_torch
 from .arguments import DTYPES, bound, empty, integers, packed, require, rows
 from .build import load
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
@@ -25,8 +24,8 @@ from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 
 UNLIMITED = 1 << 62  # tokens, or queries times tokens
-FEW = 1 << 12
-"""Queries times tokens of a sequence above which torch's attention is faster. Decode steps do not use it."""
+FEW = 1 << 11
+"""Queries times tokens of a sequence above which the kernel of many queries is faster. Decode steps do not use it."""
 BASIC = (
     "add_rms_norm", "greedy_sample", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul",
     "store_kv_cache",
@@ -171,7 +170,9 @@ class _Library:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See :func:`hal.ops.paged_attention`. Sequences with many queries run torch's kernel.
+        """See :func:`hal.ops.paged_attention`. Sequences with many queries have another kernel.
+
+        In bfloat16 on a CPU that multiplies pairs, this one rounds weights to bfloat16, as flash attention does.
 
         Raises:
             OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
@@ -201,10 +202,4 @@ class _Library:
                 f"{table[wrong - 1].tolist()} of a cache of {num_blocks} blocks of {block_size}",
                 "check the batch's block_table and lengths",
             )
-        if work == FEW:
-            left = [row for row, taken in enumerate((starts.diff() * lens).tolist()) if taken > FEW]
-            by_torch.attend(
-                left, y, query, key_cache, value_cache, block_table, query_start_loc, kv_lens, starts, lens, scale,
-                causal, sliding_window,
-            )  # fmt: skip
         return y

@@ -63,6 +63,7 @@ struct Product {
     using Vector = Lanes;
     static constexpr int kStep = kLanes;
     static Vector widened(const T* from) { return wide(from); }
+    static Vector repeated(const Operand* from) { return Lanes{} + *from; }
     static void add(Lanes& sum, const Vector& left, const Vector& right) { sum += left * right; }
 };
 
@@ -73,6 +74,18 @@ struct Product<bfloat16> {
     using Vector = __m512bh;
     static constexpr int kStep = 2 * kLanes;
     static Vector widened(const bfloat16* from) { return load<Vector>(from); }
+    // Writes the elements of two rows by turns.
+    static void interleave(const bfloat16* first, const bfloat16* second, bfloat16* to) {
+        const __m512i low = _mm512_cvtepu16_epi32(load<__m256i>(first));
+        const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(second)), 16);
+        _mm512_storeu_si512(to, _mm512_or_epi32(low, high));
+    }
+    // Rounds faster than `narrow`, but values below the normal ones to 0.
+    static void round(Lanes values, bfloat16* to) {
+        const __m256bh rounded = _mm512_cvtneps_pbh(__m512(values));
+        std::memcpy(to, &rounded, sizeof(rounded));
+    }
+    static Vector repeated(const bfloat16* from) { return Vector(_mm512_set1_epi32(load<int32_t>(from))); }
     static void add(Lanes& sum, const Vector& left, const Vector& right) {
         sum = Lanes(_mm512_dpbf16_ps(__m512(sum), left, right));
     }
@@ -174,7 +187,7 @@ constexpr int64_t kBlock = 32;   // rows at a time; they stay in the CPU cache f
 // Multiplies up to kBlock rows of a matrix, contiguous, with up to kOthers others.
 template <class T>
 class Multiplication {
-   public:
+  public:
     // Sets the others.
     void pack_others(const T* const* others, int64_t count, int64_t width) {
         count_ = count, width_ = width;
@@ -197,7 +210,7 @@ class Multiplication {
         }
     }
 
-   private:
+  private:
     Lanes multiply(const T* first, int64_t rows, const Operand<T>* group, int64_t taken, bool ahead) {
         if (rows == kRows && width_ % Product<T>::kStep == 0)
             return ahead ? tile_of<T, true, false>(taken, first, group, width_, first + kRows * width_)

@@ -79,8 +79,10 @@ def check_config(vllm_config: Any) -> None:
     for path, feature in REFUSED.items():
         *parts, name = path.split(".")
         part = reduce(getattr, parts, vllm_config)
-        value = getattr(part, name, None)
-        if value and value != _default(part, name):
+        if not hasattr(part, name):
+            continue
+        value, default = getattr(part, name), _default(part, name)
+        if value != default and (value or default):
             raise ConfigError(f"hal does not support vLLM's {name} = {value!s:.70}", f"start vLLM without {feature}")
     for name in VARIABLES:
         if (value := os.environ.get(name, "0")) not in ("", "0", "highest"):

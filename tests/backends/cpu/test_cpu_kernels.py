@@ -104,6 +104,47 @@ def test_attention_of_mixed_steps(
             assert_agree(ops.operation("paged_attention"), dtype, found, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 40), ((4, 1), 64), ((6, 2), 80)])
+def test_attention_of_long_prompts(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, native: hal.Backend
+) -> None:
+    """Longer than a tile of keys and a task's queries, also after a cached prefix; what is not theirs is NaN."""
+    (num_heads, kv_heads), draw = heads, Draw(dtype, seed=9)
+    counts, lengths = [530, 1, 130], [530, 700, 1201]
+    blocks = [-(-length // 32) for length in lengths]
+    table = torch.full((3, max(blocks)), sum(blocks), dtype=torch.int32)
+    order = draw.permutation(sum(blocks)).int()
+    caches = [draw.normal(sum(blocks) + 1, 32, kv_heads, head_dim) for _ in range(2)]
+    for row, (each, length) in enumerate(zip(order.split(blocks), lengths, strict=True)):
+        table[row, : blocks[row]] = each
+        for cache in caches:
+            cache[each[-1], (length - 1) % 32 + 1 :] = torch.nan
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    query = draw.normal(sum(counts), num_heads, head_dim)
+    for causal, window in ((True, None), (True, 600), (False, None), (False, 3)):
+        arguments = (query, *caches, table, starts, lens, starts, lens, 0.1, causal, window)
+        expected = ops.operation("paged_attention").reference(*arguments)
+        assert_agree(ops.operation("paged_attention"), dtype, native.kernels["paged_attention"](*arguments), expected)
+
+
+def test_scores_of_any_sign_and_size(native: hal.Backend) -> None:
+    """A tile of scores of -inf, between others; scales of 0 and below; a query that sees only -inf."""
+    query, caches = torch.randn(600, 1, 16), [torch.randn(44, 32, 1, 16) for _ in range(2)]
+    caches[0][16:35] = 0.0
+    caches[0][16:35, :, :, 0] = torch.inf
+    query[:, :, 0] = -query[:, :, 0].abs() - 0.1
+    table, starts = torch.arange(44, dtype=torch.int32)[None], torch.tensor([0, 600], dtype=torch.int32)
+    lens = torch.tensor([1408], dtype=torch.int32)
+    for scale, window in ((0.3, None), (0.3, 40), (-0.2, None), (0.0, None)):
+        arguments = (query, *caches, table, starts, lens, starts, lens, scale, True, window)
+        found = native.kernels["paged_attention"](*arguments)
+        expected = ops.operation("paged_attention").reference(*arguments)
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+        assert bool(found.isfinite().all()) == (scale > 0 and window is None)
+
+
 @pytest.mark.parametrize("queries", [2, FEW // 96 + 1])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_broken_key_of_a_prompt_comes_out(broken: float, queries: int, native: hal.Backend) -> None:

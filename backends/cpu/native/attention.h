@@ -1,0 +1,35 @@
+// What both kernels of paged attention read: that of few queries and that of many.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+struct Shape {
+    int64_t sequences, tokens, heads, kv_heads, head_dim, block_size, max_blocks;
+    int64_t query_stride, query_head_stride;  // in elements
+    float scale;
+    int causal;
+    int64_t window;  // larger than any position for none
+    int64_t work;    // a sequence with more queries times tokens may have many queries
+
+    // Whether a sequence has so many queries that packing its keys and values pays.
+    bool many(const int32_t* starts, const int32_t* lengths, int64_t sequence) const {
+        const int64_t queries = starts[sequence + 1] - starts[sequence];
+        return queries >= 8 && queries * lengths[sequence] > work;
+    }
+};
+
+struct Span {
+    int64_t begin, end;  // the positions that a token sees
+};
+
+inline Span visible(const Shape& shape, int64_t position, int64_t length) {
+    const int64_t end = shape.causal ? std::min(position + 1, length) : length;
+    const int64_t begin = std::max<int64_t>(0, position - shape.window + 1);
+    return {begin, std::max(begin, end)};
+}
+
+// Writes the rows of the sequences with many queries.
+template <class T>
+void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
+                    const int32_t* starts, const int32_t* lengths, T* output);

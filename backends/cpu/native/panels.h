@@ -1,0 +1,193 @@
+// Products of rows with panels of columns, for many rows: each step multiplies an element of a few rows with a vector
+// of columns. Sums are float32 and stay in registers.
+//
+// Panels are packed: step by step, kPanel columns. Where the CPU multiplies pairs of elements, a step is a pair.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "elements.h"
+#include "products.h"
+
+// Sums of kBand rows by kPanel columns stay in registers: 24 of 32 with AVX-512 or NEON, 12 of 16 with AVX2.
+constexpr int kBand = 6;
+#if defined(__AVX512F__)
+constexpr int kRegister = kLanes, kPanelVectors = 4;
+#elif defined(__AVX__)
+constexpr int kRegister = 8, kPanelVectors = 1;
+#else
+constexpr int kRegister = 4, kPanelVectors = 1;
+#endif
+constexpr int64_t kPanel = kPanelVectors * kLanes;
+
+constexpr int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Elements of a lane: 2 where the CPU multiplies pairs.
+template <class T>
+constexpr int64_t kPair = Product<T>::kStep / kLanes;
+
+// The arithmetic of Product<T> in vectors of a register's size: compilers keep larger ones in memory.
+template <class T, int64_t Pair = kPair<T>>
+struct InRegisters : Product<T> {
+    using Sum = Lanes;
+    static constexpr int kWidth = kLanes;
+};
+
+template <class T>
+struct InRegisters<T, 1> {
+    using Sum = float __attribute__((vector_size(kRegister * sizeof(float))));
+    using Vector = Sum;
+    static constexpr int kWidth = kRegister;
+    static Vector repeated(const float* from) { return Vector{} + *from; }
+    static void add(Sum& sum, const Vector& left, const Vector& right) { sum += left * right; }
+};
+
+// sums[r * sums_stride + c] = rows[r * stride] . columns[c], or adds it, for kBand rows and V vectors of columns of a
+// panel, whose lanes are kPanel apart from step to step.
+template <class T, int V, bool Add>
+void multiply(const Operand<T>* rows, int64_t stride, const Operand<T>* columns, int64_t steps, float* sums,
+              int64_t sums_stride) {
+    using P = InRegisters<T>;
+    using Sum = typename P::Sum;
+    constexpr int kCount = V * kLanes / P::kWidth;
+    Sum held[kBand][kCount] = {};
+    for (int64_t step = 0; step < steps; step++, rows += kPair<T>, columns += kPanel * kPair<T>) {
+        typename P::Vector right[kCount];
+#pragma GCC unroll 4
+        for (int v = 0; v < kCount; v++) right[v] = load<typename P::Vector>(columns + v * P::kWidth * kPair<T>);
+#pragma GCC unroll 6
+        for (int r = 0; r < kBand; r++) {
+            const auto left = P::repeated(rows + r * stride);
+#pragma GCC unroll 4
+            for (int v = 0; v < kCount; v++) P::add(held[r][v], left, right[v]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kBand; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kCount; v++) {
+            float* to = sums + r * sums_stride + v * P::kWidth;
+            if constexpr (Add) held[r][v] += load<Sum>(to);
+            std::memcpy(to, &held[r][v], sizeof(Sum));
+        }
+}
+
+// Multiplies the steps from `begin` to `end` of the columns from `first`, where a panel starts, to `last`.
+template <class T, bool Add>
+void multiply_panels(const Operand<T>* rows, int64_t stride, const Operand<T>* panels, int64_t panel_size,
+                     int64_t begin, int64_t end, int64_t first, int64_t last, float* sums, int64_t sums_stride) {
+    rows += begin * kPair<T>;
+    for (int64_t column = first; column < last; column += kPanel) {
+        const Operand<T>* panel = panels + column / kPanel * panel_size + begin * kPanel * kPair<T>;
+        auto run = [&](auto vectors) {
+            multiply<T, std::min<int>(vectors, kPanelVectors), Add>(rows, stride, panel, end - begin, sums + column,
+                                                                    sums_stride);
+        };
+        switch ((last - column + kLanes - 1) / kLanes) {
+            case 1:
+                run(std::integral_constant<int, 1>{});
+                break;
+            case 2:
+                run(std::integral_constant<int, 2>{});
+                break;
+            case 3:
+                run(std::integral_constant<int, 3>{});
+                break;
+            default:
+                run(std::integral_constant<int, kPanelVectors>{});
+        }
+    }
+}
+
+// Transposes 16 by 16 elements of 4 bytes, in four passes that exchange ever smaller blocks.
+inline void transpose(Lanes* v) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const Lanes a = v[i], b = v[i + 8];
+        v[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        v[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        const int i = j / 4 * 8 + j % 4;
+        const Lanes a = v[i], b = v[i + 4];
+        v[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        v[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        const int i = j / 2 * 4 + j % 2;
+        const Lanes a = v[i], b = v[i + 2];
+        v[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        v[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        const Lanes a = v[i], b = v[i + 1];
+        v[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        v[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+}
+
+constexpr int64_t kAhead = 8;  // rows to prefetch: their strides are too long for the CPU to foresee
+
+template <class T>
+inline void prefetch(const T* row, int64_t count) {
+    for (int64_t i = 0; i < count; i += int64_t(64 / sizeof(T))) __builtin_prefetch(row + i);
+}
+
+// Writes panels whose columns are the rows: their steps are the elements of a row, filled up with zeros. Columns past
+// the last of the rows repeat it up to a whole vector.
+template <class T>
+inline void pack_transposed(const T* const* rows, int64_t count, int64_t width, std::vector<T>& scratch,
+                            Operand<T>* panels) {
+    constexpr int64_t kStep = Product<T>::kStep;
+    const int64_t whole = up(width, kStep);
+    if (whole != width) scratch.assign(kLanes * whole, T(0.0f));
+    for (int64_t row = 0; row < count; row += kLanes) {
+        const T *from[kLanes], *ahead[kLanes];
+        for (int i = 0; i < kLanes; i++) {
+            ahead[i] = rows[std::min(row + kLanes + i, count - 1)];
+            from[i] = rows[std::min(row + i, count - 1)];
+            if (whole != width) from[i] = std::copy_n(from[i], width, scratch.data() + i * whole) - width;
+        }
+        Operand<T>* to = panels + row / kPanel * whole * kPanel + row % kPanel * kPair<T>;
+        for (int64_t at = 0; at < whole; at += kStep, to += kLanes * kPanel * kPair<T>) {
+            Lanes block[kLanes];
+            for (int i = 0; i < kLanes; i++) {
+                __builtin_prefetch(ahead[i] + at);
+                const auto vector = Product<T>::widened(from[i] + at);
+                std::memcpy(&block[i], &vector, sizeof(Lanes));
+            }
+            transpose(block);
+            for (int i = 0; i < kLanes; i++) std::memcpy(to + i * kPanel * kPair<T>, &block[i], sizeof(Lanes));
+        }
+    }
+}
+
+// Writes panels whose steps are the rows, and which are `panel_size` elements apart. Without a second row, a pair has
+// 0.
+template <class T>
+inline void pack_rows(const T* const* rows, int64_t count, int64_t width, int64_t panel_size, Operand<T>* panels) {
+    for (int64_t column = 0; column < width; column += kPanel, panels += panel_size) {
+        const int64_t taken = std::min(kPanel, width - column);
+        Operand<T>* to = panels;
+        for (int64_t row = 0; row < count; row += kPair<T>, to += kPanel * kPair<T>) {
+            const T* from = rows[row] + column;
+            prefetch(rows[std::min(row + kAhead, count - 1)] + column, taken);
+            if constexpr (kPair<T> == 1) {
+                for (int64_t i = 0; i < taken; i++) to[i] = from[i];
+            } else {
+                const T* next = row + 1 < count ? rows[row + 1] + column : nullptr;
+                int64_t i = 0;
+                if (next)
+                    for (; i + kLanes <= taken; i += kLanes) Product<T>::interleave(from + i, next + i, to + 2 * i);
+                for (; i < taken; i++) to[2 * i] = from[i], to[2 * i + 1] = next ? next[i] : T(0.0f);
+            }
+        }
+    }
+}

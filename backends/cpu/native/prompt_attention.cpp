@@ -1,0 +1,193 @@
+// Attention of many queries over a paged cache, as in prompts.
+//
+// A tile of a key head's keys and values is packed once for all queries of a task. For a few rows at a time, two matrix
+// products with a softmax between them then run in the CPU cache. The largest score and the sum of a row are carried
+// from tile to tile, so that scores take no memory that grows with the prompt. Scores are float32. Weights are rounded
+// to bfloat16 where the CPU multiplies pairs of them.
+#include <omp.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "elements.h"
+#include "panels.h"
+#include "products.h"
+
+namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+constexpr int64_t kKeys = 512;      // in a tile; with its values, it stays in a CPU's second cache
+constexpr int64_t kTaskRows = 384;  // of queries; more rows pack tiles less often, fewer divide the work better
+
+// Replaces a row's scores from `first` to `last`, whole vectors, with weights: 0 outside the span. `largest` is that of
+// the scaled scores of earlier tiles; this tile's are added. Returns the sum of the weights.
+template <class T>
+float softmax(float* scores, int64_t first, int64_t last, Span span, float scale, float& largest, Operand<T>* weights) {
+    for (int64_t i = first; i < last; i++) scores[i] *= scale;
+    std::fill(scores + first, scores + span.begin, kLowest);
+    std::fill(scores + span.end, scores + last, kLowest);
+    Lanes top = Lanes{} + largest;
+    for (int64_t i = first; i < last; i += kLanes) {
+        const Lanes found = load<Lanes>(scores + i);
+        top = found > top ? found : top;  // not a NaN, which comes out through its weight
+    }
+    for (int lane = 0; lane < kLanes; lane++) largest = top[lane] > largest ? top[lane] : largest;
+    const float base = largest == kLowest ? 0.0f : largest;  // -inf less -inf would be NaN
+    float total = 0;
+    for (int64_t i = first; i < last; i++) total += scores[i] = exponential(scores[i] - base);
+    if constexpr (kPair<T> == 2)
+        for (int64_t i = first; i < last; i += kLanes) Product<T>::round(load<Lanes>(scores + i), weights + i);
+    return total;
+}
+
+// Some queries of a sequence, for one key head.
+struct Task {
+    int64_t sequence, kv_head, first, last;
+};
+
+// Runs tasks, one after another. A row is a query of one head; heads of a query follow one another.
+template <class T>
+class Prompt {
+  public:
+    Prompt(const Shape& shape, const T* query, const T* keys, const T* values, T* output)
+        : shape_(shape), query_(query), keys_(keys), values_(values), output_(output) {}
+
+    void run(const Task& task, const int32_t* blocks, int64_t start, int64_t end, int64_t length) {
+        const int64_t position = length - (end - start);  // of the first query
+        group_ = shape_.heads / shape_.kv_heads, rows_ = (task.last - task.first) * group_;
+        spans_.clear();
+        for (int64_t row = 0; row < up(rows_, kBand); row++)  // past the last row, its span again
+            spans_.push_back(visible(shape_, position + task.first + std::min(row, rows_ - 1) / group_, length));
+        const int64_t first_head = (start + task.first) * shape_.heads + task.kv_head * group_;
+        pack_queries(start + task.first, task.kv_head * group_);
+        const int64_t last = spans_.back().end;
+        for (int64_t tile = spans_[0].begin; tile < last; tile += kKeys) {
+            pack_tile(blocks, task.kv_head, tile, std::min(kKeys, last - tile));
+            for (int64_t row = 0; row < rows_; row += kBand) attend(row, tile, std::min(kKeys, last - tile));
+        }
+        for (int64_t row = 0; row < rows_; row++)
+            write(row, output_ + (first_head + row / group_ * shape_.heads + row % group_) * shape_.head_dim);
+    }
+
+  private:
+    void pack_queries(int64_t first, int64_t head) {
+        const int64_t padded = spans_.size();
+        queries_.resize(padded * width_);
+        std::fill(queries_.begin() + rows_ * width_, queries_.end(), Operand<T>(0.0f));
+        for (int64_t row = 0; row < rows_; row++) {
+            const T* from = query_ + (first + row / group_) * shape_.query_stride +
+                            (head + row % group_) * shape_.query_head_stride;
+            prefetch(from + kAhead * shape_.query_stride, shape_.head_dim);
+            Operand<T>* to = std::copy_n(from, shape_.head_dim, queries_.data() + row * width_);
+            std::fill(to, queries_.data() + (row + 1) * width_, Operand<T>(0.0f));
+        }
+        sums_.assign(padded * columns_, 0.0f), totals_.assign(padded, 0.0f), largest_.assign(padded, kLowest);
+    }
+
+    void pack_tile(const int32_t* blocks, int64_t kv_head, int64_t first, int64_t count) {
+        const int64_t size = shape_.block_size, dim = shape_.head_dim;
+        const T *keys[kKeys], *values[kKeys];
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t slot = blocks[(first + i) / size] * size + (first + i) % size;
+            keys[i] = keys_ + (slot * shape_.kv_heads + kv_head) * dim;
+            values[i] = values_ + (slot * shape_.kv_heads + kv_head) * dim;
+        }
+        pack_transposed(keys, count, dim, copies_, tile_keys_.get());
+        pack_rows(values, count, dim, kKeys * kPanel, tile_values_.get());
+    }
+
+    // Adds a tile of `count` positions from `tile` on to a band of rows.
+    void attend(int64_t row, int64_t tile, int64_t count) {
+        // All positions that a row of the band sees.
+        const int64_t first = std::max<int64_t>(0, spans_[row].begin - tile) / kPanel * kPanel;
+        const int64_t end = std::min(spans_[row + kBand - 1].end - tile, count), last = up(end, kLanes);
+        if (first >= end) return;
+        multiply_panels<T, false>(queries_.data() + row * width_, width_, tile_keys_.get(), width_ * kPanel, 0,
+                                  width_ / kPair<T>, first, last, scores_, kKeys);
+        for (int64_t r = 0; r < kBand; r++) {
+            const float before = largest_[row + r];
+            const Span span{std::clamp(spans_[row + r].begin - tile, first, last),
+                            std::clamp(spans_[row + r].end - tile, first, last)};
+            const float total = softmax<T>(scores_ + r * kKeys, first, last, span, shape_.scale, largest_[row + r],
+                                           weights() + r * kKeys);
+            if (largest_[row + r] != before) rescale(row + r, exponential(before - largest_[row + r]));
+            totals_[row + r] += total;
+        }
+        multiply_panels<T, true>(weights(), kKeys, tile_values_.get(), kKeys * kPanel, first / kPair<T>,
+                                 up(end, kPair<T>) / kPair<T>, 0, shape_.head_dim, sums_.data() + row * columns_,
+                                 columns_);
+    }
+
+    void rescale(int64_t row, float factor) {
+        totals_[row] *= factor;
+        for (int64_t i = 0; i < columns_; i++) sums_[row * columns_ + i] *= factor;
+    }
+
+    void write(int64_t row, T* to) const {
+        const float* sums = sums_.data() + row * columns_;
+        const float share = spans_[row].begin == spans_[row].end ? 0.0f : 1.0f / totals_[row];
+        int64_t i = 0;
+        for (; i + kLanes <= shape_.head_dim; i += kLanes) narrow(load<Lanes>(sums + i) * share, to + i);
+        for (; i < shape_.head_dim; i++) to[i] = T(sums[i] * share);
+    }
+
+    // Weights take the place of scores, unless they are narrower.
+    Operand<T>* weights() {
+        if constexpr (kPair<T> == 2)
+            return narrow_;
+        else
+            return scores_;
+    }
+
+    const Shape shape_;
+    const T *query_, *keys_, *values_;
+    T* output_;
+    const int64_t width_ = up(shape_.head_dim, Product<T>::kStep), columns_ = up(shape_.head_dim, kPanel);
+    int64_t group_, rows_;
+    std::vector<Span> spans_;
+    std::vector<Operand<T>> queries_;
+    const std::unique_ptr<Operand<T>[]> tile_keys_{new Operand<T>[kKeys * width_]};
+    const std::unique_ptr<Operand<T>[]> tile_values_{new Operand<T>[kKeys * columns_]};
+    std::vector<float> sums_, totals_, largest_;
+    std::vector<T> copies_;
+    alignas(64) float scores_[kBand * kKeys];
+    alignas(64) Operand<T> narrow_[kPair<T> == 2 ? kBand * kKeys : 1];
+};
+
+}  // namespace
+
+template <class T>
+void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
+                    const int32_t* starts, const int32_t* lengths, T* output) {
+    const int64_t queries = std::max<int64_t>(1, kTaskRows / (shape.heads / shape.kv_heads));
+    std::vector<Task> tasks;
+    for (int64_t sequence = 0; sequence < shape.sequences; sequence++) {
+        if (!shape.many(starts, lengths, sequence)) continue;
+        const int64_t count = starts[sequence + 1] - starts[sequence];
+        for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
+            for (int64_t first = 0; first < count; first += queries)
+                tasks.push_back({sequence, kv_head, first, std::min(first + queries, count)});
+    }
+    if (tasks.empty()) return;
+#pragma omp parallel
+    {
+        Prompt<T> prompt(shape, query, keys, values, output);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < tasks.size(); i++) {
+            const int64_t sequence = tasks[i].sequence;
+            prompt.run(tasks[i], block_table + sequence * shape.max_blocks, starts[sequence], starts[sequence + 1],
+                       lengths[sequence]);
+        }
+    }
+}
+
+template void attend_prompts(const Shape&, const float*, const float*, const float*, const int32_t*, const int32_t*,
+                             const int32_t*, float*);
+template void attend_prompts(const Shape&, const bfloat16*, const bfloat16*, const bfloat16*, const int32_t*,
+                             const int32_t*, const int32_t*, bfloat16*);
+template void attend_prompts(const Shape&, const float16*, const float16*, const float16*, const int32_t*,
+                             const int32_t*, const int32_t*, float16*);
