@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from enum import Enum
 from functools import reduce
 from typing import Any
 
@@ -78,11 +79,9 @@ def check_config(vllm_config: Any) -> None:
     """
     for path, feature in REFUSED.items():
         *parts, name = path.split(".")
-        part = reduce(getattr, parts, vllm_config)
-        if not hasattr(part, name):
-            continue
-        value, default = getattr(part, name), _default(part, name)
-        if value != default and (value or default):
+        part = reduce(lambda whole, each: getattr(whole, each, None), parts, vllm_config)
+        value = getattr(part, name, None)
+        if (value or isinstance(value, Enum)) and value != _default(part, name):
             raise ConfigError(f"hal does not support vLLM's {name} = {value!s:.70}", f"start vLLM without {feature}")
     for name in VARIABLES:
         if (value := os.environ.get(name, "0")) not in ("", "0", "highest"):
@@ -145,6 +144,6 @@ def check_unread(vllm_config: Any) -> None:
 
 
 def _default(part: Any, name: str) -> Any:
-    """Return the default of an option, where vLLM declares one."""
-    declared = type(part).__dataclass_fields__[name].default
+    """Return the default of an option, or None if vLLM declares none."""
+    declared = getattr(getattr(type(part), "__dataclass_fields__", {}).get(name), "default", None)
     return getattr(declared, "default", declared)  # Some are declared by pydantic.
