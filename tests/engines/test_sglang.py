@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.distributions import installed
+from safetensors.torch import load_file, save_file
 
 from hal.engines.sglang import register
 from hal.errors import ConfigError
@@ -90,6 +93,30 @@ def test_random_requests_get_the_tokens_of_generate(
     assert all(found["counts"][kind] > 0 for kind in kinds)
 
 
+@needs_sglang
+def test_a_running_server_takes_new_weights(trained: Path, tmp_path: Path) -> None:
+    """SGLang flushes its cache of prefixes, which the former weights computed. hal keeps its captured graphs."""
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    path = other / "model.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    changed = {
+        name: tensor * (1 + 0.5 * torch.rand(tensor.shape, generator=generator)).to(tensor.dtype)
+        for name, tensor in load_file(path).items()
+    }
+    save_file(changed, path)
+    out = tmp_path / "found.json"
+    asked = {"first": str(trained), "second": str(other), "out": str(out)}
+    result = run(str(HERE / "sglang_weights.py"), json.dumps(asked))
+    assert out.exists(), result.stdout + result.stderr
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    print(found)  # noqa: T201
+    assert found["different"]
+    assert [each["name"] for each in found["steps"] if not each["equal"]] == []
+    assert [each["updated"] for each in found["steps"]] == [None, None, True, True]
+    assert [each["cached"] > 0 for each in found["steps"]] == [False, True, False, False]
+
+
 ARGUMENTS = """
 import json, sys
 from sglang.srt.server_args import prepare_server_args
@@ -109,6 +136,16 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--load-format", "dummy"], "hal does not support SGLang's load_format = 'dummy'"),
     (["--attention-backend", "triton"], "hal does not support SGLang's attention_backend = 'triton'"),
     (["--cuda-graph-bs-decode", "1", "2"], "hal does not support SGLang's cuda_graph_bs_decode = [1, 2]"),
+    ([*ON_CPU, "--moe-runner-backend", "triton"], "hal does not support SGLang's moe_runner_backend = 'triton'"),
+    ([*ON_CPU, "--ep-size", "2"], "hal does not support SGLang's ep_size = 2"),
+    ([*ON_CPU, "--moe-a2a-backend", "deepep"], "hal does not support SGLang's moe_a2a_backend = 'deepep'"),
+    ([*ON_CPU, "--model-impl", "transformers"], "hal does not support SGLang's model_impl = 'transformers'"),
+    ([*ON_CPU, "--model-loader-extra-config", '{"a": 1}'], "hal does not support SGLang's model_loader_extra_config"),
+    ([*ON_CPU, "--disable-chunked-prefix-cache"], "hal does not support SGLang's disable_chunked_prefix_cache = True"),
+    ([*ON_CPU, "--kv-canary", "log"], "hal does not support SGLang's kv_canary = 'log'"),
+    ([*ON_CPU, "--enable-fp32-lm-head"], "hal does not support SGLang's enable_fp32_lm_head = True"),
+    (["--json-model-override-args", '{"hal": {"backend": "cpu"}, "rope_theta": 5.0, "num_hidden_layers": 1}'],
+     "hal does not read num_hidden_layers, rope_theta in SGLang's json_model_override_args, only hal"),
     (["--json-model-override-args", '{"hal": {"compilr": 1}}'], "unknown key 'compilr'"),
     (["--json-model-override-args", '{"hal": {"backend": "cpu", "compilation": {"compiler": "eager"}}}',
       "--enable-torch-compile"], "enable_torch_compile is set, and hal's compiler is eager"),
@@ -119,6 +156,8 @@ REFUSED: list[tuple[list[str], str]] = [
      "SGLang's page_size requires cache.block_size = 16, and hal's configuration has cache.block_size = 32"),
     (["--compilation-config", '{"compiler": "graph"}'], "SystemExit: 2"),  # SGLang has no such argument.
     (ON_CPU, "accepted"),
+    ([*ON_CPU, "--device", "cpu", "--disable-cuda-graph", "--schedule-policy", "lpm", "--enable-metrics",
+      "--load-format", "safetensors", "--model-impl", "sglang"], "accepted"),
     ([*ON_CPU, "--enable-torch-compile", "--torch-compile-max-bs", "4"], "accepted"),
 ]  # fmt: skip
 

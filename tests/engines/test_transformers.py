@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal.errors import BackendNotActive, CompileError, ConfigError, OperationError
@@ -170,6 +173,115 @@ def test_models_stop_continuous_batching_in_any_order(order: tuple[int, int], pa
     assert transformers.AttentionInterface()["paged|eager"] is before
 
 
+class CountedSteps(TorchDispatchMode):
+    """Counts the operations of torch in each call of a model, in the thread that calls it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.steps: list[Counter[str]] = []
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: Any) -> None:
+        self.steps.append(Counter())
+        self.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.steps[-1][func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_layers_of_a_step_prepare_it_once(layers: int) -> None:
+    """The operations are those of the lengths, which are copied to the host, and of the table of blocks."""
+    from hal.engines.transformers import use
+
+    model = model_of("Llama", layers=layers)
+    with use(model, continuous_batching=True):
+        counted_steps = CountedSteps(model)
+        batched(model, prompts_of(9, 33))
+    print(layers, *counted_steps.steps, sep="\n")  # noqa: T201
+    assert len(counted_steps.steps) >= 12
+    assert {(each["stack"], each["arange"], each["clamp"]) for each in counted_steps.steps} == {(1, 1, 1)}
+
+
+class ReusedArguments:
+    """Hands a model the same tensors, lists and dicts in all steps of equal sizes, with the values of each step."""
+
+    def __init__(self, model: Any) -> None:
+        self.kept: dict[Any, Any] = {}
+        self.reused = 0
+        self.hook = model.register_forward_pre_hook(self._reuse, with_kwargs=True)
+
+    def _reuse(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index")
+        given = {name: kwargs[name] for name in names}
+        tensors, shape = torch.utils._pytree.tree_flatten(given)
+        sizes = tuple(each.shape for each in tensors)
+        self.reused += sizes in self.kept
+        kept = self.kept.setdefault(
+            sizes, torch.utils._pytree.tree_unflatten([each.clone() for each in tensors], shape)
+        )
+        for one, other in zip(torch.utils._pytree.tree_leaves(kept), tensors, strict=True):
+            one.copy_(other)
+        return args, {**kwargs, **kept}
+
+
+def test_a_step_in_the_tensors_of_the_step_before(cpu: hal.Backend) -> None:
+    from hal.engines.transformers import use
+
+    model, prompts = model_of("Qwen3"), prompts_of(9, 4, 7)
+    expected = [generate(model, [each], 12)[0] for each in prompts]
+    reused = ReusedArguments(model)
+    with use(model, continuous_batching=True):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert batched(model, [prompt]) == [tokens]
+    assert reused.reused > 12
+
+
+def test_the_tensors_of_a_step_end_with_it(cpu: hal.Backend) -> None:
+    from hal.engines.transformers import use
+
+    tables: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def paged_attention(*args: Any) -> Any:
+        tables.append(weakref.ref(args[3]))
+        alive.append(len({id(each()) for each in tables if each() is not None}))
+        return cpu.kernels["paged_attention"](*args)
+
+    hal.Backend("watching", cpu.device, kernels={**cpu.kernels, "paged_attention": paged_attention}).activate()
+    model = model_of("Llama")
+    with use(model, continuous_batching=True):
+        batched(model, prompts_of(9, 33))
+    cpu.activate()
+    assert len(alive) >= 2 * 12
+    assert set(alive) == {1}
+    assert all(each() is None for each in tables)
+
+
+def test_a_call_of_another_model_within_a_step(cpu: hal.Backend) -> None:
+    """Between two layers of the first model, the second one generates for the same prompts in another order."""
+    from hal.engines.transformers import use
+
+    outer, inner, prompts = model_of("Llama", seed=0), model_of("Llama", seed=1), prompts_of(9, 4)
+    expected = [[generate(model, [each], 12)[0] for each in prompts] for model in (outer, inner)]
+    found = []
+    with use(outer, continuous_batching=True), use(inner, continuous_batching=True):
+
+        def run_inner(*_: Any) -> None:
+            if not found:
+                found.append(batched(inner, prompts[::-1]))
+
+        outer.model.layers[1].register_forward_pre_hook(run_inner)
+        assert batched(outer, prompts) == expected[0]
+    assert found == [expected[1][::-1]]
+
+
 class TestRefusals:
     def test_without_a_backend(self) -> None:
         from hal.engines.transformers import use
@@ -191,6 +303,39 @@ class TestRefusals:
 
         with pytest.raises(OperationError, match="nothing to replace"):
             use(model_of("Llama"), attention=False)
+
+    def test_experts_that_transformers_does_not_switch(self, cpu: hal.Backend) -> None:
+        """transformers refuses after attention was selected: the model is as before."""
+        from hal.engines.transformers import use
+
+        registered = transformers.AttentionInterface()["paged|eager"]
+        model = model_of("Qwen3Moe")
+        model.config._experts_implementation_internal = "deepgemm_megamoe"
+        hooks = [len(each._forward_pre_hooks) for each in model.modules()]
+        for paged in (False, True):
+            with pytest.raises(RuntimeError, match="Cannot switch experts implementation"):
+                use(model, continuous_batching=paged)
+            assert model.config._attn_implementation == "sdpa"
+            assert [len(each._forward_pre_hooks) for each in model.modules()] == hooks
+            assert transformers.AttentionInterface()["paged|eager"] is registered
+
+    def test_attention_that_transformers_does_not_switch(self, cpu: hal.Backend) -> None:
+        from hal.engines.transformers import use
+
+        class Refusing(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
+            def set_attn_implementation(self, name: str) -> None:
+                super().set_attn_implementation(name)
+                if name != "sdpa":
+                    raise ValueError(f"no {name}")
+
+        registered = transformers.AttentionInterface()["paged|eager"]
+        model = Refusing(model_of("Llama").config)
+        for paged in (False, True):
+            with pytest.raises(ValueError, match="no "):
+                use(model, continuous_batching=paged)
+            assert model.config._attn_implementation == "sdpa"
+            assert not any(each._forward_pre_hooks for each in model.modules())
+            assert transformers.AttentionInterface()["paged|eager"] is registered
 
     def test_a_mask_of_another_form(self, cpu: hal.Backend) -> None:
         from hal.engines.transformers import use

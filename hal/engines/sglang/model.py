@@ -57,6 +57,10 @@ class HalSteps:
         )  # fmt: skip
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
 
+    def replace(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write new weights, as :func:`hal.replace_weights`. SGLang runs no step meanwhile, and flushes its cache."""
+        hal.replace_weights(self._runner, dict(weights))
+
     def run(self, forward_batch: Any) -> LogitsProcessorOutput:
         """Run a step of SGLang's.
 
@@ -69,7 +73,9 @@ class HalSteps:
         batch = batch_of(forward_batch, self._req_to_token, self._runner, asked)
         logits = self._runner.step(batch).logits
         with self.backend.explaining():
-            host = logits.to("cpu", torch.float32, copy=True)  # Those of the runner are valid until its next step.
+            # float32 on the host is copied, too: SGLang's sampler writes into it, which torch forbids for the runner's,
+            # an inference tensor.
+            host = logits.to("cpu", torch.float32, copy=True)
         return output_of(forward_batch, host, asked, self._scores)
 
 
@@ -89,16 +95,21 @@ class HalForCausalLM(nn.Module):
         self._dtype = torch.get_default_dtype()  # SGLang creates models under theirs.
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the checkpoint with hal. SGLang's iterator is not read.
+        """Load the checkpoint with hal, or write new weights into the running model.
+
+        Args:
+            weights: tensors by their names in the checkpoint. They are not read if no model is loaded: hal reads the
+                checkpoint's files.
 
         Raises:
-            ConfigError: the server runs already, or hal's configuration is invalid.
-            CheckpointError: as :func:`hal.load_model`.
+            ConfigError: hal's configuration is invalid.
+            CheckpointError: as :func:`hal.load_model`, or as :func:`hal.replace_weights`.
             ModelError: a layer keeps anything but a key and a value per token.
         """
         if "steps" in vars(self):
-            raise ConfigError("hal does not replace the weights of a running server", "start another server")
-        self.steps = HalSteps(get_context().server_args, self._dtype)
+            self.steps.replace(weights)
+        else:
+            self.steps = HalSteps(get_context().server_args, self._dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> LogitsProcessorOutput:
         """Run a step."""

@@ -10,22 +10,15 @@ from typing import Any
 import hal
 from hal.config import load, require
 from hal.engines.sglang import PLATFORM
+from hal.engines.sglang.served_arguments import SERVED
 from hal.errors import ConfigError
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
-    "tp_size": (1,), "pp_size": (1,), "dp_size": (1,), "dcp_size": (1,), "attn_cp_size": (1,),
+    "device": ("cpu",), "model_impl": ("sglang",), "load_format": ("safetensors",),
     "attention_backend": (PLATFORM,), "prefill_attention_backend": (PLATFORM,), "decode_attention_backend": (PLATFORM,),
-    "cuda_graph_config": (), "cuda_graph_backend_decode": ("disabled",), "cuda_graph_backend_prefill": ("disabled",),
-    "cuda_graph_bs_decode": (), "cuda_graph_bs_prefill": (),
-    "cuda_graph_max_bs_decode": (), "cuda_graph_max_bs_prefill": (),
-    "load_format": ("auto", "safetensors"), "startup_weight_load_mode": ("serial",), "weight_cache_mode": ("off",),
-    "custom_weight_loader": (), "quantization": (), "kv_cache_dtype": ("auto",), "cpu_offload_gb": (),
-    "enable_memory_saver": (), "enable_unified_memory": (), "enable_hierarchical_cache": (), "enable_lmcache": (),
-    "disaggregation_mode": ("null",), "enable_pdmux": (), "enable_two_batch_overlap": (),
-    "speculative_algorithm": (), "dllm_algorithm": (), "enable_lora": (), "lora_paths": (), "is_embedding": (),
-    "enable_return_hidden_states": (), "enable_mis": (), "enable_deterministic_inference": (),
+    "cuda_graph_backend_decode": ("disabled",), "cuda_graph_backend_prefill": ("disabled",),
 })  # fmt: skip
-"""The values that hal accepts of arguments which it does not serve, besides None, False, 0 and the empty list."""
+"""The values that hal accepts of other arguments, besides their defaults: what is asked is the case."""
 
 TORCH_COMPILE_MAX_BS = 32
 """SGLang's default of ``--torch-compile-max-bs``."""
@@ -38,14 +31,20 @@ _INSTEAD = MappingProxyType({
 
 
 def check(server_args: Any) -> None:
-    """Refuse what hal does not serve.
+    """Refuse the arguments of what hal replaces: SGLang's models, kernels, caches and graphs.
 
     Raises:
-        ConfigError: an argument of :data:`NEUTRAL` has another value.
+        ConfigError: an argument that is not in ``SERVED`` has neither its default nor a value of :data:`NEUTRAL`.
     """
+    from sglang.srt.server_args import ServerArgs  # imports this module
+
     asked = server_args._raw_input  # Before SGLang's own defaults for the host, which name its kernels.
-    for name, accepted in NEUTRAL.items():
-        if (value := asked[name]) and value not in accepted:
+    plain = ServerArgs(model_path=server_args.model_path)
+    for name, value in asked.items():
+        default = getattr(plain, name)
+        if name in SERVED or name.startswith("_") or value == default or not (value or default):
+            continue
+        if value not in NEUTRAL.get(name, ()):
             why = next((each for part, each in _INSTEAD.items() if part in name), "start SGLang without it")
             raise ConfigError(f"hal does not support SGLang's {name} = {value!r:.100}", why)
 
@@ -57,9 +56,16 @@ def configuration(server_args: Any) -> hal.Config:
     its ``torch_compile_max_bs``. ``--page-size`` sets ``cache.block_size``.
 
     Raises:
-        ConfigError: the configuration is invalid, or contradicts the arguments.
+        ConfigError: the configuration is invalid, or contradicts the arguments, or ``--json-model-override-args`` has
+            other keys.
     """
-    table = hal.read_config(json.loads(server_args.json_model_override_args).get("hal"))
+    overrides = json.loads(server_args.json_model_override_args)
+    if others := sorted(overrides.keys() - {"hal"}):
+        raise ConfigError(
+            f"hal does not read {', '.join(others)} in SGLang's json_model_override_args, only hal",
+            "change the checkpoint's config.json, which hal reads",
+        )
+    table = hal.read_config(overrides.get("hal"))
     largest = server_args.torch_compile_max_bs
     if server_args.enable_torch_compile:
         table["compilation"] = _compiled(table.get("compilation", {}), largest)

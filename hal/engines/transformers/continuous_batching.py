@@ -16,12 +16,15 @@ from transformers import AttentionInterface
 
 from hal import ops
 from hal.engines.transformers.attention import check
+from hal.engines.transformers.paged_step import Step
 from hal.errors import OperationError
 
 PAGED = "paged|eager"
 """The one name that continuous batching accepts beside sdpa and flash attention."""
 PAGES = "pages"
 """The argument of the function by which a layer's cache reaches it; None for a cache that is no table of blocks."""
+STEP = "hal_step"
+"""The argument by which a call of the model hands all its layers one :class:`Step`."""
 
 
 class UnwrittenCache:
@@ -60,6 +63,7 @@ class PagedAttention:
         """Serve a model's layers, and return them."""
         layers = [each for each in model.modules() if hasattr(each, "layer_idx")]
         hooks = [each.register_forward_pre_hook(_keep_pages, with_kwargs=True) for each in layers if _innermost(each)]
+        hooks.append(model.register_forward_pre_hook(_begin_step, with_kwargs=True))
         served = ServedLayers(WeakSet(layers), tuple(hooks))
         with self._lock:
             if (registered := AttentionInterface()[PAGED]) is not self._registered:
@@ -80,6 +84,7 @@ class PagedAttention:
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        step = kwargs.pop(STEP, None) or Step()  # The caller called a part of the model.
         if not any(module in each.layers for each in self._models):
             return self._former(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         if PAGES not in kwargs:
@@ -91,26 +96,26 @@ class PagedAttention:
             return self._former(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         check(module, None, kwargs.get("dropout", 0.0), kwargs)
         key_cache, value_cache = pages.get_cache_for_block_table(module.layer_idx)
-        size = key_cache.shape[1]
-        starts, ends = kwargs["cu_seq_lens_q"].int(), kwargs["cu_seq_lens_k"][pages.layer_type]
-        lens, written = ends.diff().int(), kwargs["write_index"][pages.index]
-        read = kwargs["read_index"][pages.index]
-        slots = read if read.numel() else written  # With no token in the cache before, only the new ones are read.
-        lens_host, starts_host = lens.cpu(), starts.cpu()
-        new, columns = int(starts_host[-1]), -(-int(lens_host.max()) // size)
-        rows = [each[0].transpose(0, 1)[:new].contiguous() for each in (query, key, value)]
-        ops.store_kv_cache(rows[1], rows[2], key_cache, value_cache, written[:new].int())
-        first = ends[:-1, None] + torch.arange(columns, device=query.device) * size
-        table = (slots[first.clamp(max=slots.shape[0] - 1).long()] // size).int()
-        attended = query.new_zeros(query.shape[2], *rows[0].shape[1:])
+        rows = step.rows(pages, key_cache.shape[1], kwargs)
+        new = rows.written.shape[0]
+        queries, keys, values = (each[0].transpose(0, 1)[:new].contiguous() for each in (query, key, value))
+        ops.store_kv_cache(keys, values, key_cache, value_cache, rows.written)
+        attended = query.new_zeros(query.shape[2], *queries.shape[1:])
         attended[:new] = ops.paged_attention(
-            rows[0], key_cache, value_cache, table, starts, lens, starts_host, lens_host, kwargs["scaling"], True, None
-        )
+            queries, key_cache, value_cache, rows.table, rows.starts, rows.lens, rows.starts_host, rows.lens_host,
+            kwargs["scaling"], True, None,
+        )  # fmt: skip
         return attended[None], None
 
 
 def _innermost(module: nn.Module) -> bool:
     return not any(hasattr(each, "layer_idx") for each in module.modules() if each is not module)
+
+
+def _begin_step(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    return (args, {**kwargs, STEP: Step()}) if hasattr(kwargs.get("cache"), "layer_to_allocator") else None
 
 
 def _keep_pages(

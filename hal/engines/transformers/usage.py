@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -37,12 +38,13 @@ class Usage:
     replaced: tuple[str, ...] = ()
 
     def restore(self) -> None:
-        """Select what the model used before."""
-        self._model.set_attn_implementation(self._attention)
-        if self._experts is not None:
-            self._model.set_experts_implementation(self._experts)
-        if self._paged is not None:
-            PAGED_ATTENTION.remove(self._paged)
+        """Select what the model used before. If a part fails, the others are restored, too."""
+        with ExitStack() as parts:
+            parts.callback(self._model.set_attn_implementation, self._attention)
+            if self._experts is not None:
+                parts.callback(self._model.set_experts_implementation, self._experts)
+            if self._paged is not None:
+                parts.callback(PAGED_ATTENTION.remove, self._paged)
         self.replaced = ()
 
     def __enter__(self) -> Usage:
@@ -73,6 +75,8 @@ def use(model: Any, *, attention: bool = True, experts: bool = True, continuous_
     Raises:
         BackendNotActive: no backend is open.
         OperationError: the model has experts of another form, or nothing that hal could compute.
+        Exception: as transformers' ``set_attn_implementation`` and ``set_experts_implementation``, with the model
+            restored.
     """
     if hal.active_backend() is None:
         raise BackendNotActive("hal.engines.transformers.use needs an open backend", "call hal.open() before")
@@ -83,24 +87,25 @@ def use(model: Any, *, attention: bool = True, experts: bool = True, continuous_
             f"hal does not compute the experts {', '.join(strange)}; it computes {', '.join(EXPERTS)}",
             "use(model, experts=False) leaves them to transformers",
         )
-    usage = Usage(model, model.config._attn_implementation, model.get_experts_implementation() if mixtures else None)
-    replaced = []
-    if attention and continuous_batching:
-        usage._paged = PAGED_ATTENTION.add(model)
-        model.set_attn_implementation(PAGED)
-        replaced.append("paged attention")
-    elif attention:
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
-        model.set_attn_implementation(NAME)
-        replaced.append("attention")
-    if experts and mixtures:
-        ExpertsInterface.register(NAME, compute_experts)
-        model.set_experts_implementation(NAME)
-        replaced.append("experts")
-    if not replaced:
+    if not attention and not (experts and mixtures):
         raise OperationError("use was called with nothing to replace", "leave attention or experts at True")
-    usage.replaced = tuple(replaced)
+    usage = Usage(model, model.config._attn_implementation, model.get_experts_implementation() if mixtures else None)
+    with ExitStack() as undo:
+        undo.callback(usage.restore)  # transformers may refuse the model.
+        if attention and continuous_batching:
+            usage._paged = PAGED_ATTENTION.add(model)
+            model.set_attn_implementation(PAGED)
+            usage.replaced += ("paged attention",)
+        elif attention:
+            AttentionInterface.register(NAME, attend)
+            AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+            model.set_attn_implementation(NAME)
+            usage.replaced += ("attention",)
+        if experts and mixtures:
+            ExpertsInterface.register(NAME, compute_experts)
+            model.set_experts_implementation(NAME)
+            usage.replaced += ("experts",)
+        undo.pop_all()
     return usage
 
 
