@@ -10,7 +10,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from helpers.distributions import installed
 from helpers.vllm_programs import found_by, needs_vllm, run
 
@@ -45,7 +44,7 @@ def test_all_ranks_keep_requests_in_the_same_rows() -> None:
             hal.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.HostDevice(),
             bounds=Bounds(100, 1, 20, 64),
         )  # fmt: skip
-        requests = Requests(inputs, torch.device("cpu"))
+        requests = Requests(inputs, seed=0)
         none = SimpleNamespace(
             req_ids=[], new_block_ids=[], num_computed_tokens=[], num_output_tokens=[], resumed_req_ids=()
         )
