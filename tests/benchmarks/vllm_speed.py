@@ -9,7 +9,8 @@ with hidden size 512 and a vocabulary of 32,000, whose steps are longer.
 seconds, which other processes disturb less. The others are medians of CPU microseconds per step: ``hal_step_us`` in
 ``Runner.step`` under vLLM and ``hal_alone_step_us`` under hal.generate, ``generate_us`` the rest of hal.generate,
 ``adapter_us`` in the worker without ``Runner.step`` and vLLM's sampler, ``sampler_us`` in that, and ``vllm_us`` the
-rest: vLLM's scheduler, engine and output. With ``--profile``, it prints where vLLM's time goes instead.
+rest: vLLM's scheduler, engine and output. With ``--profile``, it prints where vLLM's time goes instead. ``--async``
+turns vLLM's asynchronous scheduling on, which a CPU does not need.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def measured(side: Callable[[], object]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, or profile."""
-    arguments = [each for each in sys.argv[1:] if each != "--profile"]
+    arguments = [each for each in sys.argv[1:] if each not in ("--profile", "--async")]
     checkpoint = arguments[0] if arguments else str(Path(__file__).parents[2] / "checkpoints" / "tiny-python")
     if checkpoint != "random":
         run(checkpoint, turns=15)
@@ -120,6 +121,7 @@ def run(checkpoint: str, turns: int) -> None:
         model=checkpoint, dtype="float32", max_model_len=LONGEST, max_num_seqs=PROMPTS, max_num_batched_tokens=2048,
         enable_prefix_caching=False, num_gpu_blocks_override=1 + PROMPTS * LONGEST // 16, block_size=16,
         disable_log_stats=True, worker_cls=f"{__name__}.TimedWorker", additional_config={"hal": HAL},
+        async_scheduling="--async" in sys.argv,
     )  # fmt: skip
     backend = hal.open({**HAL, "dtype": "float32", "cache": {"num_tokens": PROMPTS * LONGEST, "block_size": 16}})
     runner = TimedRunner(hal.load_model(checkpoint, backend), backend, max_sequences=PROMPTS, max_length=LONGEST)
