@@ -18,7 +18,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "attention_backend": (PLATFORM,), "prefill_attention_backend": (PLATFORM,), "decode_attention_backend": (PLATFORM,),
     "cuda_graph_backend_decode": ("disabled",), "cuda_graph_backend_prefill": ("disabled",),
 })  # fmt: skip
-"""The values that hal accepts of other arguments, besides their defaults: what is asked is the case."""
+"""The values that hal accepts of other arguments, besides their defaults. They state what hal does anyway."""
 
 TORCH_COMPILE_MAX_BS = 32
 """SGLang's default of ``--torch-compile-max-bs``."""
