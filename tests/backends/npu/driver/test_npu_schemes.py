@@ -88,15 +88,17 @@ def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: s
 def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, stream: list[int]) -> None:
     """The fused kernels skip the rounding to bfloat16 between the norm or activation and the integers.
 
-    All else equals eager.
+    All else equals eager at a captured size, where nothing is padded: padding changes the rounding of the logits.
     """
+    sequences = 2
     path, dtype = made[int8]
     passes = {name: False for name in hal.open("npu").pass_names if name.endswith("quantize")}
     assert len(passes) == 4
     on = schemes.runner(path, dtype, "npu", "graph", SEQUENCES, WINDOW, passes=passes)
-    found = schemes.held_out.decoded_perplexity(on, stream, SEQUENCES, WINDOW)
+    assert sequences in on.backend.config.compilation.capture_sizes
+    found = schemes.held_out.decoded_perplexity(on, stream, sequences, WINDOW)
     eager = schemes.runner(path, dtype, "npu", "eager", SEQUENCES, WINDOW)
-    assert found == pytest.approx(schemes.held_out.decoded_perplexity(eager, stream, SEQUENCES, WINDOW), rel=1e-9)
+    assert found == schemes.held_out.decoded_perplexity(eager, stream, sequences, WINDOW)
 
 
 def test_eager_is_the_cpu(made: Any, scheme: str, eager: schemes.Found, stream: list[int]) -> None:
