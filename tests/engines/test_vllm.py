@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -36,37 +36,61 @@ def test_hal_is_active_only_if_asked_for(
     assert register() == ("hal.engines.vllm.platform.HalPlatform" if active else None)
 
 
+def new_requests() -> Requests:
+    bounds = Bounds(vocab_size=100, first_block=1, num_blocks=20, max_length=64)
+    inputs = InputBatch(
+        hal.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.HostDevice(), bounds=bounds
+    )
+    return Requests(inputs, seed=0)
+
+
+def scheduled(
+    *began: SimpleNamespace, ended: Sequence[str] = (), counts: Mapping[str, int] = MappingProxyType({})
+) -> SimpleNamespace:
+    """Return the output of vLLM's scheduler for a step with new requests only."""
+    none = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], num_output_tokens=[], resumed_req_ids=()
+    )
+    return SimpleNamespace(
+        finished_req_ids=ended, scheduled_new_reqs=began, scheduled_cached_reqs=none, num_scheduled_tokens=counts
+    )
+
+
+def began(name: str, prompt: list[int], block: int, **others: Any) -> SimpleNamespace:
+    """Return a new request of vLLM's."""
+    values = {"prefill_token_ids": None, "num_computed_tokens": 0, "sampling_params": SimpleNamespace(seed=None)}
+    return SimpleNamespace(req_id=name, prompt_token_ids=prompt, block_ids=[[block]], **(values | others))
+
+
 def test_all_ranks_keep_requests_in_the_same_rows() -> None:
     """The scheduler names those that ended in a set, which is in another order in each process."""
 
     def rows(ended: tuple[str, ...]) -> list[str]:
-        inputs = InputBatch(
-            hal.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.HostDevice(),
-            bounds=Bounds(100, 1, 20, 64),
-        )  # fmt: skip
-        requests = Requests(inputs, seed=0)
-        none = SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], num_output_tokens=[], resumed_req_ids=()
-        )
-        new = [
-            SimpleNamespace(
-                req_id=name, prompt_token_ids=[1, 2], prefill_token_ids=None, block_ids=[[1 + index]],
-                num_computed_tokens=0, sampling_params=SimpleNamespace(seed=None),
-            )
-            for index, name in enumerate("abcdef")
-        ]  # fmt: skip
-        for began, over, counts in ((new, (), dict.fromkeys("abcdef", 2)), ([], ended, {})):
-            requests.update(
-                SimpleNamespace(
-                    finished_req_ids=over, scheduled_new_reqs=began, scheduled_cached_reqs=none,
-                    num_scheduled_tokens=counts,
-                )
-            )  # fmt: skip
+        requests = new_requests()
+        new = [began(name, [1, 2], 1 + index) for index, name in enumerate("abcdef")]
+        requests.update(scheduled(*new, counts=dict.fromkeys("abcdef", 2)))
+        requests.update(scheduled(ended=ended))
         return [each.name for each in requests.running("abcdef")]
 
     found = [rows(order) for order in itertools.permutations("acd")]
     assert sorted(found[0]) == ["b", "e", "f"]
     assert found == found[:1] * 6
+
+
+def test_a_request_that_comes_again_goes_on_drawing() -> None:
+    """A preempted request comes with the tokens that it has, and a session with them in its prompt."""
+    requests = new_requests()
+    requests.update(scheduled(began("a", [1, 2], 1), counts={"a": 2}))
+    (first,) = requests.running(["a"])
+    for token in (5, 6):
+        requests.settle([first], [token])
+    requests.update(scheduled(began("a", [1, 2], 2, prefill_token_ids=[1, 2, 5, 6]), counts={"a": 4}))
+    (preempted,) = requests.running(["a"])
+    assert (preempted.drawn, preempted.outputs, preempted.seed) == (0, [5, 6], first.seed)
+    requests.settle([preempted], [7])
+    requests.update(scheduled(began("a", [1, 2, 5, 6, 8, 9], 3), counts={"a": 6}))
+    (extended,) = requests.running(["a"])
+    assert (extended.drawn, extended.outputs, extended.seed) == (3, [], first.seed)
 
 
 def check_random(
