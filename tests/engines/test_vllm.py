@@ -91,6 +91,8 @@ def test_a_request_that_comes_again_goes_on_drawing() -> None:
     requests.update(scheduled(began("a", [1, 2, 5, 6, 8, 9], 3), counts={"a": 6}))
     (extended,) = requests.running(["a"])
     assert (extended.drawn, extended.outputs, extended.seed) == (3, [], first.seed)
+    requests.update(scheduled(began("a", [1, 2], 4, sampling_params=SimpleNamespace(seed=-1)), counts={"a": 2}))
+    assert requests.running(["a"])[0].seed == 2**63 - 1
 
 
 def check_random(

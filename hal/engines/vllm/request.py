@@ -130,12 +130,15 @@ class Requests:
         request = Request(
             new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs
         )
-        if before is None:
-            seed = new.sampling_params.seed
-            request.seed = self._seeds.getrandbits(63) if seed is None else seed % 2**63
+        if (seed := new.sampling_params.seed) is not None:
+            request.seed = seed % 2**63
+        elif before is None:
+            request.seed = self._seeds.getrandbits(63)
         else:
+            request.seed = before.seed
+        if before is not None:
             self._drop(before)
-            request.seed, request.scored, request.prompt_logprobs = before.seed, before.scored, before.prompt_logprobs
+            request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
             # A session continues with the tokens so far in its prompt.
             request.drawn = before.drawn + (len(before.outputs) if len(prompt) > len(before.prompt) else 0)
         self._known[new.req_id] = request
