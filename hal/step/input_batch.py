@@ -50,7 +50,7 @@ class InputBatch(SequenceRows):
         )  # fmt: skip
         self._type = batch_type
         self._staging = Staging(SlotBatch if self._slotted else Batch, device)
-        self._rows, self._ones = np.arange(max_sequences), np.ones(max_sequences, np.int64)
+        self._ones = np.ones(max_sequences, np.int64)
 
     def batch(
         self,
@@ -79,28 +79,27 @@ class InputBatch(SequenceRows):
             BatchError: there are no sequences, or there is no such row, or it occurs twice; a row has too few tokens or
                 blocks for the step; a number is out of range; or a field is missing or has the wrong shape.
         """
-        every = self._rows[: self._size]
-        index = every if rows is None else self._rows_of(rows)
-        size = len(index)
+        index = slice(self._size) if rows is None else self._rows_of(rows)
+        numbers = self._numbers[index]
+        size = len(numbers)
         before = self._cached[index] if cached is None else np.asarray(cached, np.int64)
         counts = self._ones[:size] if num_tokens is None else np.asarray(num_tokens, np.int64)
         asked = self._ones[:size] if num_logits is None else np.asarray(num_logits, np.int64)
-        self._check_step(index, before, counts, asked)
+        ends = self._check_step(index, before, counts, asked)
         self._cached[index] = before
-        ends = before + counts
-        starts = np.concatenate(([0], counts.cumsum()))
+        starts = self._numbers[: size + 1] if num_tokens is None else np.concatenate(([0], counts.cumsum()))
         total = int(starts[-1])
         if total == size:
-            of_token, positions = index, before
+            of_token, positions = numbers, before
         else:
-            of_token = index.repeat(counts)
+            of_token = numbers.repeat(counts)
             positions = np.arange(total) - (starts[:-1] - before).repeat(counts)
         if num_logits is None:
             logits = starts[1:] - 1
         else:
             behind = asked.cumsum()
             logits = np.arange(behind[-1]) - (behind - starts[1:]).repeat(asked)
-        longest = int(ends.max())
+        longest = max(ends.tolist())
         columns = min(-(-longest // (_COLUMNS * self._block_size)) * _COLUMNS, self._columns)
         layout = self._staging.layout({"tokens": total, "sequences": size, "rows": len(logits), "blocks": columns})
         host = layout.host
@@ -108,11 +107,11 @@ class InputBatch(SequenceRows):
         host["positions"][:] = positions
         block, offset = np.divmod(positions, self._block_size)
         host["slot_mapping"][:] = self._table[of_token, block] * self._block_size + offset
-        table = self._table[:size, :columns] if rows is None else self._table[index, :columns]
+        table = self._table[index, :columns]
         if longest > self._window:
             unread = np.maximum(before - self._window + 1, 0) // self._block_size
             # Kernels may multiply values before the window by 0, and 0 * NaN is NaN. So a row names no block of others.
-            table = np.where(np.arange(columns) < unread[:, None], self._table[index, unread][:, None], table)
+            table = np.where(np.arange(columns) < unread[:, None], self._table[numbers, unread][:, None], table)
         host["block_table"][:] = table
         host["query_start_loc"][:] = starts
         host["kv_lens"][:] = ends
@@ -134,13 +133,14 @@ class InputBatch(SequenceRows):
         Raises:
             BatchError: as :meth:`batch`.
         """
-        index = self._rows[: self._size] if rows is None else self._rows_of(rows)
-        counts = self._ones[: len(index)] if num_tokens is None else np.asarray(num_tokens, np.int64)
-        self._check_step(index, self._cached[index], counts, self._ones[: len(index)])
-        self._cached[index] += counts
+        index = slice(self._size) if rows is None else self._rows_of(rows)
+        cached = self._cached[index]
+        counts = self._ones[: len(cached)] if num_tokens is None else np.asarray(num_tokens, np.int64)
+        self._cached[index] = self._check_step(index, cached, counts, self._ones[: len(cached)])
 
-    def _check_step(self, index: Any, cached: Any, counts: Any, asked: Any) -> None:
-        size = len(index)
+    def _check_step(self, index: Any, cached: Any, counts: Any, asked: Any) -> Any:
+        """Return the number of tokens of each row in the cache after the step."""
+        size = len(self._lengths[index])
         if not size or not size == len(cached) == len(counts) == len(asked):
             raise BatchError(
                 f"a batch has {size} rows, {len(counts)} numbers of tokens, {len(cached)} of cached ones and "
@@ -152,7 +152,8 @@ class InputBatch(SequenceRows):
         wrong = (ends > room) | (cached < 0) | (counts < 1) | (asked < 0) | (asked > counts)
         if np.count_nonzero(wrong):
             at = int(wrong.argmax())
-            self._refuse(int(index[at]), int(cached[at]), int(counts[at]), int(asked[at]))
+            self._refuse(int(self._numbers[index][at]), int(cached[at]), int(counts[at]), int(asked[at]))
+        return ends
 
     def _refuse(self, row: int, cached: int, count: int, asked: int) -> None:
         if count < 1:
@@ -175,7 +176,7 @@ class InputBatch(SequenceRows):
     def _insert_pending(self, token_ids: torch.Tensor, where: Any, of_token: Any) -> None:
         """Copy the sampled tokens that the host does not know yet into a batch, on the device."""
         with torch.inference_mode():
-            if where.all() and np.array_equal(of_token, self._rows[: len(of_token)]):
+            if where.all() and np.array_equal(of_token, self._numbers[: len(of_token)]):
                 token_ids.copy_(self.sampled[: len(of_token)])
                 return
             places = to_device(np.stack((where.nonzero()[0], of_token[where])), token_ids.device)

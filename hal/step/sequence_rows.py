@@ -49,6 +49,7 @@ class SequenceRows:
         self._table = np.zeros((max_sequences, self._columns), dtype=np.int32)  # Zero after a row's blocks.
         self._lengths, self._cached, self._blocks, self._slots, self._pending = np.zeros((5, max_sequences), np.int64)
         self._size = 0
+        self._numbers = np.arange(max_sequences + 1)
         self.sampled = torch.zeros(max_sequences, dtype=torch.int64, device=device)
 
     def __len__(self) -> int:
@@ -134,15 +135,15 @@ class SequenceRows:
                 unchanged then.
         """
         index, tokens = self._rows_of(rows), integers_of(rows, "token id {}", token_ids, 0, self._bounds.vocab_size)
-        if len(tokens) != len(index):
-            raise BatchError(f"{len(index)} rows get {len(tokens)} tokens", "pass one token for each row")
+        if len(tokens) != len(rows):
+            raise BatchError(f"{len(rows)} rows get {len(tokens)} tokens", "pass one token for each row")
         ends = self._lengths[index] - self._pending[index]
-        if ends.size and ends.max() >= self.max_length:
+        if max(ends.tolist(), default=0) >= self.max_length:
             raise BatchError(
                 f"row {rows[int(ends.argmax())]} has {self.max_length} tokens, the most",
                 "end the sequence, or make the input batch with a larger max_length",
             )
-        self._tokens[index, ends], self._lengths[index], self._pending[index] = tokens, ends + 1, 0
+        self._tokens[self._numbers[index], ends], self._lengths[index], self._pending[index] = tokens, ends + 1, 0
 
     def extend_pending(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Append a sampled token to each of some rows, which only the device knows: the next batch copies it there.
@@ -157,21 +158,21 @@ class SequenceRows:
             BatchError: there is no such row, or it occurs twice, is full, or has a token that is pending; or there are
                 more or fewer tokens. The rows are unchanged then.
         """
-        index = self._rows_of(rows)
-        if tokens.shape != index.shape:
-            raise BatchError(f"{len(index)} rows get tokens {list(tokens.shape)}", "pass one token for each row")
+        index, count = self._rows_of(rows), len(rows)
+        if tokens.shape != (count,):
+            raise BatchError(f"{count} rows get tokens {list(tokens.shape)}", "pass one token for each row")
         ends, pending = self._lengths[index], self._pending[index]
-        if np.count_nonzero(pending) or (ends.size and ends.max() >= self.max_length):
+        if np.count_nonzero(pending) or max(ends.tolist(), default=0) >= self.max_length:
             at = int((pending + (ends >= self.max_length)).argmax())
             raise BatchError(
                 f"row {rows[at]} has {'a pending token' if pending[at] else f'{self.max_length} tokens, the most'}",
                 "replace the pending token with extend_each first, or end the sequence",
             )
-        if np.array_equal(index, np.arange(len(index))):
-            self.sampled[: len(index)].copy_(tokens)
+        if isinstance(index, slice):
+            self.sampled[index].copy_(tokens)
         else:
             self.sampled[to_device(index, self.sampled.device)] = tokens.to(torch.int64)
-        self._tokens[index, ends], self._lengths[index], self._pending[index] = PENDING, ends + 1, 1
+        self._tokens[self._numbers[index], ends], self._lengths[index], self._pending[index] = PENDING, ends + 1, 1
 
     def set_cached(self, row: int, cached: int) -> None:
         """Set how many of a sequence's first tokens are in the cache, such as after a step.
@@ -253,9 +254,12 @@ class SequenceRows:
         self._lengths[row] = self._cached[row] = self._blocks[row] = self._pending[row] = 0
 
     def _rows_of(self, rows: Sequence[int]) -> Any:
-        """Return different rows as an array."""
+        """Return an index of different rows: a slice, which is faster than an array, if they are the first in order."""
+        # For so few numbers, Python is faster than numpy.
+        if len(rows) <= self._size and [*rows] == [*range(len(rows))]:
+            return slice(len(rows))
         index = np.asarray(rows, np.int64)
-        found = index.tolist()  # For so few numbers, Python is faster than numpy.
+        found = index.tolist()
         if found and not (min(found) >= 0 and max(found) < self._size and len(set(found)) == len(found)):
             raise BatchError(
                 f"the rows {found!s:.70} are not different ones of the {self._size}",

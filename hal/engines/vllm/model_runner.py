@@ -43,6 +43,7 @@ class HalModelRunner:
         self.requests = Requests(runner.input_batch(rows), model_config.seed)
         self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
+        self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS  # vLLM reads the environment each time.
         self._step: _Step | None = None
         self._failure: Exception | None = None
         self._running: StepOutput | None = None  # whose tokens the requests do not have yet
@@ -122,7 +123,7 @@ class HalModelRunner:
         with self.runner.backend.explaining(), torch.inference_mode():
             sampled = nans = None
             if ending:
-                if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+                if self._counts_nans:
                     nans = step.logits.isnan().sum(-1)
                 if grammar is not None:
                     rows = SimpleNamespace(req_ids=[each.name for each in ending])
