@@ -33,7 +33,6 @@ ENVIRONMENT = {
 }  # fmt: skip
 REASONS = (
     (r"hal does not (?:support|read) vLLM's (\w+)", r"hal refuses \1"),
-    (r"hal loads no dummy weights", "hal refuses dummy weights"),
     (r"hal\.errors\.(\w+: .{1,80})", r"\1"),
     (r"OfflineModeIsEnabled|LocalEntryNotFound|couldn't connect to|[Oo]ffline mode|Cannot find .* local cache"
      r"|Cannot reach|is not a local folder|Name or service not known|name resolution", "needs the hub"),
