@@ -213,7 +213,7 @@ class DecoderLM(CausalLM):
 
     def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()
-        self.vocab_size, self.max_length = config.vocab_size, config.max_position_embeddings
+        self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
         made = list(layers)
         self.model = Decoder(config, made)
         self._attention = [layer.self_attn.attention for layer in made]

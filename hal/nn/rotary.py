@@ -84,6 +84,10 @@ class RopeParameters:
         """The factor of cos and sin; attention scores grow by its square."""
         return 1.0
 
+    def longest(self, max_position_embeddings: int) -> int:
+        """Return the maximum sequence length, in tokens, of a config.json with this ``max_position_embeddings``."""
+        return max_position_embeddings
+
 
 @attrs.frozen(kw_only=True)
 class LinearRope(RopeParameters):
@@ -94,12 +98,16 @@ class LinearRope(RopeParameters):
 
     factor: float = attrs.field(validator=_POSITIVE)
 
+    def longest(self, max_position_embeddings: int) -> int:
+        # Of this type only, config.json has the length before scaling. Positions are int32 on devices.
+        return min(int(max_position_embeddings * self.factor), (1 << 31) - 1)
+
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
         return super().inv_freq(head_dim, device) / self.factor
 
 
 @attrs.frozen(kw_only=True)
-class Llama3Rope(LinearRope):
+class Llama3Rope(RopeParameters):
     """``rope_type`` ``llama3``: divides only low frequencies.
 
     Attributes:
@@ -111,6 +119,7 @@ class Llama3Rope(LinearRope):
     Source: Grattafiori et al., *The Llama 3 Herd of Models*, 2024, and the code of Llama 3.1.
     """
 
+    factor: float = attrs.field(validator=_POSITIVE)
     low_freq_factor: float = attrs.field(validator=_POSITIVE)
     high_freq_factor: float = attrs.field(validator=_POSITIVE)
     original_max_position_embeddings: int = attrs.field(validator=SIZE)
@@ -123,14 +132,14 @@ class Llama3Rope(LinearRope):
             )
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
-        plain = RopeParameters.inv_freq(self, head_dim, device)
+        plain = super().inv_freq(head_dim, device)
         turns = plain * (self.original_max_position_embeddings / (2 * math.pi))
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(plain / self.factor, plain, kept.clamp(0.0, 1.0))
 
 
 @attrs.frozen(kw_only=True)
-class YarnRope(LinearRope):
+class YarnRope(RopeParameters):
     """``rope_type`` ``yarn``: divides low frequencies, keeps high ones, and scales attention.
 
     Attributes:
@@ -149,6 +158,7 @@ class YarnRope(LinearRope):
     DeepSeek's.
     """
 
+    factor: float = attrs.field(validator=_POSITIVE)
     original_max_position_embeddings: int = attrs.field(validator=SIZE)
     attention_factor: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
     beta_fast: float = attrs.field(default=32.0, validator=_POSITIVE)
@@ -165,7 +175,7 @@ class YarnRope(LinearRope):
             )
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
-        plain = RopeParameters.inv_freq(self, head_dim, device)
+        plain = super().inv_freq(head_dim, device)
         first, last = self._pair_turning(self.beta_fast, head_dim), self._pair_turning(self.beta_slow, head_dim)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)

@@ -126,6 +126,15 @@ def test_what_is_refused(rope: dict[str, Any], message: str, spelling: str) -> N
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [({}, 512), ({"type": "linear", "factor": 2.5}, 1280), ({"type": "linear", "factor": 1e19}, 2**31 - 1),
+     (YARN, 512), (LLAMA_3_1, 512)],
+)  # fmt: skip
+def test_only_linear_scaling_lengthens_what_config_json_says(rope: dict[str, Any], longest: int) -> None:
+    assert RopeParameters.from_config({"rope_scaling": rope}).longest(512) == longest
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scaled_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     rotary = RotaryEmbedding(64, RopeParameters.from_config({"rope_scaling": YARN}))
