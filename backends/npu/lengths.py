@@ -75,7 +75,7 @@ class PackedLengths:
     def refusal(self, values: Mapping[str, Any]) -> str | None:
         """Return why a replay does not support these lengths; None if it does."""
         lens: list[int] = torch.as_tensor(values["kv_lens_host"]).tolist()
-        if len(list(launch_runs(slice(0, len(lens)), lens, self.block_size, self.blocks))) > 1:
+        if sum(-(-length // self.block_size) for length in lens) > self.blocks:
             return (
                 f"its attention was captured over {self.blocks} blocks, and the {len(lens)} sequences have more "
                 "blocks, counting shared blocks once for each sequence"

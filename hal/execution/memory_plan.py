@@ -15,7 +15,7 @@ from hal.errors import ConfigError
 from hal.execution.capture.capture_budget import MARGIN
 from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_capture, queries_to_capture
 from hal.execution.placement import check_placed
-from hal.execution.state_spec import spec_of
+from hal.execution.state_spec import longest_sequence, spec_of
 from hal.nn import CausalLM
 from hal.step import StateSpec
 from hal.step.dummies import DUMMY_BLOCK
@@ -116,7 +116,7 @@ def plan_memory(
     with backend.uses:
         check_placed(model, backend)
         spec = attrs.evolve(spec_of(model, backend), num_blocks=DUMMY_BLOCK + 1)
-        longest = min(model.max_length, max_length or model.max_length)
+        longest = longest_sequence(model, max_length)
         tokens = max(min(backend.config.max_prefill_tokens, max_sequences * longest), max_sequences)
         # The first step may load kernels, so it is not counted.
         steps = [[1], _shared(tokens, max_sequences), *_captured(backend, max_sequences, longest)]

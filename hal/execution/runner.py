@@ -22,7 +22,7 @@ from hal.drivers.compiler_registry import EAGER
 from hal.execution.context import FormContext, Phase
 from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.placement import check_placed
-from hal.execution.state_spec import check_fits, spec_of
+from hal.execution.state_spec import check_fits, longest_sequence, spec_of
 from hal.execution.steps import StepOutput, Steps
 from hal.nn import CausalLM
 from hal.step import Batch, Bounds, StateMemory
@@ -49,7 +49,8 @@ class Runner(Closable):
         model: from :func:`hal.load_model`, or created and filled otherwise; on the backend's device.
         backend: runs the steps, in any thread, whichever backend is active.
         max_sequences: the most sequences of a batch. Larger default capture sizes are skipped.
-        max_length: the most tokens of a sequence; None means the limit of model and cache.
+        max_length: the most tokens of a sequence; None means the limit of model and cache. An engine that frees the
+            blocks before all layers' windows may give sequences more tokens than the cache holds.
         num_blocks: the number of blocks, including the dummy block; None for blocks of ``cache.num_tokens`` tokens.
 
     Attributes:
@@ -61,7 +62,7 @@ class Runner(Closable):
 
     Raises:
         ConfigError: the states do not fit the device's memory, the compiler is unknown or unsupported, the model was
-            loaded for another backend, or it has a state that prefixes cannot share.
+            loaded for another backend, takes shorter sequences, or has a state that prefixes cannot share.
         CaptureError: a graph cannot be captured.
         CompileError: the step cannot be compiled.
         ClosedError: the backend is closed.
@@ -97,8 +98,9 @@ class Runner(Closable):
         self._slots = SlotAllocator(self.spec.num_slots, states.reset_slots)
         self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if backend.config.cache.reuse_prefixes else None
         self.bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
-        longest = min(model.max_length, self.spec.num_tokens)
-        self._max_length = longest if max_length is None else min(longest, max_length)
+        longest = longest_sequence(model, max_length)
+        frees_blocks = max_length is not None and self.spec.window is not None
+        self._max_length = longest if frees_blocks else min(longest, self.spec.num_tokens)
         lockstep = None
         if backend.lockstep:
             lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)

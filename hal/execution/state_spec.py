@@ -80,6 +80,20 @@ def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) ->
     )
 
 
+def longest_sequence(model: CausalLM, asked: int | None) -> int:
+    """Return the most tokens of a sequence: those asked for, or the model's maximum.
+
+    Raises:
+        ConfigError: the model does not take as many.
+    """
+    if asked is not None and asked > model.max_length:
+        raise ConfigError(
+            f"sequences of {asked} tokens were asked for, and {type(model).__name__} takes {model.max_length}",
+            f"ask for a maximum length of at most {model.max_length}",
+        )
+    return model.max_length if asked is None else asked
+
+
 def check_fits(spec: StateSpec, backend: Backend) -> None:
     """Raise ConfigError unless the states fit the free memory of the backend's device."""
     free = backend.device.memory_stats().free

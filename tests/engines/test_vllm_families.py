@@ -83,18 +83,22 @@ def test_every_family_gives_the_tokens_of_generate(tmp_path: Path) -> None:
 
 @needs_vllm
 @pytest.mark.parametrize(
-    ("device", "compiler", "dtype", "block", "prompt"),
-    [("cpu", "eager", "float32", 16, 100), ("cpu", "graph", "float32", 16, 100), ("npu", "graph", "float16", 128, 600)],
+    ("device", "compiler", "dtype", "block", "prompt", "longest"),
+    [
+        ("cpu", "eager", "float32", 16, 100, 1024),
+        ("cpu", "graph", "float32", 16, 100, 1024),
+        ("npu", "graph", "float16", 128, 600, 2048),
+    ],
 )
 def test_vllm_frees_the_blocks_before_a_window(
-    tmp_path: Path, device: str, compiler: str, dtype: str, block: int, prompt: int
+    tmp_path: Path, device: str, compiler: str, dtype: str, block: int, prompt: int, longest: int
 ) -> None:
     if device == "npu" and not installed("torch-npu"):
         pytest.skip("torch_npu is not installed")
     found = found_by(
-        "vllm_windows.main", tmp_path, family(tmp_path / "mistral", "mistral", max_position_embeddings=1024),
+        "vllm_windows.main", tmp_path, family(tmp_path / "mistral", "mistral", max_position_embeddings=longest),
         hal={"backend": device, "compilation": {"compiler": compiler}}, dtype=dtype, block=block,
-        blocks=prompt // block + 6, prompt=prompt, new=30, seed=1,
+        blocks=prompt // block + 6, prompt=prompt, new=30, longest=longest, seed=1,
     )  # fmt: skip
     assert found["wrong"] == []
     freeing, keeping = found["WindowWorker"], found["KeepingWorker"]

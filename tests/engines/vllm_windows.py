@@ -1,8 +1,9 @@
 """Generates with a model whose layers have windows through vLLM, in a small cache, and compares with hal.generate.
 
 The argument is JSON with ``checkpoint``, ``hal`` (hal's configuration), ``dtype``, ``block`` (tokens per block),
-``blocks`` (their number), ``prompt`` and ``new`` (tokens), ``seed``, and ``out``, the file for the result. Before each
-step, the dummy block, which vLLM names in the place of blocks before the window, is filled with NaN.
+``blocks`` (their number), ``prompt`` and ``new`` (tokens), ``longest`` (the model's most tokens), ``seed``, and
+``out``, the file for the result. Before each step, the dummy block, which vLLM names in the place of blocks before the
+window, is filled with NaN. With windows, one prompt is longer than the cache.
 test_vllm_families.py runs it in another process.
 """
 
@@ -67,10 +68,12 @@ def main() -> None:
     shared = [draw.randrange(5, 90) for _ in range(asked["prompt"])]
     prompts = [shared[: draw.randint(asked["prompt"] // 2, asked["prompt"])] for _ in range(REQUESTS)]
     prompts += [shared + [draw.randrange(5, 90) for _ in range(5)]]
+    long = [draw.randrange(5, 90) for _ in range(asked["longest"] - asked["new"])]
+    assert len(long) > asked["block"] * asked["blocks"]
     backend = hal.open({**asked["hal"], "dtype": asked["dtype"], "cache": {"num_tokens": 32768}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
-    expected: list[list[int]] = [[] for _ in prompts]
-    for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=asked["new"])):
+    expected: list[list[int]] = [[] for _ in [*prompts, long]]
+    for token in hal.generate(runner, [*prompts, long], hal.SamplingParams(max_new_tokens=asked["new"])):
         expected[token.prompt].append(token.token_id)
     params = SamplingParams(temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
     given: Any = [{"prompt_token_ids": each} for each in prompts]
@@ -81,13 +84,15 @@ def main() -> None:
             model=asked["checkpoint"], block_size=asked["block"], dtype=asked["dtype"], skip_tokenizer_init=True,
             max_num_seqs=16, max_num_batched_tokens=32, num_gpu_blocks_override=asked["blocks"],
             worker_cls=f"{__name__}.{worker.__name__}", additional_config={"hal": asked["hal"]},
-            max_model_len=asked["prompt"] + asked["new"] + 8,
+            max_model_len=asked["longest"] if worker is WindowWorker else asked["prompt"] + asked["new"] + 8,
         )  # fmt: skip
         found = engine.generate(given, params, use_tqdm=False)
+        result[worker.__name__] = dict(FOUND)
+        if worker is WindowWorker:
+            found += engine.generate([{"prompt_token_ids": long}], params, use_tqdm=False)
         result["wrong"] += [
             f"{worker.__name__}, prompt {index}: {[*output.outputs[0].token_ids]} and {wanted}"
-            for index, (output, wanted) in enumerate(zip(found, expected, strict=True))
+            for index, (output, wanted) in enumerate(zip(found, expected[: len(found)], strict=True))
             if [*output.outputs[0].token_ids] != wanted
         ]
-        result[worker.__name__] = dict(FOUND)
     Path(asked["out"]).write_text(json.dumps(result), encoding="utf-8")

@@ -47,6 +47,12 @@ class Toy(CausalLM):
         return self.embedding.as_linear(hidden)
 
 
+class ToyWithWindow(Toy):
+    """A model that reads the last tokens of a sequence only."""
+
+    states = (key_value_states(1, 8, window=8),)
+
+
 class ToyOfRows(Toy):
     """A model that only uses tokens."""
 
@@ -377,6 +383,30 @@ def test_capture_sizes_and_tables_of_an_engines_largest_batch() -> None:
     assert isinstance(form, CapturedForm)
     assert [shape.sequences for shape in form.shapes] == [1, 2, 4]
     assert form.context.max_blocks == runner.spec.blocks_for(64)
+
+
+def test_longer_sequences_than_the_model_takes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sequences of 65 tokens were asked for, and Toy takes 64"):
+        hal.Runner(Toy(), opened(), max_length=65)
+
+
+@pytest.mark.parametrize(("max_length", "model", "longest"), [
+    (None, ToyWithWindow, 32), (64, ToyWithWindow, 64), (48, ToyWithWindow, 48), (64, Toy, 32), (16, Toy, 16),
+])  # fmt: skip
+def test_an_engine_that_frees_blocks_has_sequences_longer_than_the_cache(
+    max_length: int | None, model: type[Toy], longest: int
+) -> None:
+    """The cache has two blocks of 16 tokens, beside the dummy block."""
+    with hal.open({"backend": "cpu", "cache": {"block_size": 16}}) as backend:
+        runner = hal.Runner(model(), backend, max_length=max_length, num_blocks=3)
+        inputs = runner.input_batch(2)
+        blocks = [0] * (longest // 16 - 1) + [1] if model is ToyWithWindow else [1, 2][: longest // 16]
+        inputs.add([1] * longest, blocks, cached=longest - 1)
+        batch = inputs.batch()
+        assert batch.positions.tolist() == [longest - 1]
+        torch.testing.assert_close(runner.step(batch).logits, runner.model(batch, runner.states.layers))
+        with pytest.raises(BatchError, match=f"a row takes {longest}"):
+            inputs.add([1] * (longest + 1), [1], cached=longest)
 
 
 def test_slots_and_positions_of_a_batch() -> None:

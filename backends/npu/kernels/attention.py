@@ -39,12 +39,17 @@ MAX_DECODE_KEYS = 262144
 ATB_HEAD_DIM, ATB_WIDE, ATB_BLOCK = 576, 256, 128
 """ATB's maximum head dimension. Head dimensions above ATB_WIDE require blocks of at most ATB_BLOCK tokens."""
 
+SEVERAL = "need several launches of attention, and a replay can update only one"
 SHARED = (
-    "sequences that share blocks and have more blocks in total than the cache",
+    f"sequences that share blocks and have more blocks in total than the cache {SEVERAL}",
     "make the cache larger, or capture smaller batches",
 )
+LONGER = (
+    "sequences that are longer than the cache run without fused attention, and a replay would not update their lengths",
+    "make the cache larger, or capture shorter sequences",
+)
 UNEVEN = (
-    "sequences with different numbers of queries",
+    f"sequences with different numbers of queries {SEVERAL}",
     f"capture decode steps only, or a model in bfloat16 with a head dimension of {PACKED_HEAD_DIM}",
 )
 """Batches that a capture does not support, each with its remedy."""
@@ -55,12 +60,14 @@ class FusedAttention:
 
     A decode is one call in the layout BSH. A prefill is one call in TND if TND supports the head dimension and dtype;
     otherwise it is one call in BSH for each run of sequences with equally many queries. A prefill is split further if
-    its sequences share blocks and their block counts add up to more than the cache has.
+    its sequences share blocks and their block counts add up to more than the cache has. With a window, a single
+    sequence may have more, since its first blocks are given away.
 
     Args:
         device: the NPU.
         view: converts a cache to the operation's shape: by default ``[blocks, block_size, heads * dim]``.
-        otherwise: the kernel for a prefill with a block size that BSH does not support: by default the reference.
+        otherwise: the kernel for a prefill with a block size that BSH does not support, or with a sequence that is
+            longer than the cache: by default the reference.
     """
 
     def __init__(
@@ -104,8 +111,10 @@ class FusedAttention:
         )
         caches = self._view(key_cache), self._view(value_cache)
         query, block_table = query.contiguous(), block_table.contiguous()
-        packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED
         decodes = one_query_each(tokens, starts)
+        # Lengths are symbolic while a graph is traced; replays check the actual ones.
+        longer = type(lens[0]) is int and max(lens) > block_size * len(key_cache)
+        packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED and not longer
         if packs and not (decodes and sliding_window is None):
             runs = list(launch_runs(slice(0, len(lens)), lens, block_size, len(key_cache)))
             if len(runs) > 1:
@@ -128,7 +137,9 @@ class FusedAttention:
             return _concatenate(parts, tokens)
 
         counts = [(1, slice(0, tokens))] if decodes else _runs(starts)
-        if block_size not in BLOCK_SIZES and any(queries > 1 for queries, _ in counts):
+        if (longer or block_size not in BLOCK_SIZES) and any(queries > 1 for queries, _ in counts):
+            if longer:
+                _refuse_in_capture(*LONGER)
             return self._otherwise(  # type: ignore[no-any-return]
                 query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
                 kv_lens_host, scale, causal, sliding_window,
@@ -203,9 +214,9 @@ def _concatenate(parts: list[Tensor], tokens: int) -> Tensor:
     return functional.pad(attended, (0, 0, 0, 0, 0, left)) if left else attended
 
 
-def _refuse_in_capture(batch: str, remedy: str) -> None:
+def _refuse_in_capture(reason: str, remedy: str) -> None:
     if torch_npu.npu.is_current_stream_capturing():
-        raise CaptureError(f"{batch} need several launches of attention, and a replay can update only one", remedy)
+        raise CaptureError(reason, remedy)
 
 
 def _atb_takes(head_dim: int, block_size: int) -> bool:

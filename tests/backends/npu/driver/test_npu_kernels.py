@@ -328,6 +328,46 @@ class TestSharedBlocks:
         assert_agree(ATTENTION, torch.bfloat16, found, expected)
 
 
+class TestLongerThanTheCache:
+    """Of a sequence that has given its first blocks away, attention needs only the window, but counts all blocks."""
+
+    def sample(self, dtype: torch.dtype, new: list[int]) -> Sample:
+        """Return a sequence of five blocks, of which it has the last, and one of one, in a cache of three."""
+        query, *caches, _, starts, kv_lens, starts_host, lens_host, scale, causal, window = attention_arguments(
+            Draw(dtype, "npu", 7), new, [600, 40], unused=0.0, window=50
+        )
+        table = torch.tensor([[0, 0, 0, 0, 1], [2, 0, 0, 0, 0]], dtype=torch.int32, device="npu")
+        caches = [cache[:3].contiguous() for cache in caches]
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("new", "launches"), [([1, 1], 1), ([3, 3], 0), ([7, 1], 0)], ids=str)
+    def test_prefills_run_without_fused_attention(
+        self, npu: Opened, dtype: torch.dtype, new: list[int], launches: int
+    ) -> None:
+        backend, sample = npu(), self.sample(dtype, new)
+        with emulator.trace() as trace:
+            check_kernel(ATTENTION, dtype, backend.ops.paged_attention, sample)
+        assert trace.counts().get("FusedInferAttentionScoreV3", 0) == launches
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_no_capture_of_a_prefill(self, npu: Opened, dtype: torch.dtype) -> None:
+        backend, sample = npu(), self.sample(dtype, [3, 3])
+        with pytest.raises(CaptureError, match="sequences that are longer than the cache"):
+            backend.graph().capture(lambda: ops.paged_attention(*sample))
+
+    def test_no_replay_of_a_single_one(self, npu: Opened) -> None:
+        *sample, window = self.sample(torch.bfloat16, [3, 3])
+        query, keys, values, table, starts, kv_lens, starts_host, lens_host, *numbers = sample
+        short = kv_lens[:1].clamp(max=100), starts_host[:2], lens_host[:1].clamp(max=100)
+        graph = npu().graph()
+        graph.capture(lambda: ops.paged_attention(
+            query[:3], keys, values, table[:1], starts[:2], short[0], short[1], short[2], *numbers, window
+        ))  # fmt: skip
+        with pytest.raises(HostValueError, match=r"captured over 3 blocks, and the 1 sequences have more"):
+            graph.replay(kv_lens_host=[600], query_start_loc_host=starts_host[:2])
+
+
 class TestLaunches:
     @pytest.mark.parametrize(
         ("name", "number", "expected"),
