@@ -40,7 +40,8 @@ class HalModelRunner:
         self.runner, self._device = runner, runner.backend.device.torch
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         model_config = vllm_config.model_config
-        self.requests = Requests(runner.input_batch(rows), model_config.seed)
+        replica = vllm_config.parallel_config.data_parallel_index
+        self.requests = Requests(runner.input_batch(rows), f"{model_config.seed}, replica {replica}")
         self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS  # vLLM reads the environment each time.

@@ -27,7 +27,7 @@ class Request:
         computed: the number of its tokens that were in the cache when its last step was scheduled.
         outputs: the tokens that were sampled. The last one is ``PENDING`` while only the device has it.
         seed: its seed, or the one that it was given.
-        drawn: the number of tokens that were sampled before its prompt was extended.
+        drawn: the number of tokens by which its prompt has been extended. The draws of its outputs count on from there.
         row: its row, or -1.
         scored: the number of prompt tokens that were scored.
         prompt_logprobs: these, in parts.
@@ -58,10 +58,11 @@ class Requests:
 
     Args:
         inputs: the rows.
-        seed: decides the seeds of requests without one. All ranks have the same, and so draw the same tokens.
+        seed: decides the seeds of requests without one. All ranks of a replica have the same, and so draw the same
+            tokens; replicas have different ones.
     """
 
-    def __init__(self, inputs: InputBatch, seed: int) -> None:
+    def __init__(self, inputs: InputBatch, seed: str) -> None:
         self.inputs, self._seeds = inputs, random.Random(seed)
         self._known: dict[str, Request] = {}
         self._by_row: list[Request] = []
@@ -83,7 +84,9 @@ class Requests:
             if name in resumed:
                 self._drop(request)
                 request.blocks = list(blocks[0])
-                del request.outputs[outputs:]  # The scheduler may have dropped the tokens of a running step.
+                del request.outputs[outputs:]  # The scheduler may have dropped the output of a running step.
+                if not request.outputs and not request.prompt_logprobs:
+                    request.scored = 0  # That output may have had them.
             elif blocks is not None:
                 request.blocks += blocks[0]
                 if request.row >= 0:
@@ -124,12 +127,9 @@ class Requests:
         self.inputs.extend_each(rows, placed)
 
     def _add(self, new: Any) -> None:
-        """Add a request. One that is resumed may come as a new one, with the tokens that it has."""
+        """Add a request. A session that goes on comes as a new one, with the tokens so far in its prompt."""
         prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
-        outputs = list(new.prefill_token_ids or ())[len(prompt) :]
-        request = Request(
-            new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, outputs
-        )
+        request = Request(new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, [])
         if (seed := new.sampling_params.seed) is not None:
             request.seed = seed % 2**63
         elif before is None:
@@ -139,8 +139,8 @@ class Requests:
         if before is not None:
             self._drop(before)
             request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
-            # A session continues with the tokens so far in its prompt.
-            request.drawn = before.drawn + (len(before.outputs) if len(prompt) > len(before.prompt) else 0)
+            # Outputs do not count: with asynchronous scheduling, one more may have been sampled, and dropped.
+            request.drawn = before.drawn + len(prompt) - len(before.prompt)
         self._known[new.req_id] = request
 
     def _place(self, request: Request, scheduled: Container[str]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.sampler import Sampler
@@ -65,6 +66,20 @@ class HalSampler(Sampler):
             logits = apply_top_k_top_p_pytorch(logits, rows.top_k, rows.top_p)
         return tokens, logits if mode == "processed_logits" else self.compute_logprobs(logits)
 
+    def gather_specific_token_logprobs(
+        self, logprobs: Tensor, logprob_token_ids: dict[int, list[int] | int], sampled: Tensor
+    ) -> LogprobsTensors:
+        """Return log-probabilities of chosen tokens of each row, or of a number of its likeliest.
+
+        vLLM's sampler would return those of tokens that nobody asked for to the rows without chosen tokens.
+        """
+        numbers = [asked for asked in logprob_token_ids.values() if isinstance(asked, int)]
+        likeliest = logprobs.topk(max(numbers, default=0)).indices.tolist()
+        chosen = {
+            row: likeliest[row][:asked] if isinstance(asked, int) else asked for row, asked in logprob_token_ids.items()
+        }
+        return super().gather_specific_token_logprobs(logprobs, chosen, sampled)
+
 
 class Sampling:
     """Makes the sampler's metadata. A step of the same requests as the last takes the last's.
@@ -89,16 +104,9 @@ class Sampling:
 
     def metadata(self, requests: list[Request]) -> Rows:
         """Return the metadata for the rows of these requests."""
-        update, before = None, self._requests
-        if self._metadata is None or requests != before:
-            update = BatchUpdate(
-                batch_size=len(requests), removed=list(range(len(requests), len(before))), moved=[],
-                added=[
-                    (row, each.params, each.prompt, each.outputs)
-                    for row, each in enumerate(requests)
-                    if row >= len(before) or before[row] is not each
-                ],
-            )  # fmt: skip
+        update = None
+        if self._metadata is None or requests != self._requests:
+            update = batch_update(self._requests, requests)
         if self._budgets is not None and update is not None:
             self._budgets.sync_batch(update)
         for each in self._processors.all:
@@ -114,6 +122,7 @@ class Sampling:
             each.presence_penalty or each.frequency_penalty or each.repetition_penalty != 1.0 for each in params
         )
         asked = [num_logprobs(each.logprobs, size) for each in params if each.logprobs is not None]
+        chosen = [each.logprob_token_ids for each in params]
         values, drawing = self._none, tuple[Tensor, ...]()
         if penalized or any(random):  # One copy to the device for all.
             values = to_device([[float(getattr(each, name)) for each in params] for name in COLUMNS], self._device)
@@ -133,8 +142,9 @@ class Sampling:
                 row: each.bad_words_token_ids for row, each in enumerate(params) if each.bad_words_token_ids
             },
             logitsprocs=self._processors,
-            logprob_token_ids={
-                row: each.logprob_token_ids for row, each in enumerate(params) if each.logprob_token_ids is not None
+            logprob_token_ids=None if chosen == [None] * len(chosen) else {
+                row: num_logprobs(each.logprobs or 0, size) if ids is None else ids
+                for row, (each, ids) in enumerate(zip(params, chosen, strict=True))
             },
             thinking_budget_state_holder=self._budgets, requests=requests, drawing=drawing,
         )  # fmt: skip
@@ -151,6 +161,30 @@ class Sampling:
                 mask[row] = True
                 mask[row, each.allowed_token_ids] = False
         return to_device(mask, self._device)
+
+
+def batch_update(before: Sequence[Request], after: Sequence[Request]) -> BatchUpdate:
+    """Return how the rows of ``before`` become those of ``after``, for vLLM's logits processors.
+
+    A processor forgets what it knows of a request that is removed or added, so one that stays is only moved.
+    """
+    known, staying = set(before), set(after)
+    rows = [each if each in staying else None for each in before] + [None] * (len(after) - len(before))
+    free = [row for row, each in enumerate(rows) if each is None]
+    added, moved = [], []
+    for each in after:
+        if each not in known:
+            row = free.pop(0)
+            rows[row] = each
+            added.append((row, each.params, each.prompt, each.outputs))
+    for row, each in enumerate(after):
+        if rows[row] is not each:
+            place = rows.index(each)
+            way = MoveDirectionality.UNIDIRECTIONAL if rows[row] is None else MoveDirectionality.SWAP
+            moved.append((place, row, way))
+            rows[place], rows[row] = rows[row], each
+    removed = [row for row in free if row < len(before)]
+    return BatchUpdate(batch_size=len(after), removed=removed, added=added, moved=moved)
 
 
 def num_logprobs(asked: int, vocab_size: int) -> int:

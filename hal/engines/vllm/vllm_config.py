@@ -29,12 +29,20 @@ REFUSED = {
     "model_config.enable_cumem_allocator": "vLLM's allocator",
     "model_config.hf_overrides": "overrides of config.json: hal reads the checkpoint's own",
     "model_config.hf_config_path": "another config.json: hal reads the checkpoint's own",
+    "model_config.config_format": "another format of config.json: hal reads Hugging Face's",
+    "model_config.quantization_config": "quantization: hal reads the checkpoint's own scheme",
     "model_config.model_impl": "another implementation of the model: hal runs its own models",
     "model_config.use_fp64_gumbel": "draws in float64",
     "model_config.model_class_overrides": "other model classes: hal runs its own models",
     "cache_config.kv_sharing_fast_prefill": "a fast prefill of shared caches",
     "cache_config.kv_cache_dtype_skip_layers": "a dtype of the cache: hal's models declare their states",
     "parallel_config.distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
+    "parallel_config.cpu_distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
+    "parallel_config.max_parallel_loading_workers": "loading in batches of ranks",
+    "parallel_config.enable_batch_sharded_sampling": "sampling by ranks",
+    "parallel_config.enable_hc_sp": "sequence parallelism",
+    "parallel_config.expert_placement_strategy": "a placement of experts: hal gives ranks consecutive ones",
+    "parallel_config.ubatch_size": "overlapped batches",
     "parallel_config.all2all_backend": "it, and set parallel.experts in hal's configuration",
     "parallel_config.enable_eplb": "balancing of experts",
     "parallel_config.enable_elastic_ep": "elastic expert parallelism",
@@ -42,7 +50,10 @@ REFUSED = {
     "parallel_config.enable_fault_tolerance": "fault tolerance",
     "observability_config.enable_layerwise_nvtx_tracing": "NVTX ranges",
     "observability_config.cudagraph_metrics": "metrics of CUDA graphs",
+    "observability_config.jit_monitor_mode": "the monitor of Triton's compilations",
+    "observability_config.jit_monitor_verbose": "the monitor of Triton's compilations",
     "optimization_level": "it, and set compilation.compiler in hal's configuration",
+    "performance_mode": "it, and set compilation in hal's configuration",
 }
 """What hal does not support or would not read, and what to start vLLM without. A version may lack some of it."""
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -112,6 +123,11 @@ def check_config(vllm_config: Any) -> None:
             f"leave it out, or pass one of {', '.join(LOAD_FORMATS)}",
         )
     model = vllm_config.model_config
+    if not os.path.isdir(model.model):
+        raise ConfigError(
+            f"hal loads a checkpoint from a folder, and vLLM's model is {model.model!s:.70}, which is none",
+            "download it, with hf download, and pass its folder",
+        )
     if model.runner_type != "generate":
         raise ConfigError(f"hal does not support vLLM's runner = {model.runner_type}", "generate text")
     if model.quantization is not None and getattr(model.hf_config, "quantization_config", None) is None:
@@ -139,6 +155,11 @@ def check_unread(vllm_config: Any) -> None:
                 raise ConfigError(
                     f"hal does not support vLLM's {each.name} = {value!s:.70} in {part_name}", f"leave it out: {why}"
                 )
+    if others := sorted((vllm_config.additional_config or {}).keys() - {"hal"}):
+        raise ConfigError(
+            f"hal does not read {', '.join(others)!s:.70} in vLLM's additional_config, only hal",
+            "put hal's configuration under the key hal",
+        )
     if sizes := vllm_config.compilation_config.cudagraph_capture_sizes:
         vllm_config.additional_config = {**(vllm_config.additional_config or {}), CAPTURE_SIZES: sorted(sizes)}
 
