@@ -15,6 +15,7 @@ import torch
 from helpers.distributions import installed
 from safetensors.torch import load_file, save_file
 
+import hal
 from hal.engines.sglang import register
 from hal.errors import ConfigError
 
@@ -115,6 +116,44 @@ def test_a_running_server_takes_new_weights(trained: Path, tmp_path: Path) -> No
     assert [each["name"] for each in found["steps"] if not each["equal"]] == []
     assert [each["updated"] for each in found["steps"]] == [None, None, True, True]
     assert [each["cached"] > 0 for each in found["steps"]] == [False, True, False, False]
+
+
+SCORES = """
+import json, sys, sglang, torch
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], dtype="float32", context_length=64, max_total_tokens=256, disable_radix_cache=True,
+        chunked_prefill_size=-1, mem_fraction_static=0.5, log_level="error",
+        json_model_override_args=json.dumps({"hal": {"backend": "cpu"}}),
+    )
+    asked = {"query": [9, 10, 11], "items": [[12, 13], [14, 13]], "label_token_ids": [20, 21]}
+    print("SCORES", engine.score(**asked, apply_softmax=True).scores)
+    further = {"embeddings": {"embed_override_token_id": 10, "query_embed_overrides": [torch.zeros(int(sys.argv[3]))]},
+               "positions": {"score_extraction_token_id": 13}}
+    print("SCORES", engine.score(**asked, **further[sys.argv[2]]).scores)
+"""
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("further", "refused"), [("embeddings", "embeddings in place of tokens"), ("positions", "positions to score at")]
+)
+def test_scores_of_what_hal_does_not_read_are_refused(
+    trained: Path, tmp_path: Path, further: str, refused: str
+) -> None:
+    """SGLang's scheduler ends, and says why. Other scores are served."""
+    program = tmp_path / "scores.py"
+    program.write_text(SCORES, encoding="utf-8")
+    size = json.loads((trained / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    result = run(str(program), str(trained), further, str(size), timeout=300)
+    (scores,) = [json.loads(each[7:]) for each in result.stdout.splitlines() if each.startswith("SCORES ")]
+    with hal.open({"backend": "cpu", "dtype": "float32"}) as backend:
+        runner = hal.Runner(hal.load_model(trained, backend), backend)
+        logits = runner.step(runner.batch([[9, 10, 11, 12, 13], [9, 10, 11, 14, 13]], [[1], [2]])).logits
+    expected = logits[:, [20, 21]].softmax(-1)
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-4, atol=1e-5)
+    assert result.returncode != 0
+    assert f"a request to SGLang has {refused}, which hal does not support" in result.stderr
 
 
 ARGUMENTS = """

@@ -17,6 +17,12 @@ from hal.engines.sglang.batches import batch_of, num_logits, output_of
 from hal.engines.sglang.server_args import configuration
 from hal.errors import BatchError, ConfigError, ModelError
 
+UNREAD = {
+    "input_embeds": "embeddings in place of tokens", "replace_embeds": "embeddings in place of tokens",
+    "token_indices_to_pool": "positions to score at",
+}  # fmt: skip
+"""What a batch of SGLang's may have that hal does not read."""
+
 
 class HalSteps:
     """hal's backend, model and runner of a model of SGLang's.
@@ -65,10 +71,11 @@ class HalSteps:
         """Run a step of SGLang's.
 
         Raises:
-            BatchError: the batch has embeddings in place of tokens, or as :meth:`hal.Batch.from_tensors`.
+            BatchError: the batch has what hal does not read, or as :meth:`hal.Batch.from_tensors`.
         """
-        if forward_batch.input_embeds is not None or forward_batch.replace_embeds is not None:
-            raise BatchError("a request has embeddings in place of tokens", "send token ids")
+        for name, what in UNREAD.items():
+            if getattr(forward_batch, name) is not None:
+                raise _unread(what)
         asked = num_logits(forward_batch)
         batch = batch_of(forward_batch, self._req_to_token, self._runner, asked)
         logits = self._runner.step(batch).logits
@@ -111,9 +118,23 @@ class HalForCausalLM(nn.Module):
         else:
             self.steps = HalSteps(get_context().server_args, self._dtype)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> LogitsProcessorOutput:
-        """Run a step."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Tensor | None = None
+    ) -> LogitsProcessorOutput:
+        """Run a step. ``forward_batch`` has all arguments."""
         return self.steps.run(forward_batch)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Refuse to embed tokens, some of which SGLang would replace then.
+
+        Raises:
+            BatchError: always.
+        """
+        raise _unread(UNREAD["replace_embeds"])
+
+
+def _unread(what: str) -> BatchError:
+    return BatchError(f"a request to SGLang has {what}, which hal does not support", "send token ids only")
 
 
 def _check_states(model: hal.nn.CausalLM) -> None:
