@@ -48,6 +48,7 @@ CASES = (
         EXHAUSTIVE,
     ),
     ("backends/cpu/test_cpu_conformance.py", r"\[runners/inductor/(queries-[48]|shared-queries-[24])", EXHAUSTIVE),
+    ("backends/cpu/test_cpu_conformance.py", r"\[runners/inductor/(queries-2|padding)", EXHAUSTIVE),
     (
         "backends/cpu/test_cpu_conformance.py",
         r"\[runners/(piecewise/(queries-[48]|shared-queries-4)|piecewise_eager/\S*queries-[48])",
@@ -179,6 +180,7 @@ CASES = (
     ("backends/npu/driver/test_npu_models.py", r"_would_be_noticed\[bfloat16", DTYPE),
     ("backends/npu/driver/test_npu_models.py", r"test_random_configurations\[\w+-seed=(6|11)-", DRAW),
     ("backends/npu/driver/test_npu_models.py", r"test_with_the_task_queue", AGAIN),
+    ("backends/npu/driver/test_npu_models.py", r"test_with_the_task_queue", EXHAUSTIVE),
     ("backends/npu/driver/test_npu_models.py", r"test_random_configurations\[\w+-seed=1-", DRAW),
     ("backends/npu/driver/test_npu_models.py", r"test_trained_checkpoint\[float16", DTYPE),
     (
@@ -222,6 +224,11 @@ CASES = (
         EXHAUSTIVE,
     ),
     ("backends/npu/driver/test_npu_parallel.py", r"that_fails\[(skips|shapes)-capture", EXHAUSTIVE),
+    (
+        "backends/npu/driver/test_npu_parallel.py",
+        r"test_a_rank_that_fails\[(late-loading|raises-capture|killed-replay)",
+        EXHAUSTIVE,
+    ),
     ("backends/npu/driver/test_npu_parallel.py", r"test_a_closed_backend_leaves_nothing\[1\]", PROCESSES),
     ("backends/npu/driver/test_npu_parallel.py", r"test_the_same_tokens\[.*, more compilers", EXHAUSTIVE),
     (
@@ -443,11 +450,19 @@ CASES = (
     ("models/test_experts.py", r"test_logits\[.*, 101\)", DRAW),
     ("models/test_experts.py", r"test_logits\[.*, 1[23]\d\)-graph", EXHAUSTIVE),
     ("models/test_experts.py", r"compiled_steps\[inductor-\('(qwen2_moe|mixtral)', 1(00|11)\)", EXHAUSTIVE),
+    (
+        "models/test_experts.py",
+        r"compiled_steps\[inductor-\('(qwen3_moe', 1(11|34)|(qwen2_moe|mixtral)', 134)",
+        EXHAUSTIVE,
+    ),
+    ("models/test_experts.py", r"test_greedy_tokens_of_the_trained_checkpoint\[inductor", EXHAUSTIVE),
     ("models/test_experts.py", r"compiled_steps\[piecewise-\('(qwen2_moe|mixtral)', 1(13|34)\)", EXHAUSTIVE),
     ("models/test_llama.py", r"\[seed=(1[3-9]|2\d)(-\w+)?\]", DRAW),
     ("models/test_llama.py", r"\[seed=([5-9]|1[0-2])(-\w+)?\]", DRAW),
+    ("models/test_llama.py", r"test_logits_through_inductor\[seed=(8|1[135])", EXHAUSTIVE),
     ("models/test_transformers.py", r"\[seed=[4-6]\d(-\w+)?\]", DRAW),
     ("models/test_transformers.py", r"\[seed=[23]\d(-\w+)?\]", DRAW),
+    ("models/test_transformers.py", r"test_logits_through_inductor\[seed=(37|4[24]|6[25])", EXHAUSTIVE),
     ("models/test_transformers.py", r"test_greedy_tokens_of_the_trained_checkpoint\[inductor", MODE),
     ("models/test_transformers.py", r"test_logits\[.*seed=[56]\d.*graph|test_logits\[.*graph.*seed=[56]\d", EXHAUSTIVE),
     ("nn/test_rope.py", r"test_random_parameters\[seed=([5-9]|\d\d)-", DRAW),
@@ -474,6 +489,7 @@ CASES = (
         EXHAUSTIVE,
     ),
     ("parallel/test_faults.py", r"test_in_the_command\[killed-(loading|step)", EXHAUSTIVE),
+    ("parallel/test_faults.py", r"test_in_a_job\[(raises-sampling|killed-capture)", EXHAUSTIVE),
     ("parallel/test_fused_collectives.py", r"test_without_kernels_ranks", PROCESSES),
     ("parallel/test_rank_commands.py", r"computes_its_slice_wrongly", PROCESSES),
     ("parallel/test_rank_commands.py", r"test_a_wrong_sum|test_ranks_that_agree|TestBench::", PROCESSES),
@@ -483,6 +499,11 @@ CASES = (
     (
         "parallel/test_tensor_parallel.py",
         r"test_the_same_tokens\[(tiny-python-bfloat16-4|tiny-python-(moe|w8a8|moe-w8a8)-float32-2)",
+        EXHAUSTIVE,
+    ),
+    (
+        "parallel/test_tensor_parallel.py",
+        r"test_the_same_tokens\[tiny-python-(moe-w8a8-float32-4|w8a8_dynamic-float32-2)",
         EXHAUSTIVE,
     ),
     ("parallel/test_tensor_parallel.py", r"test_peak_memory_of_loading\[(2-packed|4-plain)", EXHAUSTIVE),
