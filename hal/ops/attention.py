@@ -25,9 +25,10 @@ def _attention_sample(
     window: int | None = None,
     scale: float | None = None,
     blocks: Sequence[int] | None = None,
+    num_blocks: int | None = None,
 ) -> Sample:
     widest = max(-(-length // block_size) for length in kv_lens) + 1
-    num_blocks = widest * len(kv_lens) + 1
+    num_blocks = num_blocks or widest * len(kv_lens) + 1
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     lens = torch.tensor(kv_lens, dtype=torch.int32)
     table = draw.permutation(num_blocks)[: widest * len(kv_lens)]
@@ -60,6 +61,9 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
     yield _attention_sample(draw, [4, 6], [4, 9], causal=False, block_size=32)
     yield _attention_sample(draw, [7, 1], [7, 30], scale=0.5)
     yield _attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
+    for new in ([5, 1], [1, 1]):  # A sequence is longer than the cache: blocks before its window are others'.
+        table = [3, 3, 3, 1, 2, 0, 3, 0, 0, 0, 0, 0]
+        yield _attention_sample(draw, new, [70, 20], window=16, blocks=table, num_blocks=4)
 
 
 @op(
@@ -108,7 +112,8 @@ def paged_attention(
         query: ``[tokens, num_heads, head_dim]``, floating.
         key_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, of query's dtype; includes the new keys.
         value_cache: as ``key_cache``.
-        block_table: ``[sequences, blocks]``, int32; entries past a sequence's length must be valid too.
+        block_table: ``[sequences, blocks]``, int32; entries past a sequence's length, and before its window, must be
+            valid too. With a window, a sequence may have more blocks than the cache.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         kv_lens: ``[sequences]``, int32, in tokens, including the new ones.
         query_start_loc_host: a CPU copy of ``query_start_loc``.
