@@ -84,14 +84,17 @@ def longest_sequence(model: CausalLM, asked: int | None) -> int:
     """Return the most tokens of a sequence: those asked for, or the model's maximum.
 
     Raises:
-        ConfigError: the model does not take as many.
+        ConfigError: the model does not take as many, or it is not a positive integer.
     """
-    if asked is not None and asked > model.max_length:
+    if asked is None:
+        return model.max_length
+    if not (type(asked) is int and 1 <= asked <= model.max_length):
         raise ConfigError(
-            f"sequences of {asked} tokens were asked for, and {type(model).__name__} takes {model.max_length}",
+            f"sequences of {asked!r:.70} tokens were asked for, and {type(model).__name__} takes 1 to "
+            f"{model.max_length}",
             f"ask for a maximum length of at most {model.max_length}",
         )
-    return model.max_length if asked is None else asked
+    return asked
 
 
 def check_fits(spec: StateSpec, backend: Backend) -> None:

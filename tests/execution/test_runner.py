@@ -385,9 +385,10 @@ def test_capture_sizes_and_tables_of_an_engines_largest_batch() -> None:
     assert form.context.max_blocks == runner.spec.blocks_for(64)
 
 
-def test_longer_sequences_than_the_model_takes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sequences of 65 tokens were asked for, and Toy takes 64"):
-        hal.Runner(Toy(), opened(), max_length=65)
+@pytest.mark.parametrize("wrong", [65, 0, -1, 2.5, True])
+def test_lengths_that_the_model_does_not_take_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"sequences of {wrong} tokens were asked for, and Toy takes 1 to 64"):
+        hal.Runner(Toy(), opened(), max_length=wrong)
 
 
 @pytest.mark.parametrize(("max_length", "model", "longest"), [

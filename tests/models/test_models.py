@@ -24,6 +24,11 @@ def build(**changes: Any) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM.from_config(SMALL | changes)
 
 
+def test_linear_scaling_lengthens_the_sequences_of_a_model() -> None:
+    assert build().max_length == 32
+    assert build(rope_scaling={"type": "linear", "factor": 4.0}).max_length == 128
+
+
 def windows(**changes: Any) -> list[int | None]:
     config = read_model_config(Qwen3Config, SMALL | {"use_sliding_window": True} | changes)
     return [config.window(layer) for layer in range(config.num_hidden_layers)]

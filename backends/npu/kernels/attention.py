@@ -112,8 +112,8 @@ class FusedAttention:
         caches = self._view(key_cache), self._view(value_cache)
         query, block_table = query.contiguous(), block_table.contiguous()
         decodes = one_query_each(tokens, starts)
-        # Lengths are symbolic while a graph is traced; replays check the actual ones.
-        longer = type(lens[0]) is int and max(lens) > block_size * len(key_cache)
+        # Only with a window. Lengths are symbolic while a graph is traced; replays check the actual ones.
+        longer = bool(sliding_window) and type(lens[0]) is int and max(lens) > block_size * len(key_cache)
         packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED and not longer
         if packs and not (decodes and sliding_window is None):
             runs = list(launch_runs(slice(0, len(lens)), lens, block_size, len(key_cache)))
