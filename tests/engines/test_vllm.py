@@ -36,12 +36,12 @@ def test_hal_is_active_only_if_asked_for(
     assert register() == ("hal.engines.vllm.platform.HalPlatform" if active else None)
 
 
-def new_requests(seed: str = "0") -> Requests:
+def new_requests() -> Requests:
     bounds = Bounds(vocab_size=100, first_block=1, num_blocks=20, max_length=64)
     inputs = InputBatch(
         hal.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.HostDevice(), bounds=bounds
     )
-    return Requests(inputs, seed)
+    return Requests(inputs, seed="0")
 
 
 def scheduled(
@@ -92,15 +92,6 @@ def test_a_session_goes_on_drawing(dropped: int) -> None:
     assert (extended.drawn, extended.outputs, extended.seed) == (3, [], first.seed)
     requests.update(scheduled(began("a", [1, 2], 4, sampling_params=SimpleNamespace(seed=-1)), counts={"a": 2}))
     assert requests.running(["a"])[0].seed == 2**63 - 1
-
-
-def test_replicas_draw_differently() -> None:
-    seeds = []
-    for seed in ("0, replica 0", "0, replica 0", "0, replica 1"):
-        requests = new_requests(seed)
-        requests.update(scheduled(began("a", [1, 2], 1), counts={"a": 2}))
-        seeds += [each.seed for each in requests.running(["a"])]
-    assert seeds[0] == seeds[1] != seeds[2]
 
 
 def test_a_prompt_is_scored_again_if_its_output_was_dropped() -> None:
@@ -206,7 +197,10 @@ def test_two_ranks_split_a_model(
 def test_two_replicas_give_the_tokens_of_generate(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, experts: str, ranks: int, device: str
 ) -> None:
-    """Those of a dense model are alone, and vLLM keeps those of a mixture of experts in step."""
+    """Those of a dense model are alone, and vLLM keeps those of a mixture of experts in step.
+
+    A random request without a seed gets other tokens from each.
+    """
     if device == "npu" and not installed("torch-npu"):
         pytest.skip("torch_npu is not installed")
     configuration = {"backend": device, "compilation": {"compiler": "graph"}, "parallel": {"experts": experts}}
@@ -217,6 +211,7 @@ def test_two_replicas_give_the_tokens_of_generate(
     assert found["wrong"] == []
     assert len(found["ties"]) <= (0 if device == "cpu" else 2)
     assert found["counts"]["ranks"] == ranks
+    assert found["drawn"][0] != found["drawn"][1]
 
 
 @needs_vllm
@@ -440,7 +435,10 @@ def test_longer_sequences_than_the_model_takes_are_refused(monkeypatch: pytest.M
         "    additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 200000}}})"
     )
     assert result.returncode != 0
-    assert "sequences of 100000 tokens were asked for, and Qwen3ForCausalLM takes 1024" in result.stdout + result.stderr
+    assert (
+        "sequences of 100000 tokens were asked for, and Qwen3ForCausalLM takes 1 to 1024"
+        in result.stdout + result.stderr
+    )
 
 
 @needs_vllm

@@ -51,28 +51,37 @@ def _write(asked: dict[str, Any], **found: Any) -> None:
 
 async def _answers(
     asked: dict[str, Any], prompts: list[list[int]], replicas: int
-) -> tuple[list[list[int]], dict[str, int]]:
+) -> tuple[list[list[int]], list[list[int]], dict[str, int]]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(asked)))
 
-    async def answer(index: int) -> list[int]:
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS[index % 2], ignore_eos=True)
-        given: Any = {"prompt_token_ids": prompts[index]}
-        async for output in engine.generate(given, params, str(index), data_parallel_rank=index % replicas):
+    async def answer(name: str, prompt: list[int], rank: int, temperature: float, count: int) -> list[int]:
+        params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
+        async for output in engine.generate({"prompt_token_ids": prompt}, params, name, data_parallel_rank=rank):
             last = output
         return list(last.outputs[0].token_ids)
 
     try:
-        answers = list(await asyncio.gather(*(answer(index) for index in range(len(prompts)))))
+        answers = await asyncio.gather(
+            *(
+                answer(str(index), prompt, index % replicas, 0.0, TOKENS[index % 2])
+                for index, prompt in enumerate(prompts)
+            )
+        )
+        # Each replica has had as many requests before, so that equal seeds would show.
+        drawn = await asyncio.gather(*(answer(f"drawn {rank}", [9, 10], rank, 1.0, 20) for rank in range(replicas)))
         (counts,) = await engine.collective_rpc("counted")
-        return answers, counts
+        return answers, drawn, counts
     finally:
         engine.shutdown()
 
 
 def replicas() -> None:
-    """Send each replica its share of the prompts, and compare the tokens with those of hal.generate."""
+    """Send each replica its share of the prompts, and compare the tokens with those of hal.generate.
+
+    Write what each draws for one prompt without a seed, too.
+    """
     asked, prompts = _read()
-    found, counts = asyncio.run(_answers(asked, prompts, asked["vllm"]["data_parallel_size"]))
+    found, drawn, counts = asyncio.run(_answers(asked, prompts, asked["vllm"]["data_parallel_size"]))
     alone = {name: each for name, each in asked["hal"].items() if name != "parallel"}
     backend = hal.open({**alone, "dtype": asked.get("dtype", "float32"), "cache": {"num_tokens": 8192}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
@@ -82,7 +91,7 @@ def replicas() -> None:
         expected[token.prompt].append(token.token_id)
     differ = [index for index, tokens in enumerate(found) if tokens != expected[index]]
     ties = [index for index in differ if _tied(asked, prompts[index], found[index], expected[index])]
-    _write(asked, wrong=[index for index in differ if index not in ties], ties=ties, counts=counts)
+    _write(asked, wrong=[index for index in differ if index not in ties], ties=ties, drawn=drawn, counts=counts)
 
 
 def _tied(asked: dict[str, Any], prompt: list[int], tokens: list[int], expected: list[int]) -> bool:
