@@ -95,10 +95,10 @@ CONFIG_BY_VLLM = {
     "parallel_config": {
         # by the executor and the replicas' coordinator
         "tensor_parallel_size", "data_parallel_rank", "data_parallel_rank_local", "data_parallel_master_ip",
-        "data_parallel_rpc_port", "dp_sync_interval", "data_parallel_master_port", "data_parallel_backend", "data_parallel_external_lb",
-        "data_parallel_hybrid_lb", "enable_shm_tensor_arena", "ray_workers_use_nsight", "ray_runtime_env",
-        "placement_group", "distributed_executor_backend", "worker_extension_cls", "sd_worker_cls", "master_addr",
-        "master_port", "node_rank", "nnodes", "numa_bind", "numa_bind_nodes", "numa_bind_cpus",
+        "data_parallel_rpc_port", "dp_sync_interval", "data_parallel_master_port", "data_parallel_backend",
+        "data_parallel_external_lb", "data_parallel_hybrid_lb", "enable_shm_tensor_arena", "ray_workers_use_nsight",
+        "ray_runtime_env", "placement_group", "distributed_executor_backend", "worker_extension_cls", "sd_worker_cls",
+        "master_addr", "master_port", "node_rank", "nnodes", "numa_bind", "numa_bind_nodes", "numa_bind_cpus",
         # hal has neither of these kernels, so they are off
         "disable_custom_all_reduce", "disable_nccl_for_dp_synchronization",
         # with an option or a number of ranks that hal refuses
