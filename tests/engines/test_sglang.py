@@ -128,6 +128,11 @@ if __name__ == "__main__":
     )
     asked = {"query": [9, 10, 11], "items": [[12, 13], [14, 13]], "label_token_ids": [20, 21]}
     print("SCORES", engine.score(**asked, apply_softmax=True).scores)
+    if sys.argv[2] == "input":
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        given = GenerateReqInput(input_embeds=[[0.0] * int(sys.argv[3])] * 3, sampling_params={"max_new_tokens": 1})
+        engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(given, None).__anext__())
     further = {"embeddings": {"embed_override_token_id": 10, "query_embed_overrides": [torch.zeros(int(sys.argv[3]))]},
                "positions": {"score_extraction_token_id": 13}}
     print("SCORES", engine.score(**asked, **further[sys.argv[2]]).scores)
@@ -136,12 +141,17 @@ if __name__ == "__main__":
 
 @needs_sglang
 @pytest.mark.parametrize(
-    ("further", "refused"), [("embeddings", "embeddings in place of tokens"), ("positions", "positions to score at")]
+    ("further", "refused"),
+    [
+        ("input", "embeddings in place of tokens"),
+        ("embeddings", "embeddings in place of tokens"),
+        ("positions", "positions to score at"),
+    ],
 )
-def test_scores_of_what_hal_does_not_read_are_refused(
+def test_requests_with_what_hal_does_not_read_are_refused(
     trained: Path, tmp_path: Path, further: str, refused: str
 ) -> None:
-    """SGLang's scheduler ends, and says why. Other scores are served."""
+    """SGLang's scheduler ends, and says why. Scores are served."""
     program = tmp_path / "scores.py"
     program.write_text(SCORES, encoding="utf-8")
     size = json.loads((trained / "config.json").read_text(encoding="utf-8"))["hidden_size"]
