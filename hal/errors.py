@@ -121,11 +121,19 @@ LISTED = 40
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an error message: the known name most similar to ``name``, then the first known names."""
+    """Return a suggestion for a name that a person wrote: the most similar known one, then the first known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + listed(names)
+
+
+def listed(known: Iterable[str]) -> str:
+    """Return the first known names, for an error message about a name that a file gives.
+
+    Such a name is no typing error, so that a similar one would be another thing.
+    """
     names = sorted(known)
     if not names:
         return "none are known"
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    guess = f"did you mean {close[0]!r}? " if close else ""
     more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"{guess}known: {', '.join(names[:LISTED])}{more}"
+    return f"known: {', '.join(names[:LISTED])}{more}"

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from hal.checkpoint.other_formats import no_folder, no_safetensors
 from hal.checkpoint.safetensors_files import (
     DTYPES,
     TensorInfo,
@@ -56,8 +57,9 @@ class Checkpoint:
         # os.path accepts any string. pathlib raises for a path that is too long, and for an unknown user's home.
         folder = Path(os.path.expanduser(path))
         if not os.path.isdir(folder):
-            found = "a file" if os.path.exists(folder) else "nothing"
-            raise CheckpointError(f"no checkpoint at {folder}: found {found}", "give the path of a checkpoint's folder")
+            raise no_folder(folder)
+        if not is_there(folder / "config.json") and not any(folder.glob("*.safetensors")):
+            raise no_safetensors(folder)
         config = read_json(folder / "config.json")
         tensors: dict[str, TensorInfo] = {}
         for file in weight_files(folder):

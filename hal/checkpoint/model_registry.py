@@ -33,7 +33,9 @@ def _check(plugin: Plugin, found: Any) -> type[CausalLM]:
     return check_model_class(found, f"the model {plugin.name}, {plugin.target},")
 
 
-MODELS: Plugins[type[CausalLM]] = Plugins(GROUP, "model", _check, error=ModelError, unknown=CheckpointError)
+MODELS: Plugins[type[CausalLM]] = Plugins(
+    GROUP, "model", _check, error=ModelError, unknown=CheckpointError, typed=False
+)
 
 
 def architectures() -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hal.checkpoint.other_formats import no_safetensors
 from hal.config.untrusted_files import AGAIN, format_name, is_plain_name, is_there, read_json, regular_file
 from hal.errors import LISTED, CheckpointError
 
@@ -32,7 +33,6 @@ DTYPES = {
 """The supported dtypes, by safetensors name. 8-bit ones are read only where a quantization scheme binds them."""
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 """Dtypes of unscaled numbers, which can be rounded to one another."""
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @attrs.frozen
@@ -96,15 +96,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"{folder} holds {len(files)} safetensors files and no {INDEX}", "save it again, or add the index"
         )
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when loaded",
-            "convert it to safetensors on an isolated machine",
-        )
-    raise CheckpointError(
-        f"{folder} is no checkpoint: it has no safetensors file", "give the folder that contains the weights"
-    )
+    raise no_safetensors(folder)
 
 
 def _opened(file: Path) -> Any:

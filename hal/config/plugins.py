@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from hal.errors import ConfigError, HalError, describe_exception, nearest
+from hal.errors import ConfigError, HalError, describe_exception, listed, nearest
 
 T = TypeVar("T")
 log = logging.getLogger("hal.config")
@@ -77,6 +77,8 @@ class Plugins(Generic[T]):
             It raises HalError for an object of another type; other exceptions are reported as the constructor's.
         error: raised for a plugin that cannot be imported or created, and for a name that several packages register.
         unknown: raised for an unregistered name; defaults to ``error``.
+        typed: whether people write the names, so that the error for an unregistered one suggests a similar name. Those
+            that checkpoints give are no typing errors.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class Plugins(Generic[T]):
         *,
         error: type[HalError] = ConfigError,
         unknown: type[HalError] | None = None,
+        typed: bool = True,
     ) -> None:
         self.group = group
         self.kind = kind
         self._check = check
         self._error = error
         self._unknown = unknown or error
+        self._names = nearest if typed else lambda name, known: listed(known)
         self._loaded: tuple[Sequence[Plugin], Loaded[T]] | None = None
 
     def names(self) -> list[str]:
@@ -140,10 +144,10 @@ class Plugins(Generic[T]):
         found = {each.target: each for each in known if each.name == name}
         if not found:
             sources = ", ".join(sorted({each.source for each in known}))
-            listed = f"{nearest(name, self.names())} (from {sources})" if known else "none is installed"
+            names = f"{self._names(name, self.names())} (from {sources})" if known else "none is installed"
             raise self._unknown(
                 f"no {self.kind} {name!r} is installed",
-                f"{listed}; or install the package that registers it in the entry-point group {self.group}",
+                f"{names}; or install the package that registers it in the entry-point group {self.group}",
             )
         if len(found) > 1:
             sources = ", ".join(sorted(each.source for each in found.values()))

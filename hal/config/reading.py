@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,11 +14,16 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
 from hal.config.text import kind_of
-from hal.errors import ConfigError, nearest
+from hal.errors import ConfigError, listed, nearest
 
 T = TypeVar("T")
 INTEGERS = 1 << 63
 """Integers range from -INTEGERS to INTEGERS - 1: 64 bits, as in torch."""
+DTYPES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
+    "float": "float32", "single": "float32", "fp32": "float32", "f32": "float32",
+}  # fmt: skip
+"""Other words for dtypes, which errors translate."""
 log = logging.getLogger("hal.config")
 
 
@@ -35,10 +40,19 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where} must be a table of keys and values, not {kind_of(mapping)}", "write it as {...}")
+    return _read(cls, mapping, where, nearest)
+
+
+def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable[[str, Iterable[str]], str]) -> T:
+    """Do what :func:`read` does. ``values`` describes the known values of a literal, for an unknown one."""
+
+    def explained(error: BaseException, expected: type | None) -> str:
+        return f"{error} ({values(*error.args[1:])})" if isinstance(error, _UnknownValue) else _format(error, expected)
+
     try:
         return _CONVERTER.structure(dict(mapping), cls)
     except cattrs.BaseValidationError as error:
-        problems = cattrs.transform_error(error, path=where, format_exception=_format)
+        problems = cattrs.transform_error(error, path=where, format_exception=explained)
     except RecursionError:
         problems = [f"{where} is nested too deeply"]
     raise ConfigError("; ".join(problems), f"correct them; the keys of {where}: {', '.join(_keys(cls)) or 'none'}")
@@ -74,7 +88,7 @@ def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:
         log.warning("config.json has keys that %s does not read: %s", cls.__name__, ", ".join(unread))
     kinds = get_type_hints(cls)
     given = {key: config[key] for key in known & set(config) if config[key] is not None or _is_optional(kinds[key])}
-    return read(cls, given, "config.json")
+    return _read(cls, given, "config.json", lambda value, known: listed(known))
 
 
 def _keys(cls: type) -> list[str]:
@@ -133,8 +147,20 @@ def _is_optional(annotation: Any) -> bool:
 def _structure_literal(value: Any, annotation: Any) -> Any:
     known = get_args(annotation)
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"unknown value {value!r:.60} ({nearest(str(value), known)})")
+        raise _UnknownValue(f"unknown value {value!r:.60}", _meant(str(value)), known)
     return value
+
+
+class _UnknownValue(ValueError):
+    """The value of a literal is unknown. Its arguments are the problem, the value, and the known values."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _meant(value: str) -> str:
+    name = value.removeprefix("torch.")
+    return DTYPES.get(name.lower(), name)
 
 
 def _structure_dict(value: Any, annotation: Any) -> Any:

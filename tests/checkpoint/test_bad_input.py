@@ -112,6 +112,27 @@ def replaced_by_a_file(folder: Path) -> None:
     folder.write_text("")
 
 
+def in_place(name: str) -> Damage:
+    """Return damage that puts a file of another format in the place of the weights."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(b"GGUF")
+
+    return damage
+
+
+def alone(name: str) -> Damage:
+    """Return damage that leaves nothing but a file of another format, as such formats need no config.json."""
+
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / name).write_bytes(b"GGUF")
+
+    return damage
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"weight": torch.ones(1)}, folder / "pytorch_model.bin")
@@ -135,10 +156,15 @@ def remade(**overrides: Any) -> Damage:
 
 FOLDERS = {
     "no such path": Case(shutil.rmtree, CheckpointError, "found nothing"),
+    "a GGUF file alone": Case(alone("model.Q4_K_M.gguf"), CheckpointError, "in the format GGUF (model.Q4_K_M.gguf)"),
+    "a GGUF file in its place": Case(in_place("model.gguf"), CheckpointError, "made from, in safetensors"),
+    "an ONNX file in its place": Case(in_place("model.onnx"), CheckpointError, "in the format ONNX (model.onnx)"),
+    "Flax's file in its place": Case(in_place("flax_model.msgpack"), CheckpointError, "(flax_model.msgpack)"),
     "a file": Case(replaced_by_a_file, CheckpointError, "found a file"),
     "no checkpoint": Case(lambda folder: (folder / "config.json").unlink(), CheckpointError, "has no config.json"),
     "no weights": Case(lambda folder: (folder / "model.safetensors").unlink(), CheckpointError, "no safetensors file"),
     "a pickle": Case(pickled, CheckpointError, "holds its weights as a pickle (pytorch_model.bin)"),
+    "a pickle's remedy": Case(pickled, CheckpointError, ", dtype='auto').save_pretrained('"),
     "two files and no index": Case(
         lambda folder: shutil.copy(folder / "model.safetensors", folder / "again.safetensors"),
         CheckpointError, "holds 2 safetensors files and no model.safetensors.index.json",
@@ -153,11 +179,13 @@ CONFIGS = {
     "nested deeply": Case(text("config.json", '{"a":' * 100_000), CheckpointError, "config.json cannot be read"),
     "no architecture": Case(config(architectures=[]), CheckpointError, "names no architecture"),
     "an unknown architecture": Case(
-        config(architectures=["Qwen4ForCausalLM"]), CheckpointError, "did you mean 'Qwen3ForCausalLM'?"
+        config(architectures=["Qwen4ForCausalLM"]),
+        CheckpointError,
+        "remedy: known: LlamaForCausalLM, MistralForCausalLM",
     ),
     "a missing key": Case(config(hidden_size=None), ConfigError, "required key 'hidden_size' is missing"),
     "a wrong type": Case(config(hidden_size="32"), ConfigError, "expected int, found str '32'"),
-    "an unknown activation": Case(config(hidden_act="relu"), ConfigError, "unknown value 'relu'"),
+    "an unknown activation": Case(config(hidden_act="relu"), ConfigError, "unknown value 'relu' (known: silu"),
     "scaled positions": Case(
         config(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 2}), ConfigError, "yarn"
     ),
@@ -231,6 +259,7 @@ SETTINGS = {
         nothing, ConfigError, "expected int, found bool True", settings={"cache": {"num_tokens": True}}
     ),
     "out of range": Case(nothing, ConfigError, "at least 1", settings={"compilation": {"capture_sizes": [4, 0]}}),
+    "another word for a dtype": Case(nothing, ConfigError, "did you mean 'float16'?", settings={"dtype": "half"}),
     "unknown dtype": Case(nothing, ConfigError, "did you mean 'float32'?", settings={"dtype": "float23"}),
     "a table that is none": Case(nothing, ConfigError, "expected a table, found list", settings={"cache": [1]}),
     "unknown backend": Case(nothing, DriverNotFound, "no driver 'gpu' is installed", settings={"backend": "gpu"}),
@@ -273,6 +302,29 @@ def check_command(arguments: list[str], *messages: str) -> None:
     assert "Traceback" not in result.stderr
     for message in messages:
         assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "problem", "remedy"),
+    [
+        ("Qwen/Qwen3-0.6B", "found nothing", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
+        ("/Qwen/Qwen3-0.6B", "found nothing", "give the path of a checkpoint's folder"),
+        ("model.gguf", "model.gguf is in the format GGUF, and hal reads safetensors only", "made from, in safetensors"),
+        ("pytorch_model.bin", "as a pickle (pytorch_model.bin)", "or, on an isolated machine"),
+        ("some/model.safetensors", "found a file", "give the folder that holds it and its config.json: some"),
+    ],
+)
+def test_a_path_that_is_no_folder(
+    path: str, problem: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if Path(path).suffix in (".gguf", ".bin", ".safetensors"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(path)
+    assert problem in caught.value.problem
+    assert remedy in caught.value.remedy
 
 
 def test_nothing_is_wrong_with_the_checkpoint_itself(checkpoint: Path) -> None:

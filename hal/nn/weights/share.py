@@ -6,6 +6,9 @@ import attrs
 
 from hal.errors import ConfigError
 
+MOST_RANKS = 64
+"""The largest number of ranks that an error suggests."""
+
 
 @attrs.frozen
 class Share:
@@ -39,7 +42,11 @@ class Share:
         if self.pad:
             return -(-units // ranks) * self.unit
         what = f"{total} elements" if self.unit == 1 else f"{units} heads of {self.unit} elements"
-        raise ConfigError(f"{ranks} ranks cannot share {what} equally", f"set parallel.tensor to a divisor of {units}")
+        divisors = ", ".join(str(each) for each in range(1, min(units, MOST_RANKS) + 1) if units % each == 0)
+        raise ConfigError(
+            f"{ranks} ranks cannot share {what} equally",
+            f"set --tensor-parallel, or parallel.tensor, to a divisor of {units}: {divisors}",
+        )
 
     def interval(self, total: int, rank: int, ranks: int) -> tuple[int, int]:
         """Return the first element of a rank, and the end of its elements, without padding.
