@@ -23,6 +23,22 @@ _MOST = 2.0**64
 _POSITIVE = [gt(0.0), ge(1 / _MOST), le(_MOST)]
 _NOT_NEGATIVE = optional([ge(0.0), le(_MOST)])
 
+ORIGINAL = "original_max_position_embeddings"
+INERT_KEYS = frozenset({ORIGINAL, "finetuned", "mrope_section", "mrope_interleaved"})
+"""Keys without effect on texts, if the ``rope_type`` does not read them. The rows of positions of ``mrope`` are equal."""
+NEUTRAL_KEYS = frozenset({"factor", "attention_factor", "attn_factor", "extrapolation_factor", "partial_rotary_factor"})
+"""Factors without effect if they are 1 and the ``rope_type`` does not read them."""
+_REFUSED = {
+    "attn_factor": (
+        "which vLLM multiplies the attention factor by, and transformers ignores",
+        "remove it, or replace it by attention_factor, the factor of cos and sin",
+    ),
+    "partial_rotary_factor": (
+        "and this model rotates all elements of a head", "use a checkpoint in which it is 1",
+    ),
+}  # fmt: skip
+"""Why a factor other than 1 is refused, and the remedy, where an unknown key's error would mislead."""
+
 
 @attrs.frozen(kw_only=True)
 class RopeParameters:
@@ -42,37 +58,19 @@ class RopeParameters:
 
         Returns:
             An instance of the subclass for the ``rope_type``, which older files call
-            ``type``. Null values mean the default.
+            ``type``. Null values mean the default. :data:`INERT_KEYS` and :data:`NEUTRAL_KEYS` say which keys have no
+            effect.
 
         Raises:
             ConfigError: both spellings are present and differ, the ``rope_type`` is unknown, or a key is unknown,
                 missing or out of range.
         """
         new, old = config.get("rope_parameters"), config.get("rope_scaling")
-        for name, table in (("rope_parameters", new), ("rope_scaling", old)):
-            if table is not None and not isinstance(table, Mapping):
-                return read(RopeParameters, table, name)  # raises the error
-        if new and old and new != old:
+        if new and old and _read(new, config, "rope_parameters") != _read(old, config, "rope_scaling"):
             raise ConfigError(
                 "config.json has rope_parameters and a rope_scaling that differs", "remove one of them from config.json"
             )
-        given = new or old or {}
-        parameters = {key: value for key, value in given.items() if value is not None}
-        if config.get("rope_theta") is not None:
-            parameters.setdefault("rope_theta", config["rope_theta"])
-        older = parameters.pop("type", None)
-        rope_type = parameters.pop("rope_type", older or "default")
-        if older not in (None, rope_type):
-            raise ConfigError(
-                f"rope_parameters has rope_type {rope_type!r} and type {older!r}, which differ",
-                "remove one of them from config.json",
-            )
-        if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-            raise ConfigError(
-                f"config.json has rope_type {rope_type!r}: {nearest(str(rope_type), ROPE_TYPES)}",
-                "use a checkpoint with one of these types, or without scaling",
-            )
-        return read(ROPE_TYPES[rope_type], parameters, f"rope_parameters of rope_type {rope_type}")
+        return _read(new, config, "rope_parameters") if new else _read(old or {}, config, "rope_scaling")
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
         """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32."""
@@ -89,6 +87,11 @@ class RopeParameters:
         return max_position_embeddings
 
 
+def _scaled(length: int, factor: float) -> int:
+    """Return a scaled length in tokens. Positions are int32 on devices."""
+    return min(int(length * factor), (1 << 31) - 1)
+
+
 @attrs.frozen(kw_only=True)
 class LinearRope(RopeParameters):
     """``rope_type`` ``linear``: divides positions by ``factor``.
@@ -99,8 +102,7 @@ class LinearRope(RopeParameters):
     factor: float = attrs.field(validator=_POSITIVE)
 
     def longest(self, max_position_embeddings: int) -> int:
-        # Of this type only, config.json has the length before scaling. Positions are int32 on devices.
-        return min(int(max_position_embeddings * self.factor), (1 << 31) - 1)
+        return _scaled(max_position_embeddings, self.factor)  # config.json has the length before scaling.
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
         return super().inv_freq(head_dim, device) / self.factor
@@ -185,6 +187,10 @@ class YarnRope(RopeParameters):
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
         return torch.lerp(plain, plain / self.factor, ((pairs - first) / width).clamp(0.0, 1.0))
 
+    def longest(self, max_position_embeddings: int) -> int:
+        # The documented way to enable YaRN adds these keys, and leaves max_position_embeddings as it was.
+        return max(max_position_embeddings, _scaled(self.original_max_position_embeddings, self.factor))
+
     def _pair_turning(self, turns: float, head_dim: int) -> float:
         """Return the index, perhaps fractional or out of range, of the pair with ``turns`` over the original length."""
         per_turn = self.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -209,6 +215,43 @@ ROPE_TYPES: Mapping[str, type[RopeParameters]] = {
     "yarn": YarnRope,
 }
 """Classes by the ``rope_type`` in config.json."""
+
+
+def _read(given: Any, config: Mapping[str, Any], where: str) -> RopeParameters:
+    """Read one of the tables, with the keys of config.json beside it.
+
+    Raises:
+        ConfigError: as in :meth:`RopeParameters.from_config`.
+    """
+    if not isinstance(given, Mapping):
+        return read(RopeParameters, given, where)  # raises the error
+    parameters = {key: value for key, value in given.items() if value is not None}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if config.get(key) is not None:
+            parameters.setdefault(key, config[key])
+    older = parameters.pop("type", None)
+    rope_type = parameters.pop("rope_type", older or "default")
+    if older not in (None, rope_type):
+        raise ConfigError(
+            f"{where} has rope_type {rope_type!r} and type {older!r}, which differ",
+            "remove one of them from config.json",
+        )
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"config.json has rope_type {rope_type!r}: {nearest(str(rope_type), ROPE_TYPES)}",
+            "use a checkpoint with one of these types, or without scaling",
+        )
+    known = {field.name for field in attrs.fields(ROPE_TYPES[rope_type])}
+    if config.get(ORIGINAL) is not None:  # As in transformers, the key beside the table has precedence.
+        parameters[ORIGINAL] = config[ORIGINAL]
+    for key in parameters.keys() - known:
+        neutral = key in NEUTRAL_KEYS and type(parameters[key]) in (int, float) and parameters[key] == 1
+        if neutral or key in INERT_KEYS:
+            del parameters[key]
+        elif key in _REFUSED:
+            reason, remedy = _REFUSED[key]
+            raise ConfigError(f"config.json has {key} {parameters[key]!r:.60}, {reason}", remedy)
+    return read(ROPE_TYPES[rope_type], parameters, f"rope_parameters of rope_type {rope_type}")
 
 
 class RotaryEmbedding(nn.Module):

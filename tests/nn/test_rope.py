@@ -7,6 +7,7 @@ import math
 import random
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers.comparison import draw_rope, transformers
@@ -101,7 +102,10 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         ({"rope_type": "default", "factor": 2.0}, "unknown key 'factor'"),
         (YARN | {"beta_fats": 3}, "unknown key 'beta_fats' .did you mean 'beta_fast'"),
         (YARN | {"low_freq_factor": 1.0}, "unknown key 'low_freq_factor'"),
-        (YARN | {"partial_rotary_factor": 0.5}, "unknown key 'partial_rotary_factor'"),
+        (YARN | {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, and this model rotates all elements"),
+        ({"partial_rotary_factor": True}, "has partial_rotary_factor True"),
+        (YARN | {"attn_factor": 0.878}, "attn_factor 0.878, which vLLM.*remove it, or replace it by attention_factor"),
+        ({"type": "linear", "factor": 2.0, "attention_factor": 1.1}, "unknown key 'attention_factor'"),
         ({"full_attention": {"rope_type": "default"}}, "unknown key 'full_attention'"),
         (YARN | {"factor": "4"}, "expected float, found str '4'"),
         (YARN | {"truncate": 1}, "expected bool, found int 1"),
@@ -129,10 +133,50 @@ def test_what_is_refused(rope: dict[str, Any], message: str, spelling: str) -> N
 @pytest.mark.parametrize(
     ("rope", "longest"),
     [({}, 512), ({"type": "linear", "factor": 2.5}, 1280), ({"type": "linear", "factor": 1e19}, 2**31 - 1),
-     (YARN, 512), (LLAMA_3_1, 512)],
+     (YARN, 131072), (YARN | {"factor": 1.0, "original_max_position_embeddings": 300}, 512),
+     (YARN | {"factor": 1e15}, 2**31 - 1), (LLAMA_3_1, 512)],
 )  # fmt: skip
-def test_only_linear_scaling_lengthens_what_config_json_says(rope: dict[str, Any], longest: int) -> None:
+def test_linear_scaling_and_yarn_lengthen_what_config_json_says(rope: dict[str, Any], longest: int) -> None:
     assert RopeParameters.from_config({"rope_scaling": rope}).longest(512) == longest
+
+
+NEUTRAL: dict[str, Any] = {
+    "factor": 1.0, "attention_factor": 1, "attn_factor": 1.0, "extrapolation_factor": 1, "partial_rotary_factor": 1.0,
+    "finetuned": True, "original_max_position_embeddings": 77, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+    "beta_fast": None, "short_factor": None,
+}  # fmt: skip
+"""Keys without effect in a table whose type does not read them."""
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_a_key_without_effect_is_no_error(rope_type: str, key: str) -> None:
+    rope = draw_rope(random.Random(0), rope_type)
+    read = {field.name for field in attrs.fields(ROPE_TYPES[rope_type])}
+    value = rope[key] if key in rope else NEUTRAL[key]
+    if key not in read:
+        assert RopeParameters.from_config({"rope_parameters": rope | {key: value}}) == RopeParameters.from_config(
+            {"rope_parameters": rope}
+        )
+    check({"rope_parameters": {key: value} | rope}, 64)  # transformers agrees that it has none
+
+
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "original_max_position_embeddings", "rope_theta"])
+def test_keys_beside_the_table(key: str) -> None:
+    value = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096, "rope_theta": 5e5}[key]
+    check({"rope_scaling": YARN, key: value}, 64)
+    check({"rope_parameters": {"rope_type": "default"}, key: value}, 64)
+
+
+def test_a_part_of_a_head_beside_the_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5"):
+        RopeParameters.from_config({"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
+def test_two_tables_that_mean_the_same() -> None:
+    older = {"type": "linear", "factor": 2, "finetuned": True}
+    both = {"rope_scaling": older, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+    assert RopeParameters.from_config(both) == RopeParameters.from_config({"rope_scaling": older})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
