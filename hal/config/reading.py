@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
@@ -63,8 +64,9 @@ INERT_MODEL_KEYS = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
     "original_max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits",
-    "pad_token_id", "partial_rotary_factor", "pretraining_tp", "problem_type", "return_dict", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef",
-    "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
+    "pad_token_id", "partial_rotary_factor", "pretraining_tp", "problem_type", "return_dict", "rope_parameters",
+    "rope_scaling", "rope_theta", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version",
+    "use_cache",
 })  # fmt: skip
 
 
@@ -146,9 +148,12 @@ def _is_optional(annotation: Any) -> bool:
 
 def _structure_literal(value: Any, annotation: Any) -> Any:
     known = get_args(annotation)
-    if not isinstance(value, str) or value not in known:
-        raise _UnknownValue(f"unknown value {value!r:.60}", _meant(str(value)), known)
-    return value
+    if any(type(value) is type(each) and value == each for each in known):  # True equals 1
+        return value
+    problem = f"unknown value {value!r:.60}"
+    if all(isinstance(each, str) for each in known):
+        raise _UnknownValue(problem, _meant(str(value)), known)
+    raise ValueError(f"{problem} (known: {', '.join(map(json.dumps, known))})")
 
 
 class _UnknownValue(ValueError):

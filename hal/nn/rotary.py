@@ -25,7 +25,7 @@ _NOT_NEGATIVE = optional([ge(0.0), le(_MOST)])
 
 ORIGINAL = "original_max_position_embeddings"
 INERT_KEYS = frozenset({ORIGINAL, "finetuned", "mrope_section", "mrope_interleaved"})
-"""Keys without effect on texts, if the ``rope_type`` does not read them. The rows of positions of ``mrope`` are equal."""
+"""Keys without effect on texts, in which all rows of positions are equal, if the ``rope_type`` does not read them."""
 NEUTRAL_KEYS = frozenset({"factor", "attention_factor", "attn_factor", "extrapolation_factor", "partial_rotary_factor"})
 """Factors without effect if they are 1 and the ``rope_type`` does not read them."""
 _REFUSED = {

@@ -24,7 +24,9 @@ CHANNEL_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": 
 # Defaults of keys. A type, a number of bits and a strategy are required.
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _UNSET = ("group_size", "block_structure", "actorder")
-"""Keys of weights and activations that must be absent or null."""
+"""Keys of weights and activations that must be absent or null; a group_size of -1 also means none."""
+_DENSE = "dense"
+"""The format of a sparsity_config whose weights are stored whole; its other keys are statistics."""
 
 
 @attrs.frozen
@@ -126,7 +128,8 @@ class CompressedTensors(Quantization):
         """
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
             value = section.get(key)
-            if value and value != {"format": "dense"}:
+            dense = key == "sparsity_config" and isinstance(value, dict) and value.get("format") == _DENSE
+            if not (dense or _is_empty(value)):
                 raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not support", supported())
         groups = section.get("config_groups")
         if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
@@ -189,5 +192,11 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         if has != value or type(has) is not type(value):
             yield f"{key} of the {where} in {_WHERE} is {has!r:.60}, not {value!r}"
     for key in _UNSET:
-        if key not in wanted and found.get(key) is not None:
+        none = found.get(key) is None or (key == "group_size" and found[key] == -1)
+        if key not in wanted and not none:
             yield f"{_WHERE} has {key} {found[key]!r:.60} in the {where}"
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a section is absent, null, or has no value other than such sections."""
+    return all(map(_is_empty, value.values())) if isinstance(value, dict) else value in (None, [])

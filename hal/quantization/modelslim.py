@@ -1,5 +1,7 @@
 """The format of ModelSlim: ``quant_model_description.json`` has the quantization type of each tensor.
 
+Its first versions wrote the same table into config.json, as ``quantization_config``.
+
 Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE's of W8A8.
 """
 
@@ -25,7 +27,7 @@ class ModelSlim(Quantization):
     """Quantization by a type for every tensor.
 
     Args:
-        file: the description's file name, for errors.
+        file: the description's file name, or its key in config.json, for errors.
         types: the type of each tensor, by name.
     """
 
@@ -35,6 +37,11 @@ class ModelSlim(Quantization):
     def __init__(self, file: str, types: Mapping[str, Any]) -> None:
         self._file = file
         self._types = types
+
+    @staticmethod
+    def describes(section: Mapping[str, Any]) -> bool:
+        """Return whether a ``quantization_config`` is a description: it has types of weights."""
+        return any(name.endswith(".weight") for name in section)
 
     @classmethod
     def read(cls, file: str, description: Mapping[str, Any]) -> ModelSlim:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -180,6 +180,28 @@ class TestRead:
     @given(NEAR)
     def test_any_json(self, value: Any) -> None:
         assert config_or_error(json.dumps(value)) == config_or_error(json.loads(json.dumps(value)))
+
+    def test_literals_of_any_type(self) -> None:
+        @attrs.frozen
+        class Model:
+            biased: Literal[False] = False
+            groups: Literal[1, 2] = 1
+            act: Literal["silu", None] = None
+
+        given = {"biased": False, "groups": 2, "act": "silu"}
+        assert read(Model, given) == Model(groups=2, act="silu")
+        assert read(Model, {"act": None}) == Model()
+        for values, message in (
+            ({"biased": True}, r"unknown value True \(known: false\) @ config.biased"),
+            ({"biased": 0}, r"unknown value 0 \(known: false\)"),
+            ({"biased": "false"}, r"unknown value 'false' \(known: false\)"),
+            ({"groups": True}, r"unknown value True \(known: 1, 2\)"),
+            ({"groups": 1.0}, r"unknown value 1.0 \(known: 1, 2\)"),
+            ({"groups": [1]}, r"unknown value \[1\] \(known: 1, 2\)"),
+            ({"act": "gelu"}, r"unknown value 'gelu' \(known: \"silu\", null\)"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                read(Model, values)
 
 
 class TestText:

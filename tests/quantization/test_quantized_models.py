@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -285,7 +286,22 @@ CASES = {
         group("input_activations", dynamic="local"), ConfigError, "dynamic of the input_activations.* is 'local', not"
     ),
     "a quantized cache": compressed(config(kv_cache_scheme={"num_bits": 8}), ConfigError, "has a kv_cache_scheme"),
-    "rotations": compressed(config(transform_config={"config_groups": {}}), ConfigError, "has a transform_config"),
+    "rotations": compressed(
+        config(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}), ConfigError, "has a transform_config"
+    ),
+    "sparse weights": compressed(
+        config(sparsity_config={"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4"}),
+        ConfigError, "has a sparsity_config",
+    ),
+    "a sparsity without format": compressed(
+        config(sparsity_config={"global_sparsity": 0.5}), ConfigError, "has a sparsity_config"
+    ),
+    "two different sections": compressed(
+        lambda folder: change_json(
+            folder / "config.json", lambda value: value.update(compression_config=section("w8a16"))
+        ),
+        ConfigError, "quantization_config and a compression_config that differs",
+    ),
     "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
     "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
     "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "not a list of names"),
@@ -374,6 +390,64 @@ CASES = {
         tensor(f"{DOWN}.input_offset", torch.tensor([0.5])), CheckpointError, "is 0.5, not an integer"
     ),
 }  # fmt: skip
+
+
+def moved(old: str, new: str) -> Callable[[Path], object]:
+    def change(value: dict[str, Any]) -> None:
+        value[new] = value.pop(old)
+
+    return lambda folder: change_json(folder / "config.json", change)
+
+
+NEUTRAL = {
+    "no sparsity": config(sparsity_config={}),
+    "null": config(sparsity_config=None, transform_config=None, kv_cache_scheme=None),
+    "dense": config(sparsity_config={"format": "dense"}),
+    "dense, with statistics": config(sparsity_config={
+        "format": "dense", "global_sparsity": 0.1455, "ignore": ["lm_head"], "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured", "targets": ["model.layers.1.self_attn.q_proj"],
+    }),
+    "dense, 0:0": config(sparsity_config={"format": "dense", "global_sparsity": 0.0, "sparsity_structure": "0:0"}),
+    "no rotations": config(transform_config={}),
+    "no groups of rotations": config(transform_config={"config_groups": {}}),
+    "no cache scheme": config(kv_cache_scheme={}),
+    "one group of all columns": group("weights", group_size=-1),
+    "the older name": moved("quantization_config", "compression_config"),
+    "statistics and versions": config(
+        global_compression_ratio=1.46, version="0.12.2", quantization_status="frozen", unknown=None
+    ),
+}  # fmt: skip
+"""Changes of a compressed-tensors section that change nothing."""
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_key_without_effect_is_no_error(name: str, tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, "compressed-tensors", "w8a8")
+    expected = logits(load(pair.folder))
+    NEUTRAL[name](pair.folder)
+    assert torch.equal(logits(load(pair.folder)), expected)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in config.json", "in both"])
+@pytest.mark.parametrize("method", [{}, {"quant_method": "ascend"}], ids=["no method", "ascend"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_modelslim_description_in_config_json(
+    scheme: Scheme, method: dict[str, Any], beside: bool, tmp_path: Path
+) -> None:
+    pair = make_pair(tmp_path, "modelslim", scheme)
+    expected = logits(load(pair.folder))
+    change_json(pair.folder / DESCRIPTION, lambda value: value.update(method))
+    description = json.loads((pair.folder / DESCRIPTION).read_text())
+    change_json(pair.folder / "config.json", lambda value: value.update(quantization_config=description))
+    if not beside:
+        (pair.folder / DESCRIPTION).unlink()
+    assert torch.equal(logits(load(pair.folder)), expected)
+    change_json(
+        pair.folder / "config.json", lambda value: value["quantization_config"].update({f"{DOWN}.weight": "W4"})
+    )
+    message = "describes its quantization twice" if beside else "quantization_config in config.json has .* 'W4' for"
+    with pytest.raises(CheckpointError, match=message):
+        load(pair.folder)
 
 
 @pytest.mark.parametrize("name", CASES)
