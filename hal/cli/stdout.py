@@ -36,6 +36,15 @@ class NoReader(Exception):
 class ResultCommand(click.Command):
     """A command that writes its result with :func:`echo`; all other output to stdout is redirected to stderr."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. An option of one value that is given twice is an error: click would drop the first."""
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            takes_one = isinstance(option, click.Option) and not (option.multiple or option.is_flag or option.count)
+            if takes_one and given.count(option) > 1:
+                raise click.UsageError(f"Option '{option.opts[0]}' takes one value, and is given more than once.", ctx)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
         with stdout_for_results():

@@ -80,7 +80,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any
         patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
         options = ("--context", 20, "--batch-size", 3, "--against", "transformers")
         modes = ("--compiler", "eager", "--compiler", "graph")
-        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--json", file)
+        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--figures", file)
     return result, json.loads(file.read_text())
 
 
@@ -92,7 +92,7 @@ class TestDecode:
     def test_every_compiler_has_its_turn(self, tmp_path: Path) -> None:
         file = tmp_path / "decode.json"
         options = ("--context", 20, "--batch-size", 3, "--repeats", 3)
-        result = succeeds("decode", "--shapes", "tiny", *options, "--json", file)
+        result = succeeds("decode", "--shapes", "tiny", *options, "--figures", file)
         ours = [f"hal {compiler}" for compiler in hal.open("cpu").compilers]
         figures = json.loads(file.read_text())
         assert [each["contender"] for each in figures["measurements"]] == ours
@@ -104,7 +104,7 @@ class TestDecode:
         file = tmp_path / "decode.json"
         options = ("--context", 20, "--batch-size", 1, "--batch-size", 3, "--repeats", 3)
         modes = ("--compiler", "eager", "--compiler", "graph")
-        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--json", file)
+        result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--figures", file)
         rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
         labels = [f"{size} {name}" for size in (1, 3) for name in ("hal eager", "hal graph", "floor")]
         assert [label for row in rows for label in labels if row.startswith(label)] == labels
@@ -172,7 +172,7 @@ class TestPrefill:
     def test_against_transformers(self, tmp_path: Path) -> None:
         pytest.importorskip("transformers", reason="transformers is the other contender")
         options = ("--tokens", 20, "--batch-size", 2, "--against", "transformers", "--repeats", 3)
-        result = succeeds("prefill", "--shapes", "tiny", *options, "--json", tmp_path / "prefill.json")
+        result = succeeds("prefill", "--shapes", "tiny", *options, "--figures", tmp_path / "prefill.json")
         figures = json.loads((tmp_path / "prefill.json").read_text())
         assert [each["contender"] for each in figures["measurements"]] == ["hal eager", "transformers eager"]
         assert figures["agreements"][0]["difference"] < 1e-4
@@ -441,8 +441,11 @@ class TestRefusals:
             (["--shapes", "tiny", "--backend", "abacus"], "no driver 'abacus' is installed"),
             (["--shapes", "tiny", "--context", "256"], "sequences of 257 tokens exceed the model's maximum of 256"),
             (["--shapes", "tiny", "--backend", "cpu", "--trace"], "the backend cpu does not count launches"),
-            (["--shapes", "tiny", "--json", "no/such/folder/x"], "no/such/folder/x cannot be written: No such file or"),
-            (["--shapes", "tiny", "--json", "/"], "/ cannot be written: Is a directory"),
+            (
+                ["--shapes", "tiny", "--figures", "no/such/folder/x"],
+                "no/such/folder/x cannot be written: No such file or",
+            ),
+            (["--shapes", "tiny", "--figures", "/"], "/ cannot be written: Is a directory"),
         ],
     )
     def test_before_anything_is_loaded(
@@ -466,7 +469,7 @@ class TestRefusals:
         old, new = tmp_path / "old.json", tmp_path / "new.json"
         old.write_text("figures")
         for file in (old, new):
-            assert bench("decode", "nowhere", "--json", file).exit_code == 2
+            assert bench("decode", "nowhere", "--figures", file).exit_code == 2
         assert old.read_text() == "figures"
         assert not new.exists()
 
@@ -538,7 +541,7 @@ class TestShapes:
 
 class TestMemory:
     def test_a_process_of_its_own(self, tmp_path: Path) -> None:
-        options = ("--context", 20, "--compiler", "eager", "--repeats", 3, "--memory", "--json", tmp_path / "m.json")
+        options = ("--context", 20, "--compiler", "eager", "--repeats", 3, "--memory", "--figures", tmp_path / "m.json")
         result = succeeds("decode", "--shapes", "tiny", *options)
         (each,) = json.loads((tmp_path / "m.json").read_text())["measurements"]
         assert each["peak_bytes"] > 0

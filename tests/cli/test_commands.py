@@ -6,11 +6,13 @@ import re
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from helpers.distributions import install
 
 from hal.cli import main
+from hal.cli.commands import bench
 
 MODULE = """
 import click
@@ -89,3 +91,29 @@ def test_own_commands_have_their_names() -> None:
     own = main.commands  # type: ignore[attr-defined]
     assert {name: each.name for name, each in own.items()} == {name: name for name in own}
     assert {"generate", "new-driver"} <= set(own)
+
+
+def _options() -> list[tuple[str, click.Option]]:
+    """Return the options of hal's own commands, with each command's name."""
+    commands = [*main.commands.items(), *bench.command.commands.items()]
+    return [(name, each) for name, command in commands for each in command.params if isinstance(each, click.Option)]
+
+
+def test_an_option_has_one_spelling_and_one_kind() -> None:
+    """An option that several commands take is spelled alike, and is a flag in all of them or in none."""
+    spelled: dict[str, set[str]] = {}
+    kinds: dict[str, set[bool]] = {}
+    for _, option in _options():
+        for spelling in option.opts:
+            spelled.setdefault(spelling.removesuffix("s"), set()).add(spelling)
+            kinds.setdefault(spelling, set()).add(option.is_flag)
+    assert {"--backend", "--compiler", "--dtype", "--batch-size", "--json"} <= set(kinds)
+    assert [each for each in spelled.values() if len(each) > 1] == [], "no option is another's plural"
+    assert [spelling for spelling, each in kinds.items() if len(each) > 1] == []
+
+
+@pytest.mark.parametrize("name", ["--backend", "--compiler", "--dtype", "--max-new-tokens"])
+def test_an_option_of_one_value_is_not_dropped(name: str) -> None:
+    result = CliRunner().invoke(main, ["generate", "nowhere", name, "1", name, "2"])
+    assert result.exit_code == 2
+    assert f"Option '{name}' takes one value, and is given more than once." in result.stderr

@@ -120,7 +120,17 @@ class TestNoise:
 
     def test_of_json(self, run: Any, checkpoint: Path) -> None:
         result = run(
-            "compare", checkpoint, "--backends", "cpu,noisy", "--json", "--prompt", "the cat", "--max-new-tokens", "2"
+            "compare",
+            checkpoint,
+            "--backend",
+            "cpu",
+            "--backend",
+            "noisy",
+            "--json",
+            "--prompt",
+            "the cat",
+            "--max-new-tokens",
+            "2",
         )
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout)[0]["second"] == "noisy"
@@ -218,7 +228,7 @@ class TestFull:
 
     def test_figures(self) -> None:
         options = ["--shapes", "tiny", "--context", "8", "--repeats", "3", "--compiler", "eager", "--backend", "cpu"]
-        result = CliRunner().invoke(main, ["bench", "decode", *options, "--json", "/dev/full"])
+        result = CliRunner().invoke(main, ["bench", "decode", *options, "--figures", "/dev/full"])
         assert result.exit_code == 2, result.exception
         assert "error: /dev/full cannot be written: No space left on device\nremedy: " in result.stderr
 

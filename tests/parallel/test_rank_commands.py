@@ -19,7 +19,7 @@ from hal.cli import main
 FAULTY = "[hal.drivers]\nfaulty = helpers.faulty_driver:FaultyDriver\n"
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "3")
 
-COMPARED = ("--backends", "faulty", "--dtype", "float32", "--tensor-parallel", "2", *PROMPTS)
+COMPARED = ("--backend", "faulty", "--dtype", "float32", "--tensor-parallel", "2", *PROMPTS)
 
 
 def run(*arguments: str | Path, status: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def faulty(tmp_path: Path) -> str:
 
 def test_a_comparison_of_whole_experts_is_refused(monkeypatch: pytest.MonkeyPatch, trained_experts: Path) -> None:
     monkeypatch.setenv("HAL_PARALLEL__EXPERTS", "all_to_all")
-    given = ["compare", str(trained_experts), "--tensor-parallel", "2", "--backends", "cpu", "--prompt", "a"]
+    given = ["compare", str(trained_experts), "--tensor-parallel", "2", "--backend", "cpu", "--prompt", "a"]
     result = CliRunner().invoke(main, given)
     assert result.exit_code == 2
     assert "hal compare does not support ranks that share whole experts" in result.stderr
@@ -73,15 +73,18 @@ class TestCompare:
     @pytest.mark.parametrize(("name", "dtype"), [("trained", "float32"), ("trained_experts", "bfloat16")])
     def test_ranks_that_agree(self, request: pytest.FixtureRequest, name: str, dtype: str) -> None:
         checkpoint = request.getfixturevalue(name)
-        result = run("compare", checkpoint, "--backends", "cpu", "--dtype", dtype, "--tensor-parallel", "2", *PROMPTS)
+        result = run("compare", checkpoint, "--backend", "cpu", "--dtype", dtype, "--tensor-parallel", "2", *PROMPTS)
         assert result.stdout.startswith("2 ranks of cpu against one: within rounding")
         assert result.stdout.count("no operation differs") == 2
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            (("--compilers", "eager,graph"), "--compilers cannot be used with --tensor-parallel"),
-            (("--backends", "cpu,npu"), "--tensor-parallel compares ranks of one backend, but --backends names 2"),
+            (("--compiler", "eager", "--compiler", "graph"), "--compiler cannot be used with --tensor-parallel"),
+            (
+                ("--backend", "cpu", "--backend", "npu"),
+                "--tensor-parallel compares ranks of one backend, but --backend names 2",
+            ),
             (("--save", "there"), "--save cannot be used with --tensor-parallel"),
         ],
     )
@@ -99,7 +102,7 @@ class TestBench:
             file = tmp_path / f"{ranks}.json"
             result = run(
                 "bench", "decode", "--shapes", "tiny", "--backend", "cpu", "--context", "20", "--repeats", "3",
-                "--compiler", "eager", "--compiler", "graph", "--tensor-parallel", str(ranks), "--json", str(file),
+                "--compiler", "eager", "--compiler", "graph", "--tensor-parallel", str(ranks), "--figures", str(file),
             )  # fmt: skip
             figures[ranks] = json.loads(file.read_text(encoding="utf-8"))
             assert [each["contender"] for each in figures[ranks]["measurements"]] == ["hal eager", "hal graph"]

@@ -38,7 +38,7 @@ HELP = {
     "tensor_parallel": "Split hal's model between N ranks, which are started if this process is none.",
     "trace": "Also count kernel launches per layer, on devices that support it.",
     "memory": "Also measure each contender's peak memory, in a separate process.",
-    "json_file": "Write all figures to this file.",
+    "figures_file": "Write all figures to this file, as JSON.",
     "plot_file": "Write a plot to this file; needs matplotlib.",
 }
 OPTIONS = (
@@ -56,7 +56,7 @@ OPTIONS = (
     tensor_parallel(HELP["tensor_parallel"]),
     click.option("--trace", is_flag=True, help=HELP["trace"]),
     click.option("--memory", is_flag=True, help=HELP["memory"]),
-    click.option("--json", "json_file", type=FILE, metavar="FILE", help=HELP["json_file"]),
+    click.option("--figures", "figures_file", type=FILE, metavar="FILE.json", help=HELP["figures_file"]),
     click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help=HELP["plot_file"]),
 )
 
@@ -100,7 +100,7 @@ def _warn_of_unread_compilation() -> None:
                     "--compilation-config", keys)  # fmt: skip
 
 
-def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
+def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     from hal.bench import bench_report, plot
     from hal.bench.measurement import run
     from hal.bench.plan import Plan
@@ -113,7 +113,7 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
     plan = Plan(workload=workload, compilation=compilation, **options)
     _warn_of_unread_compilation()
     first = rank() == 0
-    for file in (json_file, plot_file):
+    for file in (figures_file, plot_file):
         if file is not None and first:
             check_file(file)
     if plot_file is not None:
@@ -132,9 +132,9 @@ def _bench(workload: Workload, json_file: Path | None, plot_file: Path | None, *
         echo("\nkernel launches of a step\n")
         print_table(*bench_report.launches_table(result))
         echo("\n" + "\n".join(f"- {note}" for note in bench_report.launches_notes(result)))
-    if json_file is not None:
-        with writing(json_file):
-            json_file.write_text(json.dumps(bench_report.as_json(result), indent=1) + "\n", encoding="utf-8")
+    if figures_file is not None:
+        with writing(figures_file):
+            figures_file.write_text(json.dumps(bench_report.as_json(result), indent=1) + "\n", encoding="utf-8")
     if plot_file is not None:
         with writing(plot_file):
             plot.plot(result, plot_file)

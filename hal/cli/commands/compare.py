@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hal.compare.texts import Prompts
     from hal.drivers.backend import Backend
 
-BACKENDS = "Two drivers, as cpu,npu; the first is the reference. One driver with --compilers."
-COMPILERS = "Compilers of one backend, as eager,graph,piecewise; the first is the reference."
+BACKENDS = "A driver. Give it twice to compare two, of which the first is the reference; once with --compiler."
+COMPILERS = "A compiler of the backend. Repeatable; the first is the reference."
 EMULATE = "Run drivers with an emulator on an emulated device; sets their option emulator."
 RANKS = (
     "Compare N ranks that split the model, which are started if this process is none, with one device of the backend."
@@ -34,23 +34,23 @@ SAVE = "Save the first operation out of tolerance to the new folder DIR: its arg
 
 @click.command("compare", cls=ResultCommand, short_help="Compare two backends, or the compilers of one.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--backends", metavar="NAMES", help=BACKENDS)
-@click.option("--compilers", metavar="NAMES", help=COMPILERS)
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help=BACKENDS)
+@click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=COMPILERS)
 @tensor_parallel(RANKS)
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=16, show_default=True, help="Maximum per prompt.")
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--compilation-config", metavar="JSON", help=f"{COMPILATION_CONFIG} For all --compilers.")
+@click.option("--compilation-config", metavar="JSON", help=f"{COMPILATION_CONFIG} For all compilers.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), metavar="DIR", help=SAVE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.pass_context
 def command(
     context: click.Context,
     checkpoint: Path,
-    backends: str | None,
-    compilers: str | None,
+    backends: Sequence[str],
+    compilers: Sequence[str],
     tensor_parallel: int | None,
     prompts: Sequence[str],
     prompts_file: BinaryIO | None,
@@ -73,7 +73,7 @@ def command(
     from hal.compare import comparison_report
     from hal.config import Config, read
 
-    named, modes = _names(backends, "--backends"), _names(compilers, "--compilers")
+    named, modes = list(backends), list(compilers)
     if tensor_parallel is None:
         _check_options(named, modes, save_to, compilation_config)
     else:
@@ -114,44 +114,35 @@ def command(
     context.exit(0 if all(each.agrees for each in found) else 1)
 
 
-def _names(option: str | None, what: str) -> list[str]:
-    """Return the names in a comma-separated option."""
-    if option is None:
-        return []
-    names = [name.strip() for name in option.split(",")]
-    if not all(names):
-        raise ConfigError(f"{what} is {option!r}", "use a comma-separated list of names")
-    return names
-
-
 def _check_options(backends: list[str], modes: list[str], save_to: Path | None, compilation_config: str | None) -> None:
     if modes:
         if len(backends) > 1:
             raise ConfigError(
-                f"--compilers compares compilers of one backend, but --backends names {len(backends)}",
-                "name one backend, or omit --compilers",
+                f"--compiler compares compilers of one backend, but --backend names {len(backends)}",
+                "give --backend once, or omit --compiler",
             )
         if save_to is not None:
             raise ConfigError(
-                "--save cannot be used with --compilers: a compiled step calls no operations that could be saved",
-                "omit it, or compare two --backends",
+                "--save cannot be used with --compiler: a compiled step calls no operations that could be saved",
+                "omit it, or compare two backends",
             )
     elif len(backends) != 2:
         raise ConfigError(
-            f"--backends names {len(backends)} backend{'' if len(backends) == 1 else 's'}; a comparison needs two",
-            "name two, as in --backends cpu,npu; or compare compilers of one, as in --compilers eager,graph",
+            f"--backend names {len(backends)} backend{'' if len(backends) == 1 else 's'}; a comparison needs two",
+            "give --backend twice, as in --backend cpu --backend npu; or compare compilers of one, as in "
+            "--compiler eager --compiler graph",
         )
     elif compilation_config is not None:
         raise ConfigError(
-            "--compilation-config needs --compilers: two backends are compared eagerly",
-            "omit it, or compare --compilers of one backend",
+            "--compilation-config needs --compiler: two backends are compared eagerly",
+            "omit it, or compare compilers of one backend",
         )
 
 
 def _check_ranks(
     ranks: int, backends: list[str], modes: list[str], save_to: Path | None, compilation_config: str | None
 ) -> None:
-    others = {"--compilers": modes, "--save": save_to, "--compilation-config": compilation_config}
+    others = {"--compiler": modes, "--save": save_to, "--compilation-config": compilation_config}
     if given := [name for name, value in others.items() if value]:
         raise ConfigError(
             f"{given[0]} cannot be used with --tensor-parallel: ranks are compared eagerly, by their results",
@@ -159,7 +150,7 @@ def _check_ranks(
         )
     if len(backends) > 1:
         raise ConfigError(
-            f"--tensor-parallel compares ranks of one backend, but --backends names {len(backends)}", "name one backend"
+            f"--tensor-parallel compares ranks of one backend, but --backend names {len(backends)}", "name one backend"
         )
     if ranks < 2:
         raise ConfigError("--tensor-parallel 1 gives one rank, which has nothing to be compared with", "give 2 or more")

@@ -55,11 +55,11 @@ unset PYTORCH_NO_CUDA_MEMORY_CACHING
 
 shapes="--backend cuda --shapes qwen3-8b --dtype bfloat16 --against transformers"
 for size in 1 8 32; do
-    part "figures-decode-$size" hal bench decode $shapes --batch-size "$size" --json "$out/decode-$size.json"
+    part "figures-decode-$size" hal bench decode $shapes --batch-size "$size" --figures "$out/decode-$size.json"
 done
 # At 128 sequences the caches of all modes do not fit beside one another.
-part figures-decode-128 hal bench decode $shapes --batch-size 128 --compiler graph --json "$out/decode-128.json"
-part figures-prefill hal bench prefill $shapes --tokens 1024 --compiler eager --compiler piecewise --json "$out/prefill.json"
+part figures-decode-128 hal bench decode $shapes --batch-size 128 --compiler graph --figures "$out/decode-128.json"
+part figures-prefill hal bench prefill $shapes --tokens 1024 --compiler eager --compiler piecewise --figures "$out/prefill.json"
 part figures-launches hal bench decode --backend cuda --shapes qwen3-8b --dtype bfloat16 --compiler graph --trace
 
 echo "== results in $out"

@@ -66,7 +66,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
         patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
         options = ("--shapes", "tiny", "--dtype", "float16", "--context", "130", "--repeats", "3", "--batch-size", "2")
         options += ("--compiler", "eager", "--compiler", "graph")
-        result = run("bench", "decode", *options, "--backend", "npu", "--emulate", "--trace", "--json", file)
+        result = run("bench", "decode", *options, "--backend", "npu", "--emulate", "--trace", "--figures", file)
     return result.stdout, json.loads(file.read_text())
 
 

@@ -40,9 +40,9 @@ def compared(*arguments: str | Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backends", ["cpu,npu", "npu,cpu"])
-def test_the_cpu(trained: Path, backends: str, dtype: str) -> None:
-    (found,) = compared(trained, "--backends", backends, "--emulate", "--dtype", dtype)
+@pytest.mark.parametrize(("first", "second"), [("cpu", "npu"), ("npu", "cpu")])
+def test_the_cpu(trained: Path, first: str, second: str, dtype: str) -> None:
+    (found,) = compared(trained, "--backend", first, "--backend", second, "--emulate", "--dtype", dtype)
     assert found["broken"] is found["departure"] is None
     assert [row["operations"] for row in found["rows"]] == [5 * 12] * 4 + [5 * 3]
     assert any(row["worst"]["error"]["ratio"] > 0 for row in found["rows"])  # Their rounding does differ.
@@ -53,21 +53,21 @@ def test_the_cpu(trained: Path, backends: str, dtype: str) -> None:
 def test_int8_weights_that_only_the_npu_prepares(trained: Path, tmp_path: Path, scheme: Any, dtype: str) -> None:
     text = {"calibration": TEXT} if scheme == "w8a8" else {}
     quantized = quantize_checkpoint(trained, tmp_path / scheme, scheme, **text).path
-    (found,) = compared(quantized, "--backends", "cpu,npu", "--emulate", "--dtype", dtype)
+    (found,) = compared(quantized, "--backend", "cpu", "--backend", "npu", "--emulate", "--dtype", dtype)
     assert [row["operations"] for row in found["rows"]] == [5 * 16] * 4 + [5 * 3]
 
 
 def test_weights_and_caches_in_fractal_nz(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_NPU_NZ_WEIGHTS", "true")
     monkeypatch.setenv("HAL_NPU_NZ_CACHE", "true")
-    (found,) = compared(trained, "--backends", "cpu,npu", "--emulate", "--dtype", "float16")
+    (found,) = compared(trained, "--backend", "cpu", "--backend", "npu", "--emulate", "--dtype", "float16")
     assert len(found["not_compared"]) == 1
     assert found["not_compared"][0].startswith("store_kv_cache: cpu and npu have different cache")
 
 
 def test_modes(trained: Path) -> None:
-    modes = "eager,graph,piecewise,npugraph_ex"
-    found = compared(trained, "--backends", "npu", "--emulate", "--compilers", modes, "--dtype", "bfloat16")
+    modes = [part for name in ("eager", "graph", "piecewise", "npugraph_ex") for part in ("--compiler", name)]
+    found = compared(trained, "--backend", "npu", "--emulate", *modes, "--dtype", "bfloat16")
     assert [each["second"] for each in found] == ["graph", "piecewise", "npugraph_ex"]
     assert all(each["departure"] is None for each in found)
 
@@ -94,12 +94,23 @@ def test_a_wrong_epsilon_and_its_replay(npu: Opened, trained: Path, tmp_path: Pa
 
 
 def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
-    arguments = ("--backends", "cpu,npu", "--emulate", "--dtype", "float16", *PROMPTS)
+    arguments = ("--backend", "cpu", "--backend", "npu", "--emulate", "--dtype", "float16", *PROMPTS)
     assert "npu against cpu: within tolerance" in processes.hal("compare", str(trained), *arguments).stdout
 
 
 def test_a_dtype_that_one_of_them_lacks(trained: Path) -> None:
-    arguments = ["compare", str(trained), "--backends", "cpu,npu", "--emulate", "--dtype", "float32", *PROMPTS]
+    arguments = [
+        "compare",
+        str(trained),
+        "--backend",
+        "cpu",
+        "--backend",
+        "npu",
+        "--emulate",
+        "--dtype",
+        "float32",
+        *PROMPTS,
+    ]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert "the backend npu does not compute in torch.float32" in result.stderr
