@@ -6,6 +6,7 @@ Source: Jiang et al., *Mixtral of Experts*, 2024.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import attrs
@@ -40,6 +41,8 @@ class MixtralLayer(DecoderLayer):
 
 
 class MixtralForCausalLM(DecoderLM):
+    other_names = MappingProxyType({".mlp.": ".block_sparse_moe."})  # The name in version 5 of transformers.
+
     def __init__(self, config: MixtralConfig) -> None:
         super().__init__(config, [MixtralLayer(config) for _ in range(config.num_hidden_layers)])
 

@@ -157,10 +157,10 @@ class Checkpoint:
         tokenizer.no_padding()
         return tokenizer
 
-    def equal(self, first: str, second: str) -> bool:
-        """Return whether two tensors of one shape hold the same values, in the dtype of the second."""
+    def equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
+        """Return whether two tensors of one shape hold the same values, rounded to a dtype."""
         return all(
-            torch.equal(ours.to(theirs.dtype), theirs)
+            torch.equal(ours.to(dtype), theirs.to(dtype))
             for ours, theirs in zip(*(read_rows(name, self.tensors[name]) for name in (first, second)), strict=True)
         )
 

@@ -14,6 +14,7 @@ from hal.checkpoint.driver_layers import put_layers
 from hal.checkpoint.model_registry import check_model_class, find_model, make_model
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
+from hal.checkpoint.tensor_names import named_by_model
 from hal.checkpoint.validate import check_fit, check_tied
 from hal.checkpoint.weight_bindings import Binding, bindings_of
 from hal.checkpoint.weight_filling import Filling, weight_buffers
@@ -68,7 +69,7 @@ def load_model(
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
-    model, quantized = _build(checkpoint, model_class)
+    model, checkpoint, quantized = _build(checkpoint, model_class)
     own_layers = put_layers(model, backend)
     used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
     if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
@@ -82,7 +83,7 @@ def load_model(
         distribute_experts(model, mode, mesh)
     bindings = bindings_of(model)
     check_fit(checkpoint, model, bindings, quantized)
-    check_tied(checkpoint, model)
+    check_tied(checkpoint, model, dtype)
     beside = quantized.names()
     if distributed:
         quantized.distribute(mesh.expert)
@@ -112,7 +113,7 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
         ConfigError: the model does not support its config.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, quantized = _build(checkpoint, model_class)
+    model, checkpoint, quantized = _build(checkpoint, model_class)
     check_fit(checkpoint, model, bindings_of(model), quantized)
     if tensor.size > 1:
         quantized.split(tensor)
@@ -120,7 +121,8 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
     return model
 
 
-def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, QuantizedLayers]:
+def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, Checkpoint, QuantizedLayers]:
+    """Return the model without values, the checkpoint with the model's names, and the quantized layers."""
     layers = checkpoint.config.get("num_hidden_layers")
     if type(layers) is int and layers > len(checkpoint.tensors):  # Checked before that many layers are built.
         raise CheckpointError(
@@ -131,7 +133,8 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
     if model_class is None:
         model_class = find_model(checkpoint.architecture)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
-    return model, QuantizedLayers(model, checkpoint)
+    checkpoint = named_by_model(checkpoint, model)
+    return model, checkpoint, QuantizedLayers(model, checkpoint)
 
 
 def distribute_experts(model: CausalLM, mode: ExpertsMode, mesh: Mesh) -> None:

@@ -50,6 +50,9 @@ def find_model(architecture: str) -> type[CausalLM]:
         CheckpointError: no class is registered.
         ModelError: it cannot be imported or is not a model class, or several packages register one.
     """
+    whole = architecture.removesuffix("Model") + "ForCausalLM"  # A base model may be saved without its head.
+    if architecture.endswith("Model") and architecture not in MODELS.names() and whole in MODELS.names():
+        architecture = whole
     return MODELS.load(architecture)
 
 

@@ -75,7 +75,7 @@ class QuantizedLayers:
 
     def _replace(self, model: nn.Module, path: str, linear: Linear | GroupedLinear, quantization: Quantization) -> None:
         names = named_parts(path, linear)
-        schemes = {name: quantization.scheme(name) for name, _ in names}
+        schemes = {name: quantization.scheme(self._stored(name)) for name, _ in names}
         if len({each and each.name for each in schemes.values()}) > 1:
             found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
             raise CheckpointError(
@@ -96,6 +96,11 @@ class QuantizedLayers:
         )
         self._layers.append(QuantizedLayer(module, scheme, parts))
         self._parts |= {part.name: part for part in parts}
+
+    def _stored(self, layer: str) -> str:
+        """Return the checkpoint's own name of a layer."""
+        info = self._tensors.get(f"{layer}.weight")
+        return info.stored.rpartition(".")[0] if info is not None and info.stored else layer
 
     def problems(self, tensors: Mapping[str, TensorInfo], layers: Collection[nn.Module] | None = None) -> list[str]:
         """Return the problems of the tensors other than the weights, of some of the model's layers or of all."""

@@ -18,7 +18,9 @@ from hal.errors import LISTED, CheckpointError
 
 Item = TypeVar("Item")
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 REMAP_BYTES = 32 << 20
 """A file is mapped again after at most this many bytes: pages that were read count as process memory until then."""
 REMAPS = 128
@@ -37,11 +39,16 @@ FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 @attrs.frozen
 class TensorInfo:
-    """The file, shape and dtype of a tensor, whose values are read later."""
+    """The file, shape and dtype of a tensor, whose values are read later.
+
+    Attributes:
+        stored: its name in the file; empty if that is the name by which the model knows it.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    stored: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +78,13 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files with the weights: those in the index, or the only one.
 
     Raises:
-        CheckpointError: no file exists, one is missing, or several exist without an index.
+        CheckpointError: no file exists, one is missing, several exist without an index, or there is an adapter.
     """
+    if is_there(folder / ADAPTER):
+        raise CheckpointError(
+            f"{folder} holds an adapter ({ADAPTER}), which hal does not apply",
+            "save the merged model (merge_and_unload in peft), or remove the adapter's files to run the model without",
+        )
     index = _index(folder)
     if index is not None:
         weight_map = read_json(index).get("weight_map")
@@ -88,13 +100,24 @@ def weight_files(folder: Path) -> list[Path]:
             listed = ", ".join(map(format_name, missing[:LISTED]))
             more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
             raise CheckpointError(f"{folder} lacks {listed}{more}, which {index.name} names", "download it again")
+        if is_there(folder / WHOLE) and WHOLE not in names:  # Of the two, engines read one or the other.
+            raise CheckpointError(
+                f"{folder} holds {WHOLE} and {index.name}, which names other files",
+                f"remove {WHOLE} if the files of the index are current; else remove {index.name}",
+            )
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
         return files
     if files:
+        others = [format_name(file.name) for file in files if file.name != WHOLE]
+        more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
         raise CheckpointError(
-            f"{folder} holds {len(files)} safetensors files and no {INDEX}", "save it again, or add the index"
+            f"{folder} holds {len(files)} safetensors files and no {INDEX}",
+            "save it again, or add the index"
+            if len(others) == len(files)
+            else f"remove {', '.join(others[:LISTED])}{more} if {WHOLE} has all weights; else remove {WHOLE}, and save "
+            "the others again, or add the index",
         )
     raise no_safetensors(folder)
 
@@ -133,7 +156,7 @@ def read_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tenso
         for group in _grouped(names):
             with _opened(file) as handle:
                 for name in group:
-                    yield name, handle.get_tensor(name)
+                    yield name, handle.get_tensor(tensors[name].stored or name)
 
 
 @attrs.frozen
@@ -178,14 +201,15 @@ def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]
 
 def read_rows(name: str, info: TensorInfo) -> Iterator[Tensor]:
     """Yield ranges of rows of the tensor ``name``. Tensors of one shape have the same ranges."""
+    stored = info.stored or name
     if not info.shape:
         with _opened(info.file) as handle:
-            yield handle.get_tensor(name)
+            yield handle.get_tensor(stored)
         return
     rows = max(1, REMAP_BYTES // (8 * max(1, math.prod(info.shape[1:]))))
     for start in range(0, info.shape[0], rows):
         with _opened(info.file) as handle:
-            yield handle.get_slice(name)[start : start + rows]
+            yield handle.get_slice(stored)[start : start + rows]
 
 
 def _itemsize(info: TensorInfo) -> int:
@@ -205,12 +229,12 @@ def _row_ranges(taken: tuple[tuple[int, int], ...], info: TensorInfo, limit: int
 
 
 def _values(handle: Any, wanted: TensorSlice, info: TensorInfo, start: int, stop: int) -> Tensor:
-    whole = tuple((0, size) for size in info.shape)
+    whole, stored = tuple((0, size) for size in info.shape), info.stored or wanted.name
     rows = ((wanted.taken[0][0] + start, wanted.taken[0][0] + stop), *wanted.taken[1:]) if wanted.taken else ()
     if rows == whole or 0 in info.shape:
-        values: Tensor = handle.get_tensor(wanted.name)
+        values: Tensor = handle.get_tensor(stored)
         return values[tuple(slice(*each) for each in rows)]
-    found: Tensor = handle.get_slice(wanted.name)[tuple(slice(*each) for each in rows)]
+    found: Tensor = handle.get_slice(stored)[tuple(slice(*each) for each in rows)]
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
@@ -53,10 +55,10 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
         )
 
 
-def check_tied(checkpoint: Checkpoint, model: CausalLM) -> None:
-    """Raise CheckpointError if a tied tensor differs from its source: its values would be ignored."""
+def check_tied(checkpoint: Checkpoint, model: CausalLM, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if a tied tensor, in the dtype of computation, differs from its source, which is used."""
     for name, source in model.tied.items():
-        if name in checkpoint.tensors and not checkpoint.equal(name, source):
+        if name in checkpoint.tensors and not checkpoint.equal(name, source, dtype):
             raise CheckpointError(
                 f"{name} in {checkpoint.path} differs from {source}, although config.json ties them",
                 "set tie_word_embeddings to false in config.json, or remove the tensor",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
+from hal.checkpoint.tensor_names import renamed
 from hal.checkpoint.validate import tensor_problems
 from hal.checkpoint.weight_bindings import Binding, Piece
 from hal.checkpoint.weight_filling import Refilling
@@ -56,7 +57,8 @@ def replace_tensors(model: CausalLM, backend: Backend, tensors: Mapping[str, Ten
             f"{type(model).__name__} was not loaded by hal.load_model, so its weights have no names",
             "copy into its parameters, or load it from a checkpoint",
         )
-    given = {name: tensor.detach() for name, tensor in tensors.items()}
+    known = {piece.source for binding in loaded.bindings for piece in binding.pieces()} | loaded.beside
+    given = renamed({name: tensor.detach() for name, tensor in tensors.items()}, model, known)
     bindings, layers = _touched(loaded, given)
     _check(model, loaded, bindings, layers, given)
     tied = set(model.tied.values())
@@ -118,7 +120,7 @@ def _check(
         f"{name} is not in the model ({nearest(name, names)})" for name in given
         if name not in names and not name.endswith(model.ignored)
     ]  # fmt: skip
-    problems += _tied_problems(model, given)
+    problems += _tied_problems(model, given, loaded.dtype)
     if problems := list(dict.fromkeys(problems)):
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise CheckpointError(
@@ -127,15 +129,13 @@ def _check(
         )
 
 
-def _tied_problems(model: CausalLM, given: Mapping[str, Tensor]) -> Iterator[str]:
+def _tied_problems(model: CausalLM, given: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
     for name, source in model.tied.items():
-        if name not in given:
+        if name not in given:  # A tensor that is given by this name alone has the other's.
             continue
-        if source not in given:
-            yield f"{name} is tied to {source}, which is missing"
-        elif given[name].shape != given[source].shape:
+        if given[name].shape != given[source].shape:
             yield f"{name} is tied to {source}, but their shapes differ"
-        elif not torch.equal(given[name].to(given[source]), given[source]):
+        elif not torch.equal(given[name].to(given[source].device, dtype), given[source].to(dtype)):
             yield f"{name} is tied to {source}, but their values differ"
 
 

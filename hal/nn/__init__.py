@@ -14,7 +14,7 @@ from hal.nn.norm import RMSNorm
 from hal.nn.quantized_experts import QuantizedGroupedLinear
 from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.rotary import RopeParameters, RotaryEmbedding
-from hal.nn.weights.assembly import Assembly, Concatenated, Slice, Stacked, Transposed, Whole
+from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
@@ -36,6 +36,7 @@ __all__ = [
     "GatedMLP",
     "GroupedLinear",
     "Linear",
+    "Merged",
     "MergedLinear",
     "Projection",
     "QuantizedGroupedLinear",

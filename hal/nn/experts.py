@@ -14,7 +14,7 @@ from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.expert_parallel import ExpertExchange, exchange_of
 from hal.nn.linear import IN, OUT, Linear
-from hal.nn.weights.assembly import Concatenated, Stacked
+from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Stacked
 from hal.nn.weights.weight import Consumer, Weight
 from hal.parallel.mesh import Mesh
 
@@ -27,7 +27,7 @@ class GroupedLinear(nn.Module):
     """:func:`hal.ops.grouped_linear`: one projection per expert, without bias.
 
     In the checkpoint, an expert is a module beside this layer, which has a number and the parts:
-    ``3.gate_proj.weight``.
+    ``3.gate_proj.weight``. Or one tensor, with the name of this layer, has the weights of all experts.
 
     Args:
         num_experts: the number of experts.
@@ -39,6 +39,7 @@ class GroupedLinear(nn.Module):
 
     Attributes:
         weight: ``[num_experts, out_features, in_features]``.
+        fused: the layer's own name, if the checkpoint has that one tensor, like ``weight``; else None.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts, self.parts, self.shard = num_experts, dict(parts), shard
+        self.fused: str | None = None
         weight = torch.empty(num_experts, sum(parts.values()), in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
@@ -56,7 +58,7 @@ class GroupedLinear(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
         consumer = Consumer("grouped_linear", "weight")
-        return {"weight": grouped_weight(self.num_experts, self.parts, self.shard, consumer)}
+        return {"weight": grouped_weight(self.num_experts, self.parts, self.shard, consumer, self.fused)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
@@ -71,12 +73,26 @@ class GroupedLinear(nn.Module):
         __call__ = forward
 
 
-def grouped_weight(num_experts: int, parts: Mapping[str, int], shard: str | None, consumer: Consumer) -> Weight:
-    """Return the declaration of a grouped projection's weight ``[num_experts, out_features, in_features]``."""
-    sources = tuple(f".{expert}.{part}.weight" for expert in range(num_experts) for part in parts)
-    merged = Stacked(Concatenated(OUT, tuple(parts.values())))
+def grouped_weight(
+    num_experts: int, parts: Mapping[str, int], shard: str | None, consumer: Consumer, fused: str | None = None
+) -> Weight:
+    """Return the declaration of a grouped projection's weight ``[num_experts, out_features, in_features]``.
+
+    Args:
+        num_experts: as in :class:`GroupedLinear`.
+        parts: as in :class:`GroupedLinear`.
+        shard: as in :class:`GroupedLinear`.
+        consumer: the operation that uses the weight.
+        fused: as in :class:`GroupedLinear`.
+    """
+    merged: Assembly
+    if fused is not None:
+        sources, merged = [f".{fused}"], Merged(OUT, tuple(parts.values()))
+    else:
+        sources = [f".{expert}.{part}.weight" for expert in range(num_experts) for part in parts]
+        merged = Stacked(Concatenated(OUT, tuple(parts.values())))
     among: Literal["tensor", "expert"] = "expert" if shard == EXPERTS else "tensor"
-    return Weight(sources, f"{EXPERTS} {OUT} {IN}", shard, merged, consumer, among=among)
+    return Weight(tuple(sources), f"{EXPERTS} {OUT} {IN}", shard, merged, consumer, among=among)
 
 
 class Gate(Linear):

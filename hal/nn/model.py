@@ -31,6 +31,8 @@ class CausalLM(nn.Module):
         output_projection: the name of the module that computes the logits, which stays unquantized.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.
+        base_name: the module without the output projection. Checkpoints of that module alone lack its name.
+        other_names: the model's spelling of a part of tensor names, by the spelling that a checkpoint may have instead.
         ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
     """
@@ -41,6 +43,8 @@ class CausalLM(nn.Module):
     batch_type: type[Batch] = Batch
     output_projection: str = "lm_head"
     tied: Mapping[str, str] = MappingProxyType({})
+    base_name: str = "model"
+    other_names: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
     prepared_by: str | None = None
     loaded: object | None = None

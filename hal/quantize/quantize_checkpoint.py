@@ -20,6 +20,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress, build_model, load_model
 from hal.checkpoint.quantized_layers import linear_layers, named_parts
 from hal.checkpoint.safetensors_files import INDEX
+from hal.checkpoint.tensor_names import check_no_fused_experts, named_by_model
 from hal.checkpoint.validate import check_tied
 from hal.drivers.backend import active_backend
 from hal.drivers.registry import open_backend
@@ -101,7 +102,9 @@ def quantize_checkpoint(
     folder = Path(os.path.expanduser(target)).absolute()
     _check_target(folder)
     model = build_model(checkpoint)
-    check_tied(checkpoint, model)
+    check_no_fused_experts(model, checkpoint.path)
+    checkpoint = named_by_model(checkpoint, model)
+    check_tied(checkpoint, model, checkpoint.dtype)
     layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
     job = _Job(checkpoint, chosen, format, layers, {})
     if calibration is not None:

@@ -168,10 +168,10 @@ def test_tensors_are_compared_some_rows_at_a_time(tmp_path: Path, monkeypatch: p
     extra = {"one": torch.tensor(1.0), "another": torch.tensor(1.0), "third": torch.tensor(2.0)}
     save_file({**weights, "same": weights["model.embed_tokens.weight"].clone(), "other": other, **extra}, file)
     checkpoint = hal.Checkpoint.open(folder)
-    assert checkpoint.equal("same", "model.embed_tokens.weight")
-    assert not checkpoint.equal("other", "model.embed_tokens.weight")
-    assert checkpoint.equal("one", "another")
-    assert not checkpoint.equal("one", "third")
+    assert checkpoint.equal("same", "model.embed_tokens.weight", torch.float32)
+    assert not checkpoint.equal("other", "model.embed_tokens.weight", torch.float32)
+    assert checkpoint.equal("one", "another", torch.float32)
+    assert not checkpoint.equal("one", "third", torch.float32)
 
 
 class TestModelsThatAreNotWhole:

@@ -110,7 +110,6 @@ QUERY, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens
         ("tied", lambda given: given.update({QUERY: given[QUERY].bool()}), f"{QUERY} is torch.bool, which"),
         ("tied", lambda given: given.pop(QUERY), f"{QUERY} is missing, which .*qkv_proj.weight holds together with"),
         ("tied", lambda given: given.update({"lm_head.weight": given[EMBEDDING] + 1}), "but their values differ"),
-        ("tied", lambda given: given.update({"lm_head.weight": given.pop(EMBEDDING)}), f"tied to {EMBEDDING}, which"),
         ("compressed-tensors/w8a8", lambda given: given.pop(QUERY + "_scale"), f"{QUERY}_scale is missing"),
         ("compressed-tensors/w8a8", lambda given: given.pop(QUERY), f"{QUERY} is missing"),
         ("compressed-tensors/w8a8", lambda given: given.update({QUERY: given[QUERY].float()}), "expected int8"),

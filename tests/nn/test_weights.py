@@ -27,6 +27,7 @@ from hal.nn import (
     Consumer,
     Embedding,
     Linear,
+    Merged,
     MergedLinear,
     Slice,
     Stacked,
@@ -98,6 +99,8 @@ CASES: dict[str, tuple[Weight, Tensor, str | None]] = {
                                  torch.cat([A, B, C]), "columns"),
     "concatenated columns": (declared("a b", "rows columns", None, Concatenated("columns", (4, 2), Transposed())),
                              torch.cat([A.t(), B.t()], 1), None),
+    "merged already": (declared("c", "rows columns", "rows", Merged("rows", (2, 6))), C, "rows"),
+    "merged already, by columns": (declared("c", "rows columns", "columns", Merged("rows", (2, 6))), C, "columns"),
     "stacked": (declared("a a", "experts rows columns", "experts", Stacked()), torch.stack([A, A]), "experts"),
     "stacked, each concatenated": (
         declared("a b a b", "experts rows columns", "rows", Stacked(Concatenated("rows", (4, 2)))),

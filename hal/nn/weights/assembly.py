@@ -137,6 +137,22 @@ class Concatenated(Assembly):
 
 
 @attrs.frozen
+class Merged(Whole):
+    """One source, in which the parts are concatenated along an axis already. Ranks split each part.
+
+    Attributes:
+        axis: the axis.
+        sizes: the sizes of the parts.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+
+    def cuts(self, axis: str, size: int) -> tuple[int, ...]:
+        return self.sizes if axis == self.axis else (size,)
+
+
+@attrs.frozen
 class Stacked(Assembly):
     """Parts stacked along a new first axis, which their sources do not have.
 
