@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import attrs
 import torch
 
 from hal.device.device import Device
+from hal.device.host_capacity import host_memory
+from hal.device.memory import MemoryStats
 from hal.errors import HalError
 
+from .emulator.activation import is_active
 from .failures import EXECUTION, explain
 
 _THREAD_LEVEL = 0
@@ -44,6 +48,11 @@ class NpuDevice(Device):
         library = ctypes.CDLL("libascendcl.so")  # the SONAME resolves to the library that torch_npu loaded
         self._peek = getattr(library, "aclrtPeekAtLastError", None)
         self._take = getattr(library, "aclrtGetLastError", None)
+
+    def memory_stats(self) -> MemoryStats:
+        """Return the statistics. An emulated NPU has no more free memory than the host."""
+        stats = super().memory_stats()
+        return attrs.evolve(stats, free=min(stats.free, host_memory()[0])) if is_active() else stats
 
     def explain(self, error: BaseException) -> HalError | None:
         """Return the HalError for an exception of torch_npu's; None if the device did not cause it."""

@@ -13,7 +13,8 @@ from hal.bench.bench_errors import BenchmarkError, need
 from hal.bench.contenders.shapes import SHAPES
 from hal.checkpoint.loading import build_model
 from hal.checkpoint.random_weights import RandomCheckpoint
-from hal.config import read
+from hal.config import bounds, read
+from hal.device.host_capacity import check_threads
 from hal.drivers.compiler_registry import EAGER
 from hal.drivers.registry import read_config
 from hal.errors import ConfigError, nearest
@@ -78,12 +79,16 @@ class Plan:
         for name in self.against:
             if name not in RIVALS:
                 raise ConfigError(f"cannot measure against {name!r}", nearest(name, RIVALS))
-        numbers = [("batch size", each) for each in self.batch_sizes]
-        numbers += [("length", self.length), ("number of ranks", self.tensor_parallel or 1)]
-        numbers += [("number of threads", 1 if self.threads is None else self.threads)]
-        for what, number in numbers:
-            if number < 1:
-                raise ConfigError(f"the {what} is {number}", "give 1 or more")
+        counts = [("batch size", each, bounds.SEQUENCES) for each in self.batch_sizes]
+        counts += [("length", self.length, bounds.TOKENS), ("number of repeats", self.repeats, bounds.REPEATS)]
+        for name, number in (("ranks", self.tensor_parallel), ("threads", self.threads)):
+            if number is not None:
+                counts.append((f"number of {name}", number, bounds.RANKS))
+        for what, number, most in counts:
+            if not 1 <= number <= most:
+                raise ConfigError(f"the {what} is {number}", f"give 1 to {most}")
+        if self.threads is not None:
+            check_threads(self.threads)
         if measured := sorted({"compiler", "capture_sizes", "decode", "prefill"} & set(self.compilation)):
             raise ConfigError(
                 f"the compilation config sets {', '.join(measured)}, which the benchmark sets itself",
@@ -169,10 +174,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         raise ConfigError(f"{option} cannot be used with several ranks, which only hal's model uses", f"omit {option}")
     for rival in plan.against:
         need(rival, f"--against {rival}")
-    if plan.shapes is not None:
-        checkpoint: hal.Checkpoint = RandomCheckpoint.of(plan.shapes, SHAPES[plan.shapes])
-    else:
-        checkpoint = hal.Checkpoint.open(plan.name)
+    checkpoint = checkpoint_of(plan)
     meta = build_model(checkpoint, tensor=backend.mesh.tensor)
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:
@@ -188,6 +190,17 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     return setting
 
 
+def checkpoint_of(plan: Plan) -> hal.Checkpoint:
+    """Return the plan's checkpoint, whose weights are not read yet.
+
+    Raises:
+        HalError: the checkpoint is missing or damaged.
+    """
+    if plan.shapes is not None:
+        return RandomCheckpoint.of(plan.shapes, SHAPES[plan.shapes])
+    return hal.Checkpoint.open(plan.name)
+
+
 def _check_memory(setting: Setting) -> None:
     """Raise BenchmarkError unless the weights of each implementation and a cache per mode fit in memory together."""
     plan, meta, free = setting.plan, setting.meta, setting.backend.device.memory_stats().free
@@ -195,9 +208,10 @@ def _check_memory(setting: Setting) -> None:
     token = StateSpec(tuple(meta.states), setting.dtype, num_blocks=2, block_size=1).token_bytes
     modes = len(setting.modes) + (2 if plan.workload == "decode" else 1) * len(plan.against)
     caches = token * plan.length * max(plan.batch_sizes) * modes
-    if weights + caches > free:
+    logits = meta.vocab_size * setting.dtype.itemsize * max(plan.batch_sizes) * modes
+    if weights + caches + logits > free:
         raise BenchmarkError(
-            f"the weights of all contenders take {weights >> 20} MiB and their caches {caches >> 20} MiB, but only "
-            f"{free >> 20} MiB are free",
+            f"the weights of all contenders take {weights >> 20} MiB and their caches {caches >> 20} MiB, with "
+            f"{logits >> 20} MiB of logits, but only {free >> 20} MiB are free",
             "free memory, or use smaller shapes, batch sizes or lengths, or fewer compilers",
         )

@@ -19,7 +19,7 @@ from hal.checkpoint.validate import check_fit, check_tied
 from hal.checkpoint.weight_bindings import Binding, bindings_of
 from hal.checkpoint.weight_filling import Filling, weight_buffers
 from hal.checkpoint.weight_replacement import LoadedWeights
-from hal.config.settings import ExpertsMode
+from hal.config.settings import ExpertsMode, ParallelConfig
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
@@ -119,6 +119,26 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
         quantized.split(tensor)
         shrink(model, Mesh(tensor=tensor))
     return model
+
+
+def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig) -> None:
+    """Raise ConfigError unless ranks can share the checkpoint's model. Needs no ranks, and no values of weights.
+
+    Raises:
+        ConfigError: see above; or the model does not support its config.
+        CheckpointError: the checkpoint is damaged, or does not fit its architecture.
+        ModelError: the model class cannot be imported, or is not a CausalLM.
+    """
+    model, _, quantized = _build(checkpoint, None)
+    mesh = Mesh.planned(parallel.tensor, parallel.data, experts=parallel.experts != "split")
+    try:
+        if parallel.experts != "split":
+            distribute_experts(model, parallel.experts, mesh)
+            quantized.distribute(mesh.expert)
+        quantized.split(mesh.tensor)
+        shrink(model, mesh)
+    finally:
+        mesh.close()
 
 
 def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, Checkpoint, QuantizedLayers]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from hal.cli.stdout import result_stream
-from hal.config.settings import ExpertsMode
+from hal.config.bounds import RANKS
+from hal.config.settings import ExpertsMode, ParallelConfig
+
+if TYPE_CHECKING:
+    from hal.checkpoint.checkpoint import Checkpoint
 
 TENSOR_PARALLEL = "Split the model between N ranks of this machine, which are started if this process is none."
 EXPERTS = "How the ranks share mixtures of experts; by default, each holds a part of every expert."
@@ -19,7 +23,7 @@ OPTION = "--tensor-parallel"
 
 def tensor_parallel(text: str = TENSOR_PARALLEL) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator that adds the option with a help text. Its value is None if it is not given."""
-    return click.option(OPTION, type=click.IntRange(1), metavar="N", help=text)
+    return click.option(OPTION, type=click.IntRange(1, RANKS), metavar="N", help=text)
 
 
 def parallel(data: str, tensor: str = TENSOR_PARALLEL) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -30,7 +34,7 @@ def parallel(data: str, tensor: str = TENSOR_PARALLEL) -> Callable[[Callable[...
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         command = click.option("--experts", type=click.Choice(get_args(ExpertsMode)), help=EXPERTS)(command)
-        command = click.option("--data-parallel", type=click.IntRange(1), metavar="N", help=data)(command)
+        command = click.option("--data-parallel", type=click.IntRange(1, RANKS), metavar="N", help=data)(command)
         return tensor_parallel(tensor)(command)
 
     return decorate
@@ -48,23 +52,30 @@ def with_ranks(
     return {**settings, "parallel": {**settings.get("parallel", {}), **given}} if given else dict(settings)
 
 
-def start_ranks(ranks: int, stdin: bytes | None = None) -> bool:
+def start_ranks(parallel: ParallelConfig, checkpoint: Checkpoint, stdin: bytes | None = None) -> bool:
     """Run this process's command in several ranks, unless it is one of them or the only one.
 
     Args:
-        ranks: the number of ranks.
+        parallel: the ranks.
+        checkpoint: of the model that they share.
         stdin: what this process has read from stdin.
 
     Returns:
         Whether ranks ran the command; if so, this process has nothing left to do.
 
     Raises:
+        ConfigError: the machine cannot run as many ranks, or they cannot share the model. None is started.
         SystemExit: a rank failed. The status is that of the first one.
     """
-    from hal.parallel.launch import is_rank, run_ranks
+    from hal.checkpoint.loading import check_shared
+    from hal.device.host_capacity import check_ranks
+    from hal.parallel.launch import run_ranks
+    from hal.parallel.launcher_variables import is_rank
 
-    if ranks == 1 or is_rank():
+    if (ranks := parallel.size) == 1 or is_rank():
         return False
+    check_ranks(ranks)
+    check_shared(checkpoint, parallel)
     failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
     if failure is None:
         return True

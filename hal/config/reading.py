@@ -15,7 +15,7 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
 from hal.config.text import kind_of
-from hal.errors import ConfigError, listed, nearest
+from hal.errors import ConfigError, HalError, listed, nearest
 
 T = TypeVar("T")
 INTEGERS = 1 << 63
@@ -105,7 +105,7 @@ def _format(error: BaseException, expected: type | None) -> str:
         )
     if isinstance(error, KeyError):
         return f"required key {error.args[0]!r} is missing"
-    return str(error)
+    return error.problem if isinstance(error, HalError) else str(error)
 
 
 def _has_origin(origin: Any) -> Callable[[Any], bool]:

@@ -11,21 +11,16 @@ from typing import Any, Literal
 
 import attrs
 
+from hal.config.bounds import CAPTURES, RANKS, SECONDS, SEQUENCES, TOKENS, at_most
+from hal.errors import ConfigError
+
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ExpertsMode = Literal["split", "all_gather", "all_to_all", "dispatch"]
 
 
-def _positive(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value == ():
-        raise ValueError("must not be empty; leave the key out for the default")
-    for number in value if isinstance(value, tuple) else (value,):
-        if number is not None and number < 1:
-            raise ValueError(f"must be at least 1, not {number}")
-
-
 def _non_empty(instance: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...] | None) -> None:
     if value is not None and not value:
-        raise ValueError("must name at least one operation; leave the key out for the default")
+        raise ConfigError("must name at least one operation; leave the key out for the default", "leave the key out")
 
 
 @attrs.frozen
@@ -43,8 +38,8 @@ class PhaseConfig:
     compiler: str | None = None
     splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_non_empty)
     passes: dict[str, bool] | None = None
-    capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
-    max_capture_size: int | None = attrs.field(default=None, validator=_positive)
+    capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=at_most(SEQUENCES, entries=CAPTURES))
+    max_capture_size: int | None = attrs.field(default=None, validator=at_most(TOKENS))
 
 
 @attrs.frozen
@@ -76,10 +71,10 @@ class CompilationConfig:
     compiler: str = "eager"
     splitting_ops: tuple[str, ...] | None = attrs.field(default=None, validator=_non_empty)
     passes: dict[str, bool] = attrs.field(factory=dict)
-    capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=_positive)
-    max_capture_size: int | None = attrs.field(default=None, validator=_positive)
-    queries: tuple[int, ...] = attrs.field(default=(1,), validator=_positive)
-    torch_compile_max_bs: int | None = attrs.field(default=None, validator=_positive)
+    capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=at_most(SEQUENCES, entries=CAPTURES))
+    max_capture_size: int | None = attrs.field(default=None, validator=at_most(TOKENS))
+    queries: tuple[int, ...] = attrs.field(default=(1,), validator=at_most(SEQUENCES, entries=CAPTURES))
+    torch_compile_max_bs: int | None = attrs.field(default=None, validator=at_most(TOKENS))
     on_capture_error: Literal["raise", "eager"] = "raise"
     debug: bool = False
     cache_dir: str | None = None
@@ -110,9 +105,9 @@ class CacheConfig:
             with one of them. The rounding of its logits then depends on earlier prompts, so it is off by default.
     """
 
-    num_tokens: int = attrs.field(default=4096, validator=_positive)
-    block_size: int | None = attrs.field(default=None, validator=_positive)
-    num_sequences: int = attrs.field(default=64, validator=_positive)
+    num_tokens: int = attrs.field(default=4096, validator=at_most(TOKENS))
+    block_size: int | None = attrs.field(default=None, validator=at_most(TOKENS))
+    num_sequences: int = attrs.field(default=64, validator=at_most(SEQUENCES))
     reuse_prefixes: bool = False
 
 
@@ -130,10 +125,10 @@ class ParallelConfig:
         timeout: seconds after which a collective that a rank has not joined fails.
     """
 
-    tensor: int = attrs.field(default=1, validator=_positive)
-    data: int = attrs.field(default=1, validator=_positive)
+    tensor: int = attrs.field(default=1, validator=at_most(RANKS))
+    data: int = attrs.field(default=1, validator=at_most(RANKS))
     experts: ExpertsMode = "split"
-    timeout: int = attrs.field(default=600, validator=_positive)
+    timeout: int = attrs.field(default=600, validator=at_most(SECONDS))
 
     @property
     def size(self) -> int:
@@ -159,7 +154,7 @@ class Config:
     backend: str = "auto"
     dtype: DTypeName = "auto"
     strict: bool = False
-    max_prefill_tokens: int = attrs.field(default=2048, validator=_positive)
+    max_prefill_tokens: int = attrs.field(default=2048, validator=at_most(TOKENS))
     compilation: CompilationConfig = attrs.field(factory=CompilationConfig)
     cache: CacheConfig = attrs.field(factory=CacheConfig)
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)

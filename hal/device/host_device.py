@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hal.device.device import Device
+from hal.device.host_capacity import host_memory
 from hal.device.memory import MemoryStats
 from hal.device.stream import Event, Stream
 
@@ -94,14 +95,14 @@ class HostDevice(Device):
         """Return the process's resident memory and peak, and the memory of the machine, or of its container if less."""
         import psutil
 
-        process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
-        limits = list(memory_limits())
+        process = psutil.Process().memory_info()
+        free, total = host_memory()
         return MemoryStats(
             allocated=process.rss,
             peak=max(process.rss, _peak_resident(process)),
             reserved=process.rss,
-            free=max(0, min([machine.available, *(limit - used for limit, used in limits)])),
-            total=min([machine.total, *(limit for limit, _ in limits)]),
+            free=free,
+            total=total,
         )
 
     def reset_peak(self) -> bool:
@@ -143,36 +144,3 @@ def _peak_resident(process: Any) -> int:
     if status.exists():
         return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(getattr(process, "peak_wset", process.rss))
-
-
-def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage of each Linux control group of this process, such as a container's, in bytes.
-
-    The page cache does not count as used, because the kernel frees it on demand, as in its figure of available memory.
-
-    Args:
-        root: the root of the file system.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it.
-    """
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, files, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
-        elif "memory" in controllers.split(","):
-            top, prefix = root / "sys/fs/cgroup/memory", "total_"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # Parent groups limit a process, too. In a container the path may be visible to the host only.
-        own = top / path.strip("/")
-        for folder in (own, *(each for each in own.parents if each.is_relative_to(top))):
-            try:
-                limit, used = ((folder / file).read_text().strip() for file in files)
-                stat = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
-            except OSError:
-                continue
-            if limit != "max":
-                cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-                yield int(limit), int(used) - cached

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
+from hal.config.bounds import SEQUENCES, check_count
 from hal.drivers.backend import Backend
 from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
 from hal.execution.capture.capture_budget import MARGIN
 from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_capture, queries_to_capture
 from hal.execution.placement import check_placed
-from hal.execution.state_spec import longest_sequence, spec_of
+from hal.execution.state_spec import check_fits, longest_sequence, spec_of
 from hal.nn import CausalLM
 from hal.step import StateSpec
 from hal.step.dummies import DUMMY_BLOCK
@@ -109,8 +110,7 @@ def plan_memory(
         DeviceOutOfMemory: a step does not fit.
         ClosedError: the backend is closed.
     """
-    if not (type(max_sequences) is int and max_sequences > 0):
-        raise ConfigError(f"max_sequences is {max_sequences!r:.70}", "pass an integer of 1 or more")
+    check_count(max_sequences, SEQUENCES, "max_sequences must be")
     if not 0 < share <= 1:
         raise ConfigError(f"share is {share!r:.70}", "pass a fraction above 0 and at most 1")
     with backend.uses:
@@ -166,7 +166,9 @@ def _growths(model: CausalLM, backend: Backend, steps: Sequence[list[int]], long
         sum(math.ceil((start + new) / size) for start, new in zip(starts, lengths, strict=True))
         for starts, lengths in zip(cached, steps, strict=True)
     )
-    states = backend.allocate(spec_of(model, backend, blocks + DUMMY_BLOCK + 1))
+    spec = spec_of(model, backend, blocks + DUMMY_BLOCK + 1)
+    check_fits(spec, backend)
+    states = backend.allocate(spec)
     found = list[int | None]()
     for starts, lengths in zip(cached, steps, strict=True):
         batch = padding_batch(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hal.config.bounds import SEQUENCES, check_count
 from hal.device.capture_lock import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.drivers.backend import Backend
@@ -78,6 +79,8 @@ class Runner(Closable):
         self._states: StateMemory | None = None
         self._slots: SlotAllocator | None = None
         self._steps: Steps | None = None
+        if max_sequences is not None:
+            check_count(max_sequences, SEQUENCES, "max_sequences must be")
         self._max_sequences = max_sequences
         with backend.uses:  # The backend stays open until the runner is registered, and closes it from then on.
             try:
@@ -200,9 +203,11 @@ class Runner(Closable):
             max_length: the most tokens of a row; None for the runner's ``max_length``.
 
         Raises:
+            ConfigError: ``max_sequences`` is out of range.
             ClosedError: the runner is closed.
         """
         self.uses.check_open()
+        check_count(max_sequences, SEQUENCES, "max_sequences must be")
         return InputBatch(
             self.model.batch_type, max_sequences=max_sequences, max_length=max_length or self._max_length,
             block_size=self.spec.block_size, device=self.backend.device, bounds=self.bounds,

@@ -11,12 +11,16 @@ import torch
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import build_model
 from hal.device.group import SOLO, Group
+from hal.device.host_capacity import host_memory
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.nn import CausalLM
 from hal.step import StateSpec
 from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.state import SEQUENCE
+
+HOST_BYTES = 48
+"""Bytes of the host that a block takes in the list of free blocks: its number, and the reference to it."""
 
 
 def state_spec(
@@ -98,7 +102,14 @@ def longest_sequence(model: CausalLM, asked: int | None) -> int:
 
 
 def check_fits(spec: StateSpec, backend: Backend) -> None:
-    """Raise ConfigError unless the states fit the free memory of the backend's device."""
+    """Raise ConfigError unless the states fit the free memory of the backend's device, and their blocks the host's."""
+    host, _ = host_memory()
+    if spec.num_blocks * HOST_BYTES > host:
+        raise ConfigError(
+            f"the list of the cache's {spec.num_blocks} blocks takes {spec.num_blocks * HOST_BYTES >> 20} MiB of the "
+            f"host's memory, and {host >> 20} MiB are free",
+            "lower cache.num_tokens, or raise cache.block_size",
+        )
     free = backend.device.memory_stats().free
     if spec.nbytes > free:
         gc.collect()  # An unused runner may still hold memory: traces leave reference cycles.

@@ -23,7 +23,9 @@ import attrs
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
+from hal.device.host_capacity import check_ranks
 from hal.errors import CommunicationError
+from hal.parallel.launcher_variables import is_rank, launched
 from hal.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -42,14 +44,13 @@ END = 10.0
 """Seconds in which a rank ends after it was asked to, or after it failed. A rank that was asked is then killed."""
 
 
-def is_rank() -> bool:
-    """Return whether this process was started as a rank, by :func:`run_ranks` or by torchrun."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def rank() -> int:
-    """Return this process's number among the ranks that were started together; 0 if it is none."""
-    return int(os.environ["RANK"]) if is_rank() else 0
+    """Return this process's number among the ranks that were started together; 0 if it is none.
+
+    Raises:
+        ConfigError: the variables of a rank do not hold its numbers.
+    """
+    return launched()[0] if is_rank() else 0
 
 
 @attrs.frozen
@@ -90,7 +91,11 @@ def run_ranks(
 
     Returns:
         The first failure; None if all ranks ended with exit status 0.
+
+    Raises:
+        ConfigError: this machine cannot run as many; none is started.
     """
+    check_ranks(ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ExitStack() as stack:
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []

@@ -16,6 +16,7 @@ from torch import distributed
 from hal.config.settings import ParallelConfig
 from hal.device.group import SOLO, Group, forget_group, register_group
 from hal.errors import CommunicationError, ConfigError
+from hal.parallel.launcher_variables import is_rank, launched
 
 _numbers = itertools.count(1)
 """Numbers of meshes, for the names of their groups. Ranks make their meshes in the same order."""
@@ -172,6 +173,8 @@ def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
     """Return the mesh. Appends the process groups to destroy at its end to ``made``."""
     limit = timedelta(seconds=config.timeout)
     if not distributed.is_initialized():
+        if is_rank():  # Each rank would wait for all.
+            _check_size(launched()[1], config)
         try:
             with _explained("join the other ranks"):
                 _start(backend, limit)
@@ -184,12 +187,7 @@ def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
         if distributed.group.WORLD in _started:
             _started[distributed.group.WORLD] += 1
             made.append(distributed.group.WORLD)
-    ranks = distributed.get_world_size()
-    if ranks != config.size:
-        raise ConfigError(
-            f"parallel asks for {config.data} x {config.tensor} = {config.size} ranks, and {ranks} were started",
-            f"start {config.size} ranks, or change parallel.tensor and parallel.data",
-        )
+    _check_size(distributed.get_world_size(), config)
     with _explained("make the groups of the mesh"):
         rows = [[*range(first, first + config.tensor)] for first in range(0, config.size, config.tensor)]
         columns = [[*range(first, config.size, config.tensor)] for first in range(config.tensor)]
@@ -200,6 +198,14 @@ def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
             hosts, _ = distributed.new_subgroups_by_enumeration(columns, timeout=limit, backend="gloo")
             made.append(hosts)
         return Mesh.of(tensor=tensor, data=data, expert=expert, hosts=hosts, timeout=config.timeout)
+
+
+def _check_size(ranks: int, config: ParallelConfig) -> None:
+    if ranks != config.size:
+        raise ConfigError(
+            f"parallel asks for {config.data} x {config.tensor} = {config.size} ranks, and {ranks} were started",
+            f"start {config.size} ranks, or change parallel.tensor and parallel.data",
+        )
 
 
 def _destroy(made: list[Any]) -> None:

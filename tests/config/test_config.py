@@ -31,7 +31,7 @@ from hal.config import (
 )
 from hal.errors import ConfigError
 
-SIZES = st.integers(1, 1 << 40)
+SIZES = st.integers(1, 1 << 16)
 TEXT = st.text(max_size=12)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,

@@ -21,7 +21,7 @@ from helpers.distributions import install
 
 import hal
 from hal import ops
-from hal.device.host_device import memory_limits
+from hal.device.host_capacity import memory_limits
 from hal.drivers import api_version, registry
 from hal.drivers.driver import ADDED
 from hal.errors import (
@@ -583,10 +583,10 @@ class TestDevice:
         assert list(memory_limits(tmp_path)) == [(3000, 2000), (9223372036854771712, 4500), (2000, 500)]
 
     def test_the_least_limit_counts(self, cpu: hal.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hal.device.host_device, "memory_limits", lambda: iter([(1 << 62, 1), (5 << 20, 3 << 20)]))
+        monkeypatch.setattr(hal.device.host_capacity, "memory_limits", lambda: iter([(1 << 62, 1), (5 << 20, 3 << 20)]))
         stats = cpu.device.memory_stats()
         assert (stats.free, stats.total) == (2 << 20, 5 << 20)
-        monkeypatch.setattr(hal.device.host_device, "memory_limits", lambda: iter([(100, 200)]))
+        monkeypatch.setattr(hal.device.host_capacity, "memory_limits", lambda: iter([(100, 200)]))
         assert cpu.device.memory_stats().free == 0, "over the limit"
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import attrs
 
 from hal.config import environment_options, parse_json, read
+from hal.config.bounds import SECONDS, TOKENS, at_most
 from hal.errors import DriverError, DriverUnavailable
 
 from .build import LIBRARIES, MARK, build
@@ -33,9 +34,13 @@ Switch = Literal["off", "on", "force"]
 """Whether to emulate; ``force`` does so even if a real CANN is installed."""
 
 
-def _at_least_1(instance: Options, attribute: attrs.Attribute[Any], value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{attribute.name} must be at least 1, not {value}")
+DEVICES, MEMORY = 64, 1 << 37
+"""The most NPUs, and bytes of one, that the emulated runtime has addresses for."""
+
+
+def _seed(instance: Options, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and value < 0:
+        raise ValueError(f"{attribute.name} must be at least 0, not {value}")
 
 
 @attrs.frozen(kw_only=True)
@@ -53,14 +58,14 @@ class Options:
         seed: the seed of a deterministic order in which streams run; None lets them run freely.
     """
 
-    devices: int = attrs.field(default=1, validator=_at_least_1)
-    memory: int | None = attrs.field(default=None, validator=_at_least_1)
+    devices: int = attrs.field(default=1, validator=at_most(DEVICES))
+    memory: int | None = attrs.field(default=None, validator=at_most(MEMORY))
     soc: str = "Ascend910B3"
     version: str | None = None
-    streams: int | None = attrs.field(default=None, validator=_at_least_1)
-    tasks: int | None = attrs.field(default=None, validator=_at_least_1)
-    stall: int | None = attrs.field(default=None, validator=_at_least_1)
-    seed: int | None = None
+    streams: int | None = attrs.field(default=None, validator=at_most(TOKENS))
+    tasks: int | None = attrs.field(default=None, validator=at_most(TOKENS))
+    stall: int | None = attrs.field(default=None, validator=at_most(SECONDS))
+    seed: int | None = attrs.field(default=None, validator=_seed)
 
     def to_json(self) -> str:
         """Return the value of ``HAL_NPU_EMULATOR_OPTIONS``: the options that are not None."""

@@ -103,8 +103,8 @@ def _warn_of_unread_compilation() -> None:
 def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     from hal.bench import bench_report, plot
     from hal.bench.measurement import run
-    from hal.bench.plan import Plan
-    from hal.config import CompilationConfig, read
+    from hal.bench.plan import Plan, checkpoint_of
+    from hal.config import CompilationConfig, ParallelConfig, read
     from hal.parallel.launch import rank, yielding_to_the_cause
 
     emulate, given = options.pop("emulate"), options.pop("compilation_config")
@@ -118,7 +118,8 @@ def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None
             check_file(file)
     if plot_file is not None:
         plot.require()
-    if start_ranks(plan.tensor_parallel or 1):
+    ranks = plan.tensor_parallel or 1
+    if ranks > 1 and start_ranks(ParallelConfig(ranks), checkpoint_of(plan)):
         return
     with yielding_to_the_cause(), emulated(emulate, plan.backend) as driver_options:
         plan = attrs.evolve(plan, options=driver_options)

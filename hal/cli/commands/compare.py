@@ -71,7 +71,7 @@ def command(
     """
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.compare import comparison_report
-    from hal.config import Config, read
+    from hal.config import Config, ParallelConfig, read
 
     named, modes = list(backends), list(compilers)
     if tensor_parallel is None:
@@ -87,7 +87,7 @@ def command(
     prompted = _prompts(opened, texts, max_new_tokens)
     if tensor_parallel is not None:
         _check_split(settings)
-        if not start_ranks(tensor_parallel, content):
+        if not start_ranks(ParallelConfig(tensor_parallel), opened, content):
             name = (named or [settings.get("backend", "auto")])[0]
             context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)
         return
@@ -197,11 +197,12 @@ def _ranks_agree(
 
 
 def _prompts(checkpoint: Checkpoint, texts: Sequence[str], max_new_tokens: int) -> Prompts:
+    from hal.checkpoint.loading import build_model
     from hal.compare.texts import Prompts
 
     tokenizer = checkpoint.tokenizer()
-    return Prompts(tuple(tuple(tokenizer.encode(text).ids) for text in texts), max_new_tokens,
-                   checkpoint.stop_token_ids)  # fmt: skip
+    most = min(max_new_tokens, build_model(checkpoint).max_length)  # The caches get room for as many.
+    return Prompts(tuple(tuple(tokenizer.encode(text).ids) for text in texts), most, checkpoint.stop_token_ids)
 
 
 def _opened(names: Sequence[str], settings: Mapping[str, Any], emulate: bool) -> list[Backend]:

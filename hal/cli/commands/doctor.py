@@ -10,6 +10,7 @@ import click
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.ranks import tensor_parallel
+from hal.cli.seconds import Seconds
 from hal.cli.stdout import ResultCommand, echo
 
 TIMEOUT = "Seconds that the examination of each driver may take."
@@ -22,9 +23,9 @@ RANKS = "Also start N ranks of each driver that works, and check and time their 
 @click.option("--backend", metavar="NAME", help="Examine only this driver; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--json", "as_document", is_flag=True, help="Print one JSON document, for bug reports.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=120, show_default=True, help=TIMEOUT)
+@click.option("--timeout", type=Seconds(), default=120, show_default=True, help=TIMEOUT)
 @tensor_parallel(RANKS)
-@click.option("--total-timeout", type=click.FloatRange(min=1), help=TOTAL_TIMEOUT)
+@click.option("--total-timeout", type=Seconds(), help=TOTAL_TIMEOUT)
 @click.pass_context
 def command(
     context: click.Context,
@@ -45,11 +46,14 @@ def command(
     With --tensor-parallel, it also starts ranks of each driver that works. They join each other, and all reduce, gather
     and scatter tensors. A rank that does not come within --timeout is named.
     """
+    from hal.device.host_capacity import check_ranks
+
     # These modules do not import torch or a vendor's package; only the child processes do, and they may crash.
     from hal.doctor import doctor_report
     from hal.doctor.examine import examine, summary
     from hal.doctor.findings import as_json
 
+    check_ranks(tensor_parallel or 1)
     if emulate:
         backend = backend or os.environ.get("HAL_BACKEND")
     with emulated(emulate, backend) as options:

@@ -19,6 +19,7 @@ from hal.cli.rank_explanation import explain_ranks, without_ranks
 from hal.cli.ranks import parallel, with_ranks
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
+from hal.config import bounds
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PLANNED = "Split the model between N ranks, and report one of them and its collectives. No ranks are started."
 COPIES = "Plan N copies of the model, which share experts if --experts says so, and otherwise exchange nothing."
 DEVICES = "Predict steps on N devices from the model's config alone; needs --assume, and takes no other option."
+SEQUENCES = click.IntRange(1, bounds.SEQUENCES)
 ASSUME = "Figures of devices and links for --devices: a path ending in .toml or .json."
 
 
@@ -42,9 +44,9 @@ ASSUME = "Figures of devices and links for --devices: a path ending in .toml or 
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@click.option("--batch-size", type=click.IntRange(min=1), default=2, show_default=True, help="Of the decode step.")
+@click.option("--batch-size", type=SEQUENCES, default=2, show_default=True, help="Of the decode step.")
 @parallel(COPIES, PLANNED)
-@click.option("--devices", type=click.IntRange(1), metavar="N", help=DEVICES)
+@click.option("--devices", type=click.IntRange(1, bounds.DEVICES), metavar="N", help=DEVICES)
 @click.option("--assume", type=click.Path(path_type=Path), metavar="FILE", help=ASSUME)
 @click.option(
     "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph to DIR."

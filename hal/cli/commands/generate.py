@@ -113,7 +113,7 @@ def command(
     params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)
     tokenizer = opened.tokenizer()
     tokens = [tokenizer.encode(text).ids for text in texts]
-    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel.size, stdin):
+    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, stdin):
         return
 
     with yielding_to_the_cause():

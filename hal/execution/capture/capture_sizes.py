@@ -10,11 +10,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from hal.config import CompilationConfig
+from hal.config.bounds import SEQUENCES as LARGEST
 from hal.errors import ConfigError
 from hal.execution.context import FormContext
 
-LARGEST = 1 << 16
-"""The most sequences, or tokens, of a graph: beyond the memory of any device."""
 SMALLEST_TOKENS, LARGEST_TOKENS = 16, 1024
 """The range of the default token counts for prefill. Each count is twice the one before."""
 
@@ -66,7 +65,7 @@ def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int 
         most: the largest batch. Default sizes above it are skipped, except the next larger one.
 
     Raises:
-        ConfigError: no size is left, or one is above ``LARGEST``.
+        ConfigError: no size is left, or one is above the largest of :mod:`hal.config.bounds`.
     """
     asked: Sequence[int] = defaults if config.capture_sizes is None else config.capture_sizes
     if config.capture_sizes is None and most is not None:
@@ -90,7 +89,7 @@ def queries_to_capture(config: CompilationConfig) -> tuple[int, ...]:
     """Return the numbers of queries per sequence to capture.
 
     Raises:
-        ConfigError: a number is above ``LARGEST``.
+        ConfigError: a number is above the largest of :mod:`hal.config.bounds`.
     """
     if max(config.queries) > LARGEST:
         raise ConfigError(

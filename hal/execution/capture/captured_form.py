@@ -15,9 +15,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.config.bounds import CAPTURES
 from hal.device.graph import Graph
 from hal.drivers.compiler import Form
-from hal.errors import CaptureError, CompileError, DeviceOutOfMemory
+from hal.errors import CaptureError, CompileError, ConfigError, DeviceOutOfMemory
 from hal.execution.capture.address_checks import Addresses
 from hal.execution.capture.capture_budget import CaptureBudget
 from hal.execution.context import OTHER_RANK, FormContext
@@ -178,6 +179,7 @@ class CapturedForm(Form):
     def _check_budget(self, largest: Sequence[StaticBatch]) -> None:
         context, backend = self.context, self.context.backend
         biggest = max(largest, key=lambda static: static.shape.tokens)
+        self._check_sizes(biggest)
         try:
             with backend.explaining(), torch.inference_mode():
                 budget = CaptureBudget.measure(
@@ -187,6 +189,21 @@ class CapturedForm(Form):
             raise CaptureError(f"a step of {biggest.shape} does not fit: {error.problem}", error.remedy) from error
         log.info("%s", budget)
         budget.check()
+
+    def _check_sizes(self, biggest: StaticBatch) -> None:
+        """Raise an error if there are too many shapes, or if the largest step cannot fit, before it runs."""
+        context, number = self.context, len(self.shapes_to_capture())
+        if number > CAPTURES:
+            raise ConfigError(
+                f"compilation asks for {number} captures of {context.phase} steps, and the limit is {CAPTURES}",
+                "shorten compilation.capture_sizes or compilation.queries; smaller batches run in the next larger size",
+            )
+        logits = biggest.batch.logits_indices.shape[0] * context.model.vocab_size * context.states.spec.dtype.itemsize
+        if logits > (free := context.backend.device.memory_stats().free):
+            raise CaptureError(
+                f"the logits of a step of {biggest.shape} take {logits >> 20} MiB, and {free >> 20} MiB are free",
+                "lower compilation.max_capture_size, or shorten compilation.capture_sizes",
+            )
 
     def _capture(self, largest: Sequence[StaticBatch]) -> None:
         context, pool = self.context, None

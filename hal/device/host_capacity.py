@@ -1,0 +1,129 @@
+"""What this machine has, and checks of the processes and threads that a person asks for.
+
+:mod:`hal.config.bounds` holds the bounds that are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hal.errors import ConfigError
+
+RANK_BYTES = 160 << 20
+"""Memory of a rank without weights and states: 164 MiB, not shared with other processes, measured with torch 2.13."""
+RANK_THREADS = 4
+"""Threads of a rank: Python's, gloo's, and one at least that computes."""
+RANK_FILES = 4
+"""Open files of the starting process for each rank: two of its own, and the pipe and the socket that start it."""
+THREADS_PER_CORE = 8
+"""More threads than cores are slower, and some may be wanted to measure by how much."""
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the free and the total bytes of the machine, or of its container if less."""
+    import psutil
+
+    machine, limits = psutil.virtual_memory(), list(memory_limits())
+    free = max(0, min([machine.available, *(limit - used for limit, used in limits)]))
+    return free, min([machine.total, *(limit for limit, _ in limits)])
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise ConfigError unless this machine can start ``ranks`` processes that import torch."""
+    free, _ = host_memory()
+    wanted = [
+        (free // RANK_BYTES, f"{RANK_BYTES >> 20} MiB of memory, and {free >> 20} MiB are free"),
+        (_limit("RLIMIT_NOFILE") // RANK_FILES, f"{RANK_FILES} open files, and the limit is {_limit('RLIMIT_NOFILE')}"),
+        (_tasks() // RANK_THREADS, f"{RANK_THREADS} threads, and this user may have {_tasks()}"),
+    ]
+    most, reason = min(wanted)
+    if ranks > most:
+        raise ConfigError(
+            f"{ranks} ranks cannot run on this machine: each takes at least {reason}",
+            f"use at most {max(1, most)} ranks here, or start them on several machines with torchrun",
+        )
+
+
+def check_threads(threads: int) -> None:
+    """Raise ConfigError if there are far more threads than cores."""
+    cores = os.cpu_count() or 1
+    if threads > THREADS_PER_CORE * cores:
+        raise ConfigError(
+            f"{threads} threads were asked for, and this machine has {cores} cores",
+            f"use at most {THREADS_PER_CORE * cores} threads; more than {cores} are slower",
+        )
+
+
+def _limit(name: str) -> int:
+    """Return a limit of this process; the largest integer if there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return sys.maxsize
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def _tasks() -> int:
+    """Return the processes and threads that this process may start, of which others may have started some."""
+    return min([_limit("RLIMIT_NPROC"), *(limit - used for limit, used in task_limits())])
+
+
+def task_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the number of the processes and threads of each Linux control group of this process.
+
+    Args:
+        root: the root of the file system.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/pids.html beside it.
+    """
+    for folder, _ in _control_groups("pids", root):
+        try:
+            limit, used = ((folder / file).read_text().strip() for file in ("pids.max", "pids.current"))
+        except OSError:
+            continue
+        if limit != "max":
+            yield int(limit), int(used)
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the usage of each Linux control group of this process, such as a container's, in bytes.
+
+    The page cache does not count as used, because the kernel frees it on demand, as in its figure of available memory.
+
+    Args:
+        root: the root of the file system.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it.
+    """
+    for folder, unified in _control_groups("memory", root):
+        files = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        prefix = "" if unified else "total_"
+        try:
+            limit, used = ((folder / file).read_text().strip() for file in files)
+            stat = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        if limit != "max":
+            cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            yield int(limit), int(used) - cached
+
+
+def _control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of each control group of this process, its own first, and whether it is of version 2."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        # Parent groups limit a process, too. In a container the path may be visible to the host only.
+        own = top / path.strip("/")
+        for folder in (own, *(each for each in own.parents if each.is_relative_to(top))):
+            yield folder, not controllers
