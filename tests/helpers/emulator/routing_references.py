@@ -21,6 +21,13 @@ def choices(draw: Draw, kind: str, experts: int, k: int) -> Tensor:
     return torch.stack([allowed[draw.permutation(len(allowed))[:k]] for _ in range(tokens)]).int()
 
 
+def whole_order(expert_idx: Tensor, first: int) -> Tensor:
+    """Return all choices by expert, as places in the flat expert_idx; those of experts before `first` come last."""
+    flat = expert_idx.flatten().tolist()
+    order = sorted(range(len(flat)), key=lambda place: (flat[place] < first, max(flat[place], first)))
+    return torch.tensor(order, dtype=torch.int32)
+
+
 @attrs.frozen
 class Routed:
     """Where each choice goes.

@@ -111,12 +111,42 @@ def swiglu_2(**changes: Any) -> Any:
     return torch_npu.npu_grouped_matmul_swiglu_quant_v2(**{**arguments, **changes})
 
 
+def swiglu_8_4(**changes: Any) -> Any:
+    """An int4 weight beside int8 x."""
+    arguments: dict[str, Any] = {
+        "x": t(6, 64, dtype=INT8), "weight": [t(2, 64, 8, dtype=INT32)], "weight_scale": [t(2, 64, dtype=INT64)],
+        "weight_assist_matrix": [t(2, 64, dtype=FLOAT)],
+    }  # fmt: skip
+    return swiglu_2(**{**arguments, **changes})
+
+
+def swiglu_4_4(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "x": t(6, 8, dtype=INT32), "weight": [t(2, 64, 8, dtype=INT32)], "weight_scale": [t(2, 64, dtype=FLOAT)],
+    }  # fmt: skip
+    return swiglu_2(**{**arguments, **changes})
+
+
 def clipped(**changes: Any) -> Any:
     arguments = {"x": t(6, 32), "group_index": counts(2, 1)}
     return torch_npu.npu_clipped_swiglu(**{**arguments, **changes})
 
 
-CALLS = (plain, several, apart, inner, int8, weight_only, int4, numbers, swiglu, swiglu_2, clipped)
+CALLS = (
+    plain,
+    several,
+    apart,
+    inner,
+    int8,
+    weight_only,
+    int4,
+    numbers,
+    swiglu,
+    swiglu_2,
+    swiglu_8_4,
+    swiglu_4_4,
+    clipped,
+)
 
 
 def cases() -> Iterator[Call]:
@@ -185,6 +215,25 @@ def cases() -> Iterator[Call]:
     yield swiglu_2, {"group_list_type": 2}, "group_list_type must be 0 .* or 1"
     yield swiglu_2, {"dequant_mode": 1}, "dequant_mode must be 0"
     yield swiglu_2, {"smooth_scale": t(2, dtype=FLOAT)}, "do not go with int8 x and weight"
+    yield swiglu_2, {"weight": [t(2, 2, 2, 8, 32, dtype=INT8)]}, "must be 16 x 32, but are .2, 2, 2, 8, 32."
+    tiles = nz(2, 32, 64, dtype=INT8).view(2, 2, 2, 16, 32)
+    yield swiglu_2, {"weight": [tiles.transpose(-1, -2)]}, "transposed tiles of a weight .* are not emulated"
+    yield swiglu, {"weight": t(2, 32, 8, dtype=INT32)}, "an int4 weight must be in FRACTAL_NZ"
+    yield swiglu_8_4, {"weight_assist_matrix": None}, "needs a weight_assist_matrix"
+    yield swiglu_8_4, {"weight_scale": [t(2, 64, dtype=FLOAT)]}, "must be uint64 or int64"
+    yield swiglu_8_4, {"weight_scale": [t(2, 3, 64, dtype=INT64)], "dequant_mode": 1}, "must divide K = 64, but are 3"
+    yield swiglu_8_4, {"weight_scale": [t(2, 2, 64, dtype=INT64)]}, "dequant_mode must be 1 with a weight_scale for"
+    yield swiglu_8_4, {"dequant_mode": 1}, "and otherwise 0, but is 1"
+    yield swiglu_8_4, {"smooth_scale": t(2, dtype=FLOAT)}, "smooth_scale goes with int4 x and weight"
+    yield swiglu_8_4, {"tuning_config": [6]}, "tuning_config goes with int4 x"
+    transposed = t(2, 8, 64, dtype=INT32).transpose(1, 2)
+    yield swiglu_8_4, {"weight": [transposed]}, "an int4 weight beside int8 x must not be transposed"
+    yield swiglu_4_4, {"weight_assist_matrix": [t(2, 64, dtype=FLOAT)]}, "goes with int8 x and an int4 weight"
+    yield swiglu_4_4, {"smooth_scale": t(2, 64, dtype=FLOAT)}, "smooth_scale must have shape .2, 32."
+    yield swiglu_4_4, {"weight_scale": [t(2, 2, 64, dtype=INT64)]}, "groups of rows with int4 x is not emulated"
+    yield swiglu_4_4, {"weight": [t(2, 64, 64, dtype=INT8)]}, "int4 x needs an int4 weight"
+    wide = {"x": t(6, 2500, dtype=INT32), "weight": [t(2, 20000, 8, dtype=INT32)]}
+    yield swiglu_4_4, wide, "K must be below 20000 with int4 weights, but is 20000"
     yield clipped, {"x": t(6, 31)}, "the dimension to split must be even"
     yield clipped, {"limit": -1.0}, "limit must be above 0"
     yield clipped, {"group_index": counts(2, 1).int()}, "group_index must be one of Long, but is Int"
@@ -196,10 +245,10 @@ def test_the_calls_that_are_changed_work(call: Callable[[], Any]) -> None:
     torch.npu.synchronize()
 
 
-@pytest.mark.parametrize("number", range(58))
+@pytest.mark.parametrize("number", range(74))
 def test_refusal(number: int) -> None:
     everything = list(cases())
-    assert len(everything) == 58
+    assert len(everything) == 74
     function, changes, reason = everything[number]
     with pytest.raises(RuntimeError, match=reason):
         function(**changes)
@@ -288,6 +337,8 @@ fails("multiples of 32 bytes", x, nz(2, 32, 24))
 fails("32, 64, 128 or 256", x, t(2, 32, 4, dtype=torch.int32), antiquant_scale=[t(2, 2, 32)])
 works(True, x8, [weight8], [t(2, 32)], t(6, dtype=FLOAT), groups, function=swiglu)
 fails("must be in ND", x8, [nz(2, 32, 32, dtype=INT8)], [t(2, 32)], t(6, dtype=FLOAT), groups, function=swiglu)
+fails("are for Atlas A2 and A3", x8, [t(2, 32, 4, dtype=torch.int32)], [t(2, 4)], t(6, dtype=FLOAT), groups,
+      function=swiglu)
 fails("is for Atlas A2 and A3", x8, nz(2, 32, 32, dtype=INT8), groups, t(2, 32, dtype=FLOAT), t(6, dtype=FLOAT),
       function=torch_npu.npu_grouped_matmul_swiglu_quant)
 torch_npu.npu_clipped_swiglu(t(6, 32))

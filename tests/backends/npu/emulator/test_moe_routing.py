@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_npu
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
-from helpers.emulator.routing_references import KINDS, choices, combined, route
+from helpers.emulator.routing_references import KINDS, choices, combined, route, whole_order
 from torch import Tensor
 
 EXPERTS = 8
@@ -109,6 +109,7 @@ def plain_routing(draw: Draw, kind: str, ranged: bool, index: int) -> Pairs:
         if index == 0:
             yield places, Same(routed.gather_index(tokens * k))
         else:
+            yield places, Same(whole_order(expert_idx, first))
             yield places[: routed.active], Same(torch.tensor(routed.order, dtype=torch.int32))
         if routed.active:
             yield rows[: routed.active], Same(routed.rows(x, k))

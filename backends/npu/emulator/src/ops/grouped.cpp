@@ -1,6 +1,45 @@
 #include "grouped.h"
 
+#include "handles.h"
+#include "numeric.h"
+
 namespace emulator {
+
+namespace {
+
+constexpr size_t kTileDims = 4;
+constexpr int64_t kTileRows = 16, kTileRowBytes = 32;
+
+DOCUMENTED("ops-transformer: gmm/grouped_matmul_swiglu_quant_v2/docs/aclnnGroupedMatmulSwigluQuantWeightNzV2.md");
+std::unique_ptr<aclTensor> view_of_matrices(const aclTensor* handle, bool always_nz) {
+    if (!handle) return nullptr;
+    auto view = std::make_unique<aclTensor>(*handle);
+    auto& shape = view->shape;
+    bool is_nz = view->format == ACL_FORMAT_FRACTAL_NZ && shape.size() == view->storage_shape.size();
+    if (shape.size() < kTileDims || !(is_nz || always_nz)) return view;
+    size_t outer = shape.size() - kTileDims;
+    int64_t row = kTileRowBytes / c10::elementSize(scalar_type(view->dtype)), expected = 1;
+    if (shape[outer + 2] == row && shape[outer + 3] == kTileRows)
+        throw NotEmulated("transposed tiles of a weight in FRACTAL_NZ are not emulated");
+    require(shape[outer + 2] == kTileRows && shape[outer + 3] == row,
+            "the tiles of a weight in FRACTAL_NZ must be 16 x " + std::to_string(row) + ", but are " + shown(shape));
+    for (size_t d = shape.size(); d-- > 0; expected *= shape[d])
+        if (shape[d] != 1 && view->strides[d] != expected)
+            throw NotEmulated("tiles of a weight in FRACTAL_NZ that are not contiguous are not emulated");
+    view->format = ACL_FORMAT_FRACTAL_NZ;
+    view->storage_shape = shape;
+    int64_t rows = shape[outer + 1] * kTileRows, columns = shape[outer] * row;
+    shape.resize(outer);
+    shape.insert(shape.end(), {rows, columns});
+    view->strides.assign(shape.size(), 1);
+    for (size_t d = shape.size() - 1; d-- > 0;) view->strides[d] = view->strides[d + 1] * shape[d + 1];
+    return view;
+}
+
+}  // namespace
+
+Weight::Weight(const aclTensor* handle, bool always_nz) : In(view_of_matrices(handle, always_nz).get()) {}
+NzWeight::NzWeight(const aclTensor* handle) : Weight(handle, true) {}
 
 DOCUMENTED("ops-transformer: gmm (the page of each operation)");
 Line product_line(const std::string& operation) {

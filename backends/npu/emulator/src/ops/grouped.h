@@ -14,10 +14,11 @@ enum class Line { a2_a3, inference, a5 };
 // That of the emulated device; `operation` is what the refusal of any other device names.
 Line product_line(const std::string& operation);
 
-// A matrix for each group: 2 dimensions, or 3 for those of several groups.
+// A matrix for each group: 2 dimensions, or 3 for those of several groups. In FRACTAL_NZ, callers may give the view of
+// the tiles instead of the view of the matrices: [..., N / C0, K / 16, 16, C0] instead of [..., K, N].
 class Weight : public In {
   public:
-    using In::In;
+    Weight(const aclTensor* handle, bool always_nz = false);
     bool is_nz() const { return !matrix_.empty(); }
     // The last two dimensions are those of the memory, swapped.
     bool is_transposed() const;
@@ -25,6 +26,12 @@ class Weight : public In {
     at::Tensor matrix(int64_t index) const;
 };
 using Weights = List<Weight>;
+
+// Of an operation that takes its memory for FRACTAL_NZ, whatever its format: tiles may say that they are ND.
+class NzWeight : public Weight {
+  public:
+    NzWeight(const aclTensor* handle);
+};
 
 // Rows from `begin` on, which multiply the matrix of `expert`.
 struct Group {

@@ -13,7 +13,7 @@ Chip chip() {
 SortedChoices sort_choices(const at::Tensor& expert_idx, int64_t first, int64_t end) {
     auto experts = expert_idx.reshape(-1).to(at::kLong);
     auto inside = experts.ge(first).logical_and_(experts.lt(end));
-    auto keys = at::where(inside, experts, std::numeric_limits<int64_t>::max());
+    auto keys = at::where(experts.lt(first), std::numeric_limits<int64_t>::max(), experts);
     auto [sorted, places] = at::sort(keys, /*stable=*/true, /*dim=*/0, /*descending=*/false);
     int64_t active = inside.sum().item<int64_t>();
     return {places, sorted.narrow(0, 0, active) - first, active};

@@ -28,7 +28,7 @@ inline std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
 inline std::string text(int64_t value) { return std::to_string(value); }
 
 // The choices of all tokens, flat, in the order of their experts; within an expert in the order of the tokens.
-// Choices of experts outside [first, end) come last.
+// Choices of experts outside [first, end) come last: first those from `end` on, by expert, then those before `first`.
 struct SortedChoices {
     at::Tensor places;   // int64 [choices]: where each choice is in the flat expert_idx
     at::Tensor experts;  // int64 [active]: the experts of those inside the range, less `first`
