@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from hal.version import API_VERSION, __version__
 
+_parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not os.path.exists(os.path.join(__path__[0], "backends")) and os.path.exists(os.path.join(_parent, "backends")):
+    # A checkout, where `hal.backends` and `hal.models` are the folders beside this one. Python started in the checkout
+    # imports this folder even if hal is installed elsewhere, and must not find half of hal here and half there.
+    __path__.append(_parent)
+
 if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ:
     # `import torch` imports every installed vendor package, and fails if one of them does. Drivers import their own
     # when they are opened, so torch is imported without them here. Later code gets the original environment.

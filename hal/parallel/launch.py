@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from hal.device.host_capacity import check_ranks
 from hal.errors import CommunicationError
+from hal.parallel.child_python import child_python
 from hal.parallel.launcher_variables import is_rank, launched
 from hal.parallel.mesh import Mesh
 
@@ -106,7 +107,7 @@ def run_ranks(
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*child_python(), *arguments],
                 env={**os.environ, **variables_of_rank(rank, ranks, store.port), **files, **({} if rank else of_first)},
                 stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,

@@ -520,10 +520,13 @@ CASES = (
     ("parallel/test_ranks.py", r"test_an_error_of_all_ranks", PROCESSES),
     ("parallel/test_ranks.py", r"test_different_errors_of_a_command", PROCESSES),
     ("parallel/test_ranks.py", r"test_of_different_errors_the_first_is_shown\[0,1,2", EXHAUSTIVE),
+    ("project/test_commands_of_pages.py", r"test_(commands|python)\[(README|quickstart)-folder", PROCESSES),
+    ("project/test_commands_of_pages.py", r"test_(commands|python)\[(?!(README|quickstart)-folder)", EXHAUSTIVE),
     ("project/test_documentation.py", r"test_python_of_a_page_runs\[(?!README|concepts|drivers)", PROCESSES),
     # `make docs` builds them too, which CI runs before.
     ("project/test_documentation.py", r"test_builds_strictly", EXHAUSTIVE),
     ("project/test_editors.py", r"test_type_checkers_know", AGAIN),
+    ("project/test_installations.py", r"\[(editable|wheel)\]|test_commands|test_a_program|test_ranks", PROCESSES),
     ("project/test_layering.py", r"test_import_linter_shows_violations\[(?!models/qwen3\.py-import torch_npu)", MODE),
     ("project/test_layering.py", r"test_the_syntax_tree_shows\w+\[(?!models/qwen3\.py-import (torch_npu|numpy))", MODE),
     ("project/test_outside.py", r"changes?\[(?!Recurrent).*-(piecewise\w*|inductor)\]", MODE),

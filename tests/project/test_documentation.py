@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-from configparser import ConfigParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,15 +21,13 @@ from typing import Any
 import attrs
 import pytest
 from helpers import ROOT
-from helpers.distributions import install
 from helpers.forked_scripts import run_script
+from helpers.pages import DOCS, PAGES, blocks, lay_out
 
 import hal
 from hal import config, errors
 from hal.nn.rotary import ROPE_TYPES
 
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts)]
 # Pages whose Python another test file runs, and why.
 ELSEWHERE = {
     "use-the-emulated-cann.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
@@ -38,43 +35,6 @@ ELSEWHERE = {
     "one-model-on-cpu-and-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "use-with-transformers.md": "tests/engines runs it: transformers imports torch_npu, which fails without CANN",
 }
-FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MODULE = re.compile(r"# (\w+\.py)\n")
-
-
-@attrs.frozen
-class Block:
-    """A fenced block of a page, and the line at which its text begins."""
-
-    language: str
-    text: str
-    line: int
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
-        for found in FENCE.finditer(text)
-    ]  # fmt: skip
-
-
-def lay_out(page: Path, folder: Path) -> Path:
-    """Write a page's script, modules and entry points into ``folder``; lines of the script keep the page's numbers."""
-    script: list[str] = []
-    for block in blocks(page):
-        if block.language == "ini":
-            parser = ConfigParser()
-            parser.read_string(block.text)
-            groups = parser["options.entry_points"].items()
-            install(folder, page.stem, "".join(f"[{group}]\n{entries}\n" for group, entries in groups))
-        elif block.language == "python" and (module := MODULE.match(block.text)):
-            (folder / module[1]).write_text(block.text, encoding="utf-8")
-        elif block.language == "python":
-            script += [""] * (block.line - 1 - len(script)) + block.text.splitlines()
-    path = folder / f"{page.stem.lower()}_page.py"
-    path.write_text("\n".join(script) + "\n", encoding="utf-8")
-    return path
 
 
 @pytest.mark.parametrize(

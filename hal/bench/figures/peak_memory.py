@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import attrs
 
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.plan import Plan
+from hal.parallel.child_python import child_python
 
 
 def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
@@ -30,7 +30,7 @@ def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
     compilers = (mode,) if side == "hal" else ()
     keys = attrs.asdict(attrs.evolve(plan, batch_sizes=(batch_size,), compilers=compilers, trace=False))
     order = json.dumps({"plan": keys, "side": side, "mode": mode})
-    command = [sys.executable, "-m", "hal.bench.peak_memory_process"]
+    command = [*child_python(), "-m", "hal.bench.peak_memory_process"]
     result = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]

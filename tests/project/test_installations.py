@@ -1,0 +1,57 @@
+"""Tests that a checkout works in each way to install it: in its root, whose `hal` Python finds first, and elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import clones
+from helpers.clones import Clone
+
+
+@pytest.fixture(scope="module", params=clones.WAYS)
+def clone(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return clones.clone(repository, tmp_path_factory.mktemp(request.param), request.param)
+
+
+OPENED = (
+    "import hal, hal.backends.cpu as cpu, hal.models as models; hal.open('cpu'); "
+    "print(hal.__file__, cpu.__file__, models.__file__)"
+)
+
+
+def test_all_of_hal_comes_from_one_place(clone: Clone, tmp_path: Path) -> None:
+    for folder in (clone.root, tmp_path):
+        hal, cpu, models = map(Path, clone.check(folder, "python", "-c", OPENED).split())
+        home = hal.parent if hal.is_relative_to(clone.home) else hal.parents[1]
+        assert (cpu, models) == (home / "backends" / "cpu" / "__init__.py", home / "models" / "__init__.py")
+        assert folder == tmp_path or hal.is_relative_to(clone.root), "Python searches the current folder first"
+
+
+def test_commands_with_child_processes(clone: Clone, tmp_path: Path) -> None:
+    """Ranks are Python with -m, and search the current folder first."""
+    checkpoint = str(clone.root / "checkpoints" / "tiny-python")
+    generate = ("generate", checkpoint, "--prompt", "import", "--max-new-tokens", "2")
+    texts = [clone.check(folder, "hal", *generate, "--tensor-parallel", "2") for folder in (clone.root, tmp_path)]
+    texts += [clone.check(folder, "python", "-m", "hal", *generate) for folder in (clone.root, tmp_path)]
+    assert len(set(texts)) == 1
+
+
+def test_ranks_import_the_hal_of_the_command(clone: Clone, tmp_path: Path) -> None:
+    """An installed hal may be older than the checkout in which its command is called."""
+    program = "import sys, hal; sys.stdout.write(hal.__file__ + chr(10)); sys.stdout.flush()"
+    ranks = f"from hal.parallel.launch import run_ranks; assert run_ranks(['-c', {program!r}], 2) is None"
+    script = tmp_path / "script.py"
+    script.write_text(ranks, encoding="utf-8")
+    own = clone.check(tmp_path, "python", "-c", program)
+    assert clone.check(clone.root, "python", str(script)) == own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the emulated CANN needs Linux")
+@pytest.mark.skipif(not clones.has_torch_npu(), reason="torch_npu is not installed")
+def test_a_program_on_the_emulated_cann(clone: Clone, tmp_path: Path) -> None:
+    opened = "import hal; print(hal.open({'backend': 'npu', 'dtype': 'float16'}).name)"
+    for folder in (clone.root, tmp_path):
+        text = clone.check(folder, "hal", "emulate", "--", "python", "-c", opened, npu=True)
+        assert text.split()[-1] == "npu"
