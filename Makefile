@@ -1,9 +1,14 @@
 # Each target does everything from nothing: virtual environment, installation, run.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests use this version. On a machine without a GPU a CPU build of it saves gigabytes.
-TORCH ?= torch==2.13.0
+LINUX := $(filter Linux,$(shell uname -s))
+# torch's CPU build: the package index has one for macOS only. Its build for Linux is for CUDA: gigabytes larger, and
+# torch_npu aborts beside it. TORCH=torch==2.13.0 chooses that.
+TORCH ?= torch==2.13.0$(if $(LINUX),+cpu)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 CHECKPOINT ?= checkpoints/tiny-python
+# For torch-npu: beside it, and without CANN, `import torch` fails, and so does transformers.
+NPU_VENV ?= $(VENV)/npu
 # For the CUDA driver on the emulated CUDA: torch for CUDA, in an environment of its own.
 CUDA_VENV ?= $(VENV)/cuda
 VLLM ?= 0.32.0
@@ -13,9 +18,27 @@ SGLANG_VENV ?= $(VENV)/sglang-$(SGLANG)
 CUDA_TESTS ?= tests/backends/cuda/emulated $(wildcard tests/backends/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
+NPU_BIN = $(NPU_VENV)/bin
 # What is imported is compiled then, and kept: pip would compile all of it, on one core, which takes as long as the rest.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
+# One retry: where pip cannot reach TORCH_INDEX, another source of pip's configuration may have the build.
+INSTALL_TORCH = $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) $(TORCH) \
+  $(if $(findstring +cpu,$(TORCH)),|| { echo "$$NO_CPU_BUILD"; $(PIP) $(TORCH:+cpu=); })
+define NO_CPU_BUILD
+== $(TORCH) is neither in $(TORCH_INDEX) nor in another source that pip is configured with.
+== $(TORCH:+cpu=) is installed instead. If that is a build for CUDA, it takes gigabytes, the demo leaves out the
+== emulated NPU, and the tests that need torch_npu fail or are skipped. To avoid that, stop here, and run make with
+== TORCH_INDEX set to a mirror of the index, or PIP_FIND_LINKS to a folder with the wheel of the CPU build.
+endef
+export NO_CPU_BUILD
+define CHECK_BUILD
+import sys
+from hal.backends.npu.torch_build import refused_build
+refused = refused_build()
+sys.exit(refused and f"== {refused.reason}: {refused.hint}")
+endef
+export CHECK_BUILD
 
 .PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm test-sglang
 
@@ -26,22 +49,27 @@ DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 
 demo: $(VENV)/.base
 	$(BIN)/hal $(DEMO) --backend cpu > $(VENV)/demo-cpu.txt
 	@cat $(VENV)/demo-cpu.txt
-ifeq ($(shell uname -s),Linux)
-	@$(MAKE) --no-print-directory $(VENV)/.npu
-	$(BIN)/hal $(DEMO) --backend npu --emulate > $(VENV)/demo-npu.txt
+ifndef LINUX
+	@echo '== the emulated NPU needs Linux, so that half is left out'
+else
+	@if $(BIN)/python -c "$$CHECK_BUILD"; then $(MAKE) --no-print-directory demo-npu; \
+	  else echo '== so the half on the emulated NPU is left out'; fi
+endif
+
+.PHONY: demo-npu
+demo-npu: $(NPU_VENV)/.npu
+	$(NPU_BIN)/hal $(DEMO) --backend npu --emulate > $(VENV)/demo-npu.txt
 	@cat $(VENV)/demo-npu.txt
 	@diff $(VENV)/demo-cpu.txt $(VENV)/demo-npu.txt || { echo '== CPU and emulated NPU: the texts differ'; exit 1; }
 	@echo '== CPU and emulated NPU: the same text'
-	$(BIN)/hal $(DEMO) --backend npu --emulate --tensor-parallel 2 > $(VENV)/demo-npus.txt
+	$(NPU_BIN)/hal $(DEMO) --backend npu --emulate --tensor-parallel 2 > $(VENV)/demo-npus.txt
 	@diff $(VENV)/demo-npu.txt $(VENV)/demo-npus.txt || { echo '== one and two emulated NPUs: the texts differ'; exit 1; }
 	@echo '== one and two emulated NPUs: the same text'
-else
-	@echo '== the emulated NPU needs Linux, so that half is left out'
-endif
 
 # A worker for each core takes whole files, whose tests share what is dear to make. What tests/conftest.py knows of the
 # last run, it uses to begin with the longest.
-PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+TEST_PYTHON = $(if $(LINUX),$(NPU_BIN),$(BIN))/python
+PYTEST = $(TEST_PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # `make test AREA=ops` runs the tests of one folder: of a room of hal/, or cpu, cuda, npu, driver, emulator.
 AREA ?=
 FOLDER = $(or $(patsubst %/,%,$(firstword $(wildcard tests/$(AREA) tests/backends/$(AREA) tests/backends/npu/$(AREA)))),\
@@ -60,7 +88,7 @@ UNITS = config/test_config.py device/test_closing.py::test_uses_nest_and_count_b
   backends/cuda/test_cuda_choice.py backends/npu/test_npu_probe.py
 
 # While working: under a minute and a half on two cores.
-check: $(VENV)/.dev
+check: $(VENV)/.dev $(VENV)/.test
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types layers
 	$(PYTEST) -m 'not thorough' $(addprefix tests/,$(UNITS)) tests/backends/cpu/test_cpu_conformance.py
 
@@ -76,7 +104,7 @@ test-exhaustive: $(VENV)/.test
 
 # What `make test` leaves to these: how many cases of which file, and why.
 thorough: $(VENV)/.test
-	@$(foreach folder,$(RUNS),$(BIN)/python -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
+	@$(foreach folder,$(RUNS),$(TEST_PYTHON) -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
 
 # Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
 test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2
@@ -93,7 +121,7 @@ test-sglang: $(SGLANG_VENV)/.test
 	$(SGLANG_VENV)/bin/python -m pytest -q tests/engines
 
 bench: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
+	$(TEST_PYTHON) -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -119,21 +147,28 @@ clean:
 
 $(VENV)/.base: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
+	$(INSTALL_TORCH)
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/.npu: $(VENV)/.base
-	$(PIP) --editable '.[npu]'
+# It sees the packages of $(VENV), and has torch-npu and a hal of its own.
+$(NPU_VENV)/.npu: $(VENV)/.base
+	test -x $(NPU_BIN)/python || $(BIN)/python -m venv --without-pip $(NPU_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(NPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
+	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[npu]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.base
+$(VENV)/.tools: $(VENV)/.base
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.tools $(if $(LINUX),$(NPU_VENV)/.npu)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[dev]'
-	touch $@ $(VENV)/.test
+	touch $@ $(VENV)/.tools
 
 # Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports. numpy 2.4
 # takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
@@ -150,7 +185,8 @@ $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 $(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(PIP) torch==2.13.0 'setuptools<81' setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2
+	$(INSTALL_TORCH)
+	$(PIP) 'setuptools<81' setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(PIP) --no-build-isolation --no-binary vllm \
 	  vllm==$(VLLM) torch==2.13.0
 	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist

@@ -8,9 +8,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from hal.drivers.driver import Probe
+from hal.drivers.torch_build import FindSpec, TorchBuild, installed_torch
 
 LIBRARY = "libcuda.so.1"
 """The NVIDIA driver's library, which torch loads."""
@@ -24,8 +24,7 @@ DEVICES = Path("/dev")
 WSL = "dxg"
 """The device file of the GPU in the Windows Subsystem for Linux."""
 INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cu130 (or the cu12x that the driver supports)"
-
-FindSpec = Callable[[str], Any]
+OTHER_BUILD = f"install a build for CUDA: {INSTALL}"
 
 
 def probe(
@@ -44,12 +43,17 @@ def probe(
         library: returns whether the loader finds NVIDIA's library; None is :func:`loadable`.
         access: returns whether a file is accessible, like :func:`os.access`.
     """
-    spec = find_spec("torch")
-    if spec is None or not spec.origin:
+    try:
+        build = installed_torch(find_spec)
+    except OSError as error:
+        return Probe(
+            False, f"the CUDA version of torch cannot be read: {error}", f"install a build for CUDA: {INSTALL}"
+        )
+    if build is None:
         return Probe(False, "torch is not installed", INSTALL)
-    cuda, problem = built_for(Path(spec.origin).with_name("version.py"))
+    cuda = build.platforms.get("cuda")
     if cuda is None:
-        return Probe(False, problem, f"install a build for CUDA: {INSTALL}")
+        return Probe(False, _describe(build), OTHER_BUILD)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return Probe(
@@ -84,21 +88,10 @@ def probe(
     return Probe(True, f"torch for CUDA {cuda}, and {len(usable)} {'GPU' if len(usable) == 1 else 'GPUs'}")
 
 
-def built_for(file: Path) -> tuple[str | None, str]:
-    """Return the CUDA version of a torch by its ``version.py``; or None and the problem."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        return None, f"the CUDA version of torch cannot be read: {error}"
-    fields = dict(re.findall(r"""^(\w+)\s*(?::[^=]*)?=\s*['"]([^'"]*)['"]""", text, re.MULTILINE))
-    version = fields.get("__version__", "of an unknown version")
-    if "cuda" in fields:
-        return fields["cuda"], ""
-    other = next(
-        (f"for {name.upper() if name == 'xpu' else 'ROCm'}" for name in ("rocm", "hip", "xpu") if name in fields),
-        "",
-    )
-    return None, f"the installed torch {version} is a build {other or 'for the CPU only'}"
+def _describe(build: TorchBuild) -> str:
+    names = {"rocm": "ROCm", "hip": "ROCm", "xpu": "XPU"}
+    platform = next((names[name] for name in names if name in build.platforms), "the CPU only")
+    return f"the installed torch {build.version or 'of an unknown version'} is a build for {platform}"
 
 
 def loadable(environ: Mapping[str, str] = os.environ, cache: Path = CACHE) -> bool:

@@ -16,6 +16,7 @@ from .emulator.activation import switch_of
 from .options import NpuOptions, number_of
 from .probe import probe, probe_emulated
 from .soc import Generation, generation_of
+from .torch_build import check_build
 
 if TYPE_CHECKING:
     from hal.execution.context import FormContext
@@ -47,7 +48,7 @@ class NpuDriver(Driver):
 
         Raises:
             ConfigError: an option is invalid, or requests a device or feature that the machine lacks.
-            DriverUnavailable: torch_npu cannot be imported, or finds no CANN or NPU.
+            DriverUnavailable: torch_npu cannot be imported, also because of torch's build, or finds no CANN or NPU.
         """
         chosen = self._read(options)
         if chosen.emulator != "off":
@@ -121,6 +122,7 @@ def _compilers(generation: Generation) -> tuple[Compiler, ...]:
 
 
 def _import_torch_npu() -> Any:
+    check_build()
     import torch
 
     try:

@@ -7,9 +7,11 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from hal.drivers.driver import Probe
+from hal.drivers.torch_build import FindSpec
+
+from .torch_build import refused_build
 
 DEVICES = Path("/dev")
 MANAGER = "davinci_manager"
@@ -18,8 +20,6 @@ CONTAINER = "davinci0 and its like, davinci_manager, devmm_svm and hisi_hdc"
 INSTALL = "pip install torch-npu, in the release that matches the installed torch (torch-npu 2.13.0 for torch 2.13)"
 EMULATE = "or run on an emulated NPU: set the driver option emulator, pass --emulate, or set HAL_NPU_EMULATOR=1"
 
-FindSpec = Callable[[str], Any]
-
 
 def probe(
     environ: Mapping[str, str] = os.environ,
@@ -27,11 +27,13 @@ def probe(
     find_spec: FindSpec = importlib.util.find_spec,
     access: Callable[[Path, int], bool] = os.access,
 ) -> Probe:
-    """Check for torch_npu, CANN, an NPU and access to it, in this order; report the first that is missing."""
+    """Check for torch_npu, a build of torch that fits it, CANN, an NPU and access to it; report the first failure."""
     from .emulator.activation import is_active, real_cann
 
     if find_spec("torch_npu") is None:
         return Probe(False, "torch_npu is not installed", f"{INSTALL}; {EMULATE}")
+    if (refused := refused_build(find_spec)) is not None:
+        return refused
     if is_active():
         return Probe(True, "the emulated CANN is active")
     if next(real_cann(environ), None) is None:
@@ -69,6 +71,8 @@ def probe_emulated(
 
     if find_spec("torch_npu") is None:
         return Probe(False, "torch_npu is not installed, and the emulated NPU requires it", INSTALL)
+    if (refused := refused_build(find_spec)) is not None:
+        return refused
     if not is_active() and which("g++") is None:
         return Probe(False, "the emulated CANN requires g++, which is not on the PATH", "install g++ 11 or later")
     return Probe(True, "an emulated NPU")

@@ -50,7 +50,8 @@ def torch_found(seconds: float) -> findings.Torch:
         facts,
         imports=False,
         problem=f"`import torch` fails without hal, because it imports a vendor's package that fails: {problem}",
-        remedy=f"set {AUTOLOAD}=0, or import hal before torch",
+        remedy=f"set {AUTOLOAD}=0, or import hal before torch; programs that import the package themselves, as "
+        "transformers does, need the vendor's runtime, or an environment without the package",
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import attrs
 import pytest
 from click.testing import CliRunner, Result
+from helpers import console_script
 
 from hal.cli import main
 from hal.cli.commands.new_driver import FILES
@@ -73,7 +74,7 @@ def installed(written: Path) -> Installed:
     home = written.parent / "environment"
     venv.create(home, with_pip=False)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
-    here = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    here = {path for path in sys.path if Path(path).name == "site-packages"}
     (site / "parent.pth").write_text("".join(f"import site; site.addsitedir({each!r})\n" for each in sorted(here)))
     python = home / "bin" / "python"
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
@@ -110,14 +111,13 @@ def test_the_readme_counts_steps_that_name_what_is_there(written: Path) -> None:
 
 
 def test_what_it_writes_is_clean(written: Path, repository: Path) -> None:
-    tools = Path(sys.executable).parent
-    for tool in ("ruff", "mypy"):
-        if not (tools / tool).exists():
-            pytest.skip(f"{tool} is not installed; the extra dev has it")
-    checked([str(tools / "ruff"), "check", "--no-cache", "."], written)
-    checked([str(tools / "ruff"), "format", "--no-cache", "--check", "."], written)
+    ruff, mypy = map(console_script, ("ruff", "mypy"))
+    if ruff is None or mypy is None:
+        pytest.skip("ruff or mypy is not installed; the extra dev has them")
+    checked([str(ruff), "check", "--no-cache", "."], written)
+    checked([str(ruff), "format", "--no-cache", "--check", "."], written)
     # Uses hal's types from its sources; mypy's errors in those are ignored.
-    command = [str(tools / "mypy"), "--follow-imports=silent", f"--cache-dir={written.parent / 'mypy'}"]
+    command = [str(mypy), "--follow-imports=silent", f"--cache-dir={written.parent / 'mypy'}"]
     environ = {**os.environ, "MYPYPATH": str(repository)}
     assert "no issues found in 4 source files" in checked(command, written, environ)
 

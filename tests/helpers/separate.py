@@ -48,8 +48,13 @@ def unavailable() -> str:
     if sys.platform != "linux":
         return f"the emulated CANN needs Linux, and this is {sys.platform}"
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install -e '.[npu]'"
-    return ""
+        return (
+            "torch_npu is not installed: run .venv/npu/bin/python, which make test creates, or pip install -e '.[npu]'"
+        )
+    from hal.backends.npu.torch_build import refused_build
+
+    refused = refused_build()
+    return f"{refused.reason}: {refused.hint}" if refused else ""
 
 
 def activate() -> None:

@@ -15,6 +15,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from helpers import console_script
 
 import hal
 
@@ -86,8 +87,9 @@ def allowed_in_models(module: str) -> bool:
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [str(console_script("lint-imports")), "--no-cache"], cwd=root, capture_output=True, text=True, check=False
+    )
 
 
 def circle(root: Path) -> str:

@@ -21,6 +21,8 @@ import attrs
 from hal.config import CompileCache, cache_folder, compiler_key, content_key
 from hal.errors import ConfigError, DriverUnavailable
 
+from ..torch_build import INSTALL as TORCH
+from ..torch_build import check_build
 from . import ninja_build, symbols
 from .ninja_build import Library, Recipe
 
@@ -61,7 +63,8 @@ class Toolchain:
         """Find torch and torch_npu without importing them.
 
         Raises:
-            DriverUnavailable: torch_npu is not installed, or is not the emulated release.
+            DriverUnavailable: torch_npu is not installed, is not the emulated release, or cannot be imported beside the
+                installed build of torch.
         """
         spec = importlib.util.find_spec("torch_npu")
         if spec is None or spec.origin is None:
@@ -76,7 +79,8 @@ class Toolchain:
             )
         torch = importlib.util.find_spec("torch")
         if torch is None or torch.origin is None:
-            raise DriverUnavailable("the emulated CANN requires torch, which is not installed", "pip install torch")
+            raise DriverUnavailable("the emulated CANN requires torch, which is not installed", TORCH)
+        check_build()
         versions = f"torch {importlib.metadata.version('torch')}, torch_npu {version}"
         return cls(Path(torch.origin).parent, Path(spec.origin).parent, versions, sources)
 
@@ -105,8 +109,8 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     """Build the libraries if they are not cached; return a folder with the layout of an installed CANN.
 
     Raises:
-        DriverUnavailable: torch_npu, g++, ninja or nm is missing, torch_npu is not the emulated release, or the cache
-            cannot be written or is writable by another user.
+        DriverUnavailable: torch_npu, g++, ninja or nm is missing, torch_npu is not the emulated release or cannot be
+            imported beside the installed build of torch, or the cache cannot be written or is writable by another user.
         DriverError: a source does not compile; the error contains the compiler's output.
     """
     tools = Toolchain.find(sources)

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hal.backends.cuda.probe import INSTALL, LIBRARY, built_for, loadable, probe
+from hal.backends.cuda.probe import INSTALL, LIBRARY, loadable, probe
+
+from hal.drivers.torch_build import installed_torch
 
 VERSION = """from typing import Optional
 __all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'rocm', 'xpu']
@@ -88,7 +90,10 @@ def test_the_installed_torch_says_what_it_is() -> None:
     """The probe's description of the installed torch is that of the module."""
     import torch
 
-    assert built_for(Path(torch.__file__).with_name("version.py"))[0] == torch.version.cuda
+    found = installed_torch()
+    assert found is not None
+    assert found.version == torch.__version__
+    assert found.platforms.get("cuda") == torch.version.cuda
 
 
 @pytest.mark.parametrize("value", ["", " ", "-1"])

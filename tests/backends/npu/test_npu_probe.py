@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from hal.backends.npu.autoload import autoload
 from hal.backends.npu.driver import NpuDriver
 from hal.backends.npu.emulator import activation, build
 from hal.backends.npu.probe import probe, probe_emulated
+from hal.backends.npu.torch_build import INSTALL
 from helpers import ROOT
 
 from hal.config import environment_options, load
 from hal.errors import ConfigError
 
 DOCS = ROOT / "docs"
+CUDA_BUILD = "CUDA_BUILD_PYTHON"
+"""The variable that names the Python of an environment with hal, torch_npu and a build of torch for CUDA."""
 
 pytestmark = pytest.mark.skipif(
     activation.is_active() or next(activation.real_cann({}), None) is not None,
@@ -66,6 +70,102 @@ def test_cann_is_missing(tmp_path: Path, devices: Path) -> None:
         assert not found.available
         assert "no CANN" in found.reason
         assert "source its set_env.sh" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "refused"),
+    [
+        ("2.13.0+cpu", "", ""),
+        ("2.13.0", "", ""),
+        ("2.13.0+cu130", "cuda: Optional[str] = '13.0'", "torch 2.13.0+cu130 is a build for CUDA 13.0"),
+        ("2.13.0+rocm7.0", "hip: Optional[str] = '7.0.1'", "torch 2.13.0+rocm7.0 is a build for ROCm 7.0.1"),
+    ],
+)
+def test_the_build_of_torch(
+    version: str, platform: str, refused: str, tmp_path: Path, cann: dict[str, str], devices: Path
+) -> None:
+    """torch_npu aborts the process beside libraries for CUDA, whether CANN is real or emulated."""
+    (tmp_path / "version.py").write_text(
+        f"__version__ = '{version}'\n{platform or 'cuda: Optional[str] = None'}\ngit_version = 'cf30153c'\n",
+        encoding="utf-8",
+    )
+
+    def find_spec(name: str) -> object:
+        return ModuleSpec(name, None, origin=str(tmp_path / "__init__.py"))
+
+    for found in (probe(cann, devices, find_spec), probe_emulated(find_spec, lambda name: f"/usr/bin/{name}")):
+        assert found.available == (not refused)
+        assert refused in found.reason
+        assert not refused or INSTALL in found.hint
+
+
+@pytest.mark.skipif(CUDA_BUILD not in os.environ, reason=f"{CUDA_BUILD} names no environment with torch for CUDA")
+@pytest.mark.parametrize(
+    "command",
+    [
+        [
+            "-m",
+            "hal",
+            "generate",
+            "{checkpoint}",
+            "--backend",
+            "npu",
+            "--emulate",
+            "--dtype",
+            "float16",
+            "--prompt",
+            "a",
+        ],
+        [
+            "-m",
+            "hal",
+            "generate",
+            "{checkpoint}",
+            "--backend",
+            "npu",
+            "--emulate",
+            "--tensor-parallel",
+            "2",
+            "--prompt",
+            "a",
+        ],
+        ["-m", "hal", "generate", "{checkpoint}", "--backend", "npu", "--prompt", "a"],
+        ["-m", "hal", "bench", "decode", "{checkpoint}", "--backend", "npu", "--emulate", "--dtype", "float16"],
+        [
+            "-m",
+            "hal",
+            "compare",
+            "{checkpoint}",
+            "--backend",
+            "cpu",
+            "--backend",
+            "npu",
+            "--emulate",
+            "--dtype",
+            "float16",
+            "--prompt",
+            "a",
+        ],
+        ["-m", "hal", "explain", "{checkpoint}", "--backend", "npu", "--emulate", "--dtype", "float16"],
+        ["-m", "hal", "emulate", "--", "python", "-c", "import torch_npu"],
+        ["-m", "hal", "doctor", "--backend", "npu", "--emulate"],
+        ["-m", "hal", "doctor", "--backend", "npu"],
+        ["-c", "import hal; hal.open({'backend': 'npu', 'options': {'emulator': True}})"],
+        ["-c", "import hal; hal.open('npu')"],
+        ["-c", "from hal.backends.npu import emulator; emulator.activate()"],
+    ],
+    ids=lambda command: " ".join(command[1:])[:60],
+)
+def test_a_build_for_cuda_is_refused_before_it_aborts(command: list[str], trained: Path, tmp_path: Path) -> None:
+    arguments = [each.format(checkpoint=trained) if each == "{checkpoint}" else each for each in command]
+    result = subprocess.run(
+        [os.environ[CUDA_BUILD], *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode in (1, 2), result
+    text = " ".join((result.stdout + result.stderr).split())
+    assert "is a build for CUDA 13.0, beside which torch_npu aborts the process" in text
+    assert INSTALL in text
+    assert "Duplicated key" not in text
 
 
 @pytest.mark.parametrize("variable", ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "LD_LIBRARY_PATH"])

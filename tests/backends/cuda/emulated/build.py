@@ -57,12 +57,13 @@ class Tools:
             raise CannotEmulate(f"the emulated CUDA needs Linux, and this is {sys.platform}")
         if spec is None or not spec.origin:
             raise CannotEmulate(f"torch is not installed: pip install torch=={TORCH}.0")
-        from hal.backends.cuda.probe import built_for  # importing hal imports torch
+        from hal.drivers.torch_build import installed_torch  # importing hal imports torch
 
         version = importlib.metadata.version("torch")
-        cuda, problem = built_for(Path(spec.origin).with_name("version.py"))
-        if cuda is None or not version.startswith(f"{TORCH}.") or not cuda.startswith(CUDA):
-            found = problem if cuda is None else f"the installed torch {version} is built for CUDA {cuda}"
+        build = installed_torch()
+        cuda = build.platforms.get("cuda", "") if build else ""
+        if not version.startswith(f"{TORCH}.") or not cuda.startswith(CUDA):
+            found = f"the installed torch {version} is {f'built for CUDA {cuda}' if cuda else 'no build for CUDA'}"
             raise CannotEmulate(
                 f"the emulated CUDA supports torch {TORCH} for CUDA {CUDA}x: {found}. In a separate environment: "
                 f"pip install torch=={TORCH}.0, which is that build on Linux; `make test-cuda-emulated` does it"
