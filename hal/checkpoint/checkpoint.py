@@ -27,7 +27,8 @@ from hal.checkpoint.safetensors_files import (
     tensors_of,
     weight_files,
 )
-from hal.config.untrusted_files import AGAIN, is_there, read_json, regular_file
+from hal.checkpoint.tokenizer_files import read_tokenizer
+from hal.config.untrusted_files import is_there, read_json
 from hal.errors import CheckpointError, nearest
 from hal.quantization.description import Quantization
 from hal.quantization.read_quantization import KEYS, read_quantization
@@ -139,23 +140,12 @@ class Checkpoint:
         return frozenset(listed)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of tokenizer.json.
+        """Return the tokenizer of tokenizer.json; see :func:`hal.checkpoint.tokenizer_files.read_tokenizer`.
 
         Raises:
-            CheckpointError: the file is missing or damaged.
+            CheckpointError: the file is missing or damaged, or one of those beside it is.
         """
-        file = self.path / "tokenizer.json"
-        if not is_there(file):
-            raise CheckpointError(f"{self.path} has no tokenizer.json", "save the fast tokenizer beside the weights")
-        regular_file(file)
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # The package tokenizers raises plain Exception.
-            raise CheckpointError(f"{file} is not a tokenizer: {error}", AGAIN) from None
-        # Some files hold settings of the training. A prompt must be neither truncated nor padded.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return read_tokenizer(self.path)
 
     def equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
         """Return whether two tensors of one shape hold the same values, rounded to a dtype."""
