@@ -19,16 +19,29 @@ if not os.path.exists(os.path.join(__path__[0], "backends")) and os.path.exists(
     # imports this folder even if hal is installed elsewhere, and must not find half of hal here and half there.
     __path__.append(_parent)
 
-if "torch" not in sys.modules and "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ:
+_FOR_TORCH = {
     # `import torch` imports every installed vendor package, and fails if one of them does. Drivers import their own
-    # when they are opened, so torch is imported without them here. Later code gets the original environment.
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # when they are opened.
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    # Threads of torch's libgomp that wait for others keep their cores for 300,000 turns of a loop, some milliseconds.
+    # Where processes share cores, the others then wait for them. 10,000 turns still span what Python runs between two
+    # kernels.
+    "GOMP_SPINCOUNT": "10000",
+}
+"""Environment variables with which hal imports torch, where the user sets none. Later code gets the original ones."""
+
+if "torch" not in sys.modules:
+    _added = {name: text for name, text in _FOR_TORCH.items() if name not in os.environ}
+    if "OMP_WAIT_POLICY" in os.environ:
+        _added.pop("GOMP_SPINCOUNT", None)
+    os.environ.update(_added)
     try:
         import torch as _torch  # noqa: F401
     except (ImportError, OSError):
         pass  # Code that uses torch raises the error when it imports it; `hal doctor` reports it without torch.
     finally:
-        del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+        for _name in _added:
+            del os.environ[_name]
 
 if TYPE_CHECKING:
     from hal import nn, ops

@@ -21,6 +21,7 @@ from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels
 from .packing import ROWS, Packing, linear, packed
+from .thread_count import ThreadCount
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
@@ -82,6 +83,20 @@ class CpuBackend(Backend):
         )
         self._whole = frozenset((*native, *GROUPED, *COLLECTIVES))
         self._packing = Packing(self.device.empty_cache) if options.pack_weights else None
+        self.threads = ThreadCount()
+
+    def enter(self) -> Any:
+        """Run operations on this backend, with as many threads as other processes leave cores."""
+        self.threads.before_step()
+        return super().enter()
+
+    def leave(self, token: Any) -> None:
+        """End the dispatch that :meth:`enter` started, and choose the number of threads of the next step."""
+        super().leave(token)
+        self.threads.after_step()
+
+    def _release(self) -> None:
+        self.threads.close()
 
     def graph(self) -> Graph:
         """Return a new, empty tape."""

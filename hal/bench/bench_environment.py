@@ -14,6 +14,7 @@ import torch
 import hal
 from hal.bench.plan import Setting
 from hal.config import environment_options
+from hal.device.host_cores import other_running_threads, usable_cores
 
 
 def environment(setting: Setting) -> dict[str, Any]:
@@ -26,8 +27,9 @@ def environment(setting: Setting) -> dict[str, Any]:
         "kernels": dict(setting.backend.sources),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "usable_cores": usable_cores(),
+        "threads": setting.plan.threads or torch.get_num_threads(),
+        "other_threads": other_running_threads(),
         "platform": platform.platform(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HAL_")},

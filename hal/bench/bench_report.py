@@ -11,6 +11,7 @@ from hal.bench.figures.launches import PEERS
 from hal.bench.figures.timing import noisy
 from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
+from hal.device.host_cores import crowded
 
 FORMAT = 1
 """Version of the JSON format; incremented when a key is removed or changes its meaning."""
@@ -106,13 +107,15 @@ def heading(result: Result) -> str:
     return (
         f"{plan.workload}: {plan.name}, {result.dtype}, {result.weight_bytes / 1e6:.1f} MB of weights{ranks}, "
         f"{plan.length} {what}, {plan.repeats} repeats\n{where['backend']}: {where['device']}; {where['cpu']}, "
-        f"{where['cores']} cores, {where['threads']} threads; {versions}"
+        f"{where['usable_cores']} of {where['cores']} cores, {where['threads']} threads; {versions}"
     )
 
 
 def notes(result: Result) -> Iterator[str]:
     """Yield notes on the table of times."""
     yield from _agreements(result)
+    if found := crowded(result.environment["other_threads"], result.environment["usable_cores"]):
+        yield f"{found}, and floor and ratios change with them; measure on an idle machine"
     for floor in result.floors:
         yield _floor_note(floor)
     for one, other in _noisy_pairs(result):

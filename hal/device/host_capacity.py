@@ -80,7 +80,7 @@ def task_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/pids.html beside it.
     """
-    for folder, _ in _control_groups("pids", root):
+    for folder, _ in control_groups("pids", root):
         try:
             limit, used = ((folder / file).read_text().strip() for file in ("pids.max", "pids.current"))
         except OSError:
@@ -99,7 +99,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it.
     """
-    for folder, unified in _control_groups("memory", root):
+    for folder, unified in control_groups("memory", root):
         files = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         prefix = "" if unified else "total_"
         try:
@@ -112,8 +112,8 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
             yield int(limit), int(used) - cached
 
 
-def _control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each control group of this process, its own first, and whether it is of version 2."""
+def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of each Linux control group of this process, its own first, and whether it is of version 2."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)

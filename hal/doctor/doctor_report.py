@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hal.device.host_cores import crowded
 from hal.doctor.findings import Check, Device, Driver, Findings, Ranks
 from hal.doctor.host_facts import DISTRIBUTION
 
@@ -19,10 +20,12 @@ def heading(findings: Findings) -> list[str]:
     """Return lines on versions, the machine and the variables."""
     torch = findings.torch
     build = f"git {torch.git_version[:12]}, for {torch.accelerator or 'CPU only'}{', debug' * torch.debug}"
+    limit = f", of which this process may use {findings.usable_cores}" * (findings.usable_cores < findings.cores)
     lines = [
         f"hal {findings.hal}, driver API {findings.driver_api}, {findings.python}",
         f"torch {torch.version} ({build})" if torch.version else "torch cannot be imported",
-        f"{findings.platform}, {findings.cores} cores",
+        f"{findings.platform}, {findings.cores} cores{limit}",
+        *(f"warning: {each}" for each in (crowded(findings.other_threads, findings.usable_cores),) if each),
         *(f"{name}={text}" for name, text in findings.variables.items()),
     ]
     return lines if torch.imports else [*lines, f"warning: {torch.problem}", f"remedy: {torch.remedy}"]

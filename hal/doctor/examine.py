@@ -11,6 +11,7 @@ from typing import Any
 
 import cattrs
 
+from hal.device.host_cores import other_running_threads, usable_cores
 from hal.doctor import host_facts
 from hal.doctor.driver_processes import Told, examine_in_parallel
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
@@ -49,6 +50,7 @@ def examine(
     """
     deadline = time.monotonic() + total
     drivers = host_facts.installed_drivers(only)
+    others = other_running_threads()  # before the examination starts processes
     say("examining torch")
     torch = host_facts.torch_found(min(seconds, total))
     if torch.version:
@@ -68,6 +70,8 @@ def examine(
             python=f"{platform.python_implementation()} {platform.python_version()}",
             platform=platform.platform(),
             cores=os.cpu_count() or 1,
+            usable_cores=usable_cores(),
+            other_threads=others,
             torch=torch,
             variables=host_facts.variables(drivers),
             packages=host_facts.packages(drivers),

@@ -186,6 +186,8 @@ class Findings:
         python: implementation and version.
         platform: system, release and machine.
         cores: number of CPU cores.
+        usable_cores: cores that this process may use by its affinity and its container's quota.
+        other_threads: running threads of other processes on average, before the examination; None if unknown.
         torch: installed torch.
         variables: relevant environment variables.
         packages: required packages.
@@ -199,6 +201,8 @@ class Findings:
     python: str
     platform: str
     cores: int
+    usable_cores: int
+    other_threads: float | None
     torch: Torch
     variables: dict[str, str]
     packages: list[Package]

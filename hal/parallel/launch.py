@@ -24,6 +24,7 @@ from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
 from hal.device.host_capacity import check_ranks
+from hal.device.host_cores import usable_cores
 from hal.errors import CommunicationError
 from hal.parallel.child_python import child_python
 from hal.parallel.launcher_variables import is_rank, launched
@@ -124,8 +125,7 @@ def variables_of_rank(rank: int, ranks: int, port: int) -> Mapping[str, str]:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     if "OMP_NUM_THREADS" not in os.environ:  # The ranks share the cores.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        found["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+        found["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
     if "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
         found["GLOO_SOCKET_IFNAME"] = "lo"  # The machine's name may not resolve.
     return found

@@ -562,11 +562,21 @@ class TestReport:
             "device": "d",
             "cpu": "c",
             "cores": 1,
+            "usable_cores": 1,
+            "other_threads": 0.0,
             "threads": 1,
             "versions": {},
             "emulated": False,
         }
         return measurement.Result(tiny(), "float32", 100, where, {}, measurements, floors)
+
+    def test_a_shared_machine_is_noted(self) -> None:
+        result = self.result(eager=[2.0, 2.1, 2.2])
+        assert not [line for line in bench_report.notes(result) if "other processes" in line]
+        cores = os.cpu_count() or 1
+        result.environment.update(usable_cores=cores, other_threads=3.0)
+        [note] = [line for line in bench_report.notes(result) if "other processes" in line]
+        assert note.startswith(f"other processes run 3 threads on the {cores} cores of this machine"), note
 
     def test_noise_is_marked(self) -> None:
         result = self.result(eager=[2.0, 2.1, 2.2], graph=[1.0, 2.0, 3.0], other=[4.0, 4.1, 4.2])
