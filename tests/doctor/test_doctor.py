@@ -459,6 +459,7 @@ def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> No
     assert torch["version"], "the version comes from an import without the vendors' packages"
     assert "Failed to load the backend extension: acme" in torch["problem"]
     assert host_facts.AUTOLOAD in torch["remedy"]
+    assert "an environment without the package" in torch["remedy"], "transformers imports it in any order"
     # With this variable, hal cannot keep torch from importing the package either, so the driver is unusable.
     assert of(found, "acme")["status"] == "broken"
 

@@ -39,7 +39,9 @@ class Clone:
     def run(self, folder: Path, *command: str, npu: bool = False) -> subprocess.CompletedProcess[str]:
         """Run a command in a folder, with the environment's programs first, and with torch_npu if ``npu``."""
         dropped = ("HAL_", "PYTHON", "TORCH_")
-        environ = {name: text for name, text in os.environ.items() if not name.startswith(dropped)}
+        environ = {
+            name: text for name, text in os.environ.items() if not name.startswith(dropped) or name == "HAL_CACHE_DIR"
+        }
         environ["PATH"] = os.pathsep.join([str(self.home / "bin"), environ.get("PATH", os.defpath)])
         if npu and self.npu is not None:
             environ["PYTHONPATH"] = str(self.npu)
