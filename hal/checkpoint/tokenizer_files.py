@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
 from hal.config.untrusted_files import AGAIN, is_there, read_json, regular_file
 from hal.errors import CheckpointError
@@ -18,6 +19,8 @@ TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
+_OTHER_CLASS = frozenset({"mistral", "mixtral"})
+"""Values of model_type whose LlamaTokenizer transformers 5 reads from tokenizer.json alone."""
 _FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
 
 
@@ -43,15 +46,50 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = _optional(folder / CONFIG)
+    replaced = _rebuild_llama(tokenizer, config, _optional(folder / "config.json"))
     named = {key: config.get(key) for key in _NAMED}
     try:
         _add_tokens(tokenizer, folder, config, named)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the special tokens beside {file} cannot be read: {error}", AGAIN) from None
     tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
-    for problem in _differences(tokenizer, config, named):
+    for problem in (*replaced, *_differences(tokenizer, config, named)):
         log.warning("%s in %s: %s", CONFIG, folder, problem)
     return tokenizer
+
+
+def _rebuild_llama(tokenizer: Tokenizer, config: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """Do what transformers 5 does for LlamaTokenizer: build all but the vocabulary and the template from the class.
+
+    Args:
+        tokenizer: changed in place.
+        config: tokenizer_config.json.
+        model: config.json.
+
+    Returns:
+        A warning if this changes the tokenizer.
+    """
+    name = config.get("tokenizer_class") or model.get("tokenizer_class")
+    if str(name).removesuffix("Fast") != "LlamaTokenizer" or model.get("model_type") in _OTHER_CLASS:
+        return []
+    before = json.loads(tokenizer.to_str())
+    if before["model"]["type"] != "BPE" or '"ByteLevel"' in json.dumps([before["pre_tokenizer"], before["decoder"]]):
+        return []
+    prefix = config.get("add_prefix_space")
+    scheme = "never" if prefix is False else "always" if config.get("legacy") else "first"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
+    strip = [] if prefix is False else [decoders.Strip(content=" ", left=1)]
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.model.fuse_unk = tokenizer.model.byte_fallback = True
+    after = json.loads(tokenizer.to_str())
+    if all(before[key] == after[key] for key in ("normalizer", "pre_tokenizer")):
+        return []
+    return [
+        f"tokenizer_class is {name}: as in version 5 of transformers, its normalizer and pre-tokenizer replace those "
+        f"of {TOKENIZER}, which earlier versions follow; set it to PreTrainedTokenizerFast to follow {TOKENIZER}"
+    ]
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.checkpoints import random_checkpoint, trained_tokenizer, write_json
 from helpers.comparison import transformers
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.tokenizer_files import read_tokenizer
@@ -133,6 +134,56 @@ def test_flags_that_versions_read_differently(
     warned = {key for key in flags if any(f": {key} is" in record.getMessage() for record in caplog.records)}
     adds = {"add_bos_token": "<s>" in single, "add_eos_token": "</s>" in single}
     assert warned == {key for key, value in flags.items() if value is not None and value != adds[key]}
+
+
+def sentencepiece(older: bool) -> Tokenizer:
+    """Return a tokenizer like those of Llama 2, with a normalizer as older versions of transformers wrote them."""
+    tokenizer = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
+    if older:
+        spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(spaces)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first", split=False)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    named = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*named, *(f"<0x{i:02X}>" for i in range(256))], show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the rat sat on the hat"] * 3, trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] in named]
+    made = Tokenizer.from_str(json.dumps(content))
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("name", [*CLASSES, "LlamaTokenizer", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe"])
+def test_classes_of_llama(
+    model_type: str, name: str, older: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sentencepiece(older).save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "config.json", {"model_type": model_type})
+    draw = random.Random(f"{model_type} {name} {older}")
+    pieces = ("the", " cat", "  ", "<s>", "</s>", "x", "é", "\n", " mat ", "<unk>")
+    for legacy in (None, False, True):
+        for prefix in (None, False, True):
+            given = {"legacy": legacy, "add_prefix_space": prefix}
+            config = {"tokenizer_class": name, **{key: each for key, each in given.items() if each is not None}}
+            write_json(tmp_path / "tokenizer_config.json", config)
+            ours, theirs = read_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+            for _ in range(30):
+                text = "".join(draw.choices(pieces, k=draw.randrange(8)))
+                ids = theirs(text).input_ids
+                assert ours.encode(text).ids == ids, (config, text)
+                assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), (config, text)
+    caplog.clear()
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name})
+    read_tokenizer(tmp_path)
+    rebuilt = older and name.startswith("Llama") and model_type not in ("mistral", "mixtral")
+    assert bool([each for each in caplog.records if "tokenizer_class is" in each.getMessage()]) == rebuilt
 
 
 @pytest.mark.parametrize(
