@@ -4,6 +4,10 @@ A piece can be captured for a number of tokens if every value that it reads is f
 tokens only. The lengths and block tables of attention change shape between steps. A node is therefore captured unless
 it is a splitting operation or depends on such an input. Eager parts receive one row per token of the batch, so a value
 with tokens in another dimension than the first stays inside a piece.
+
+Each segment computes the sizes that it needs again, from the tensors that have them. So a segment that needs only the
+size of a value reads that value. In a piece, tokens are those that it was captured for: a node that computes with their
+number, rather than giving its result a shape, is not captured.
 """
 
 from __future__ import annotations
@@ -15,15 +19,21 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from hal import ops
-from hal.compile.fx.alias_analysis import SIZES, AliasAnalysis
+from hal.compile.fx.alias_analysis import AliasAnalysis
+from hal.compile.fx.size_nodes import (
+    SYMBOLIC,
+    computes_with_sizes,
+    is_number,
+    numbers_before,
+    readers_of,
+    reads_of,
+    symbols,
+)
 from hal.compile.fx.symbolic_sizes import value
 from hal.compile.lower import lower
 from hal.compile.trace import TracedStep
-
-_OPEN: Any = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @attrs.frozen
@@ -104,7 +114,7 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
         outputs = [
             node for node in nodes
             if isinstance(value(node), Tensor)
-            and (node is logits or any(place.get(user, index) != index for user in node.users))
+            and (node is logits or any(place.get(user, index) != index for user in readers_of(node)))
         ]  # fmt: skip
         inputs, run = _function(nodes, outputs, constants)
         segments.append(Segment(
@@ -125,24 +135,24 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
 
 def _captured(graph: fx.Graph, inputs: set[fx.Node], tokens: Any, at: Collection[str]) -> set[fx.Node]:
     """Return the nodes that can be captured for a number of tokens, if ``inputs`` have fixed addresses."""
-    calls = [node for node in graph.nodes if node.op == "call_function" and not _is_number(node)]
+    calls = [node for node in graph.nodes if node.op == "call_function" and not is_number(node)]
     barred: set[fx.Node] = set()
     while True:
         captured: set[fx.Node] = set()
         free = set(inputs)
         for node in calls:
-            reads = [each for each in node.all_input_nodes if not _is_number(each)]
+            reads = reads_of(node)
             if node.target is operator.getitem and operation_of(reads[0]) in at:
                 continue  # Handled with its source.
-            fit = _symbols(node) <= {tokens} and all(_symbols(each) <= {tokens} for each in _numbers_before(node))
+            fit = symbols(node) <= {tokens} and all(symbols(each) <= {tokens} for each in numbers_before(node))
             if operation_of(node) in at:
                 results = _results(node)
                 # The result of a splitting operation is copied to the memory that pieces read.
                 free |= {node, *results} if all(_per_token(tokens, each) for each in results) else set()
-            elif fit and node not in barred and all(each in free for each in reads):
+            elif fit and node not in barred and not computes_with_sizes(node) and free.issuperset(reads):
                 captured.add(node)
                 free.add(node)
-        out = {node for node in captured if not _may_leave(tokens, node) and not captured.issuperset(_readers(node))}
+        out = {node for node in captured if not _may_leave(tokens, node) and not captured.issuperset(readers_of(node))}
         if not out:
             return captured
         barred |= out | {node.args[0] for node in out if node.target is operator.getitem}  # type: ignore[misc]
@@ -153,7 +163,7 @@ def _groups(graph: fx.Graph, captured: set[fx.Node], at: Collection[str]) -> lis
     groups: list[list[fx.Node]] = []
     group_of: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or _is_number(node):
+        if node.op != "call_function" or is_number(node):
             continue
         if node.target is operator.getitem and node.args[0] in group_of:
             group_of[node] = group_of[node.args[0]]
@@ -172,7 +182,7 @@ def _last_readers(graph: fx.Graph, place: Mapping[fx.Node, int], returned: int) 
     found: dict[fx.Node, int] = {}
     for node in place:
         shown = {node, *(each for where in memory.places(node) for each in memory.aliases(where))}
-        readers = [user for each in shown for user in each.users if user.target not in SIZES]
+        readers = [user for each in shown for user in readers_of(each)]
         found[node] = max((returned if user.op == "output" else place.get(user, 0) for user in readers), default=0)
     return found
 
@@ -183,9 +193,9 @@ def _function(
     """Return the values that ``nodes`` read from others, and a function from these to ``outputs``."""
     own = set(nodes)
     # Each piece computes sizes again, from tensors, which may be its own.
-    body = list(dict.fromkeys(each for node in nodes for each in (*_numbers_before(node), node)))
+    body = list(dict.fromkeys(each for node in nodes for each in (*numbers_before(node), node)))
     reads = dict.fromkeys(each for node in body for each in node.all_input_nodes if each not in own)
-    outside = [each for each in reads if not _is_number(each)]
+    outside = [each for each in reads if not is_number(each)]
     inputs = [each for each in outside if each not in constants]
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -198,43 +208,17 @@ def _function(
     return inputs, lower(part, {copies[each]: constants[each] for each in outside if each in constants})
 
 
-def _numbers_before(node: fx.Node) -> list[fx.Node]:
-    """Return the sizes that a node reads and those that they are computed from, in order."""
-    found: list[fx.Node] = []
-    for each in node.all_input_nodes:
-        if _is_number(each):
-            found += [*_numbers_before(each), each]
-    return found
-
-
-def _is_number(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(value(node), (*_OPEN, int))
-
-
-def _symbols(node: fx.Node) -> set[Any]:
-    """Return the free symbols of a node's value: of a number, or of the shapes of tensors."""
-    found = value(node)
-    sizes = [
-        size for each in pytree.tree_leaves(found) for size in (each.shape if isinstance(each, Tensor) else [each])
-    ]
-    return {symbol for size in sizes if isinstance(size, _OPEN) for symbol in size.node.expr.free_symbols}
-
-
 def _per_token(tokens: Any, node: fx.Node) -> bool:
     """Return whether the first dimension of a tensor is the number of tokens, and no other is symbolic."""
     fake = value(node)
     first, *others = fake.shape if isinstance(fake, Tensor) and fake.dim() else [0]
-    if any(isinstance(size, _OPEN) for size in others):
+    if any(isinstance(size, SYMBOLIC) for size in others):
         return False
-    return isinstance(first, _OPEN) and first.node.expr == tokens
+    return isinstance(first, SYMBOLIC) and first.node.expr == tokens
 
 
 def _may_leave(tokens: Any, node: fx.Node) -> bool:
-    return not _symbols(node) or _per_token(tokens, node) or isinstance(value(node), (tuple, list))
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if not _is_number(user)]
+    return not symbols(node) or _per_token(tokens, node) or isinstance(value(node), (tuple, list))
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
