@@ -7,14 +7,18 @@ runner's step. Nothing is captured; only runners capture graphs.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.fx.make_graph import make_graph
@@ -26,6 +30,9 @@ from hal.drivers.backend import Backend, active_backend
 from hal.errors import BackendNotActive, CompileError, ConfigError, nearest
 
 log = logging.getLogger("hal.compile")
+
+AddedInputs = Callable[[Sequence[Any]], list[Tensor] | None]
+"""A function from a graph's inputs to those that a pass added, or None if the graph cannot run on these."""
 
 OPTIONS = ("compiler", "passes")
 INDUCTOR = "inductor"
@@ -50,8 +57,7 @@ def backend(
     Raises:
         BackendNotActive: no backend is open.
         ConfigError: an option is unknown, or the backend does not support code from Inductor.
-        CompileError: a pass failed, or the graph has no tensors. With Inductor, also: it failed, or the graph writes in
-            place or may need gradients.
+        CompileError: a pass failed. With Inductor, also: it failed, or the graph writes in place or may need gradients.
     """
     given = dict(options or {})
     for name in given:
@@ -62,11 +68,50 @@ def backend(
         raise BackendNotActive('torch.compile(backend="hal") needs an open backend', "call hal.open() before")
     _check_compiler(given.get("compiler"), active, inputs)
     fakes = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
-    mode = next((each.fake_mode for each in fakes if isinstance(each, FakeTensor)), None)
-    if mode is None:
-        raise CompileError("Dynamo passed a graph without tensors", "exclude that function from torch.compile")
     _read_floats(module)
-    passes: Mapping[str, bool] = given.get("passes", {})
+    compiled = partial(_compiled, module, fakes, _mode_of(module), active, given)
+    lowered, added_inputs = compiled(inputs)
+
+    @functools.cache
+    def unmerged() -> Callable[..., Any]:
+        log.warning(
+            "a graph of Dynamo: the weights of merged projections were replaced, so it is compiled again without "
+            "merging; to merge the new ones, call torch.compiler.reset()"
+        )
+        return compiled(())[0]
+
+    def run(*args: Any) -> Any:
+        if not active.active:
+            active.uses.check_open()
+            raise BackendNotActive(
+                f"this function was compiled for the backend {active.name}, but another one is active",
+                "call activate() of that backend before, or torch.compiler.reset() to compile again",
+            )
+        added = added_inputs(args)
+        return unmerged()(*args) if added is None else lowered(*args, *added)
+
+    return run
+
+
+def _compiled(
+    module: fx.GraphModule,
+    fakes: Sequence[Any],
+    mode: FakeTensorMode,
+    active: Backend,
+    options: Mapping[str, Any],
+    inputs: Sequence[Any],
+) -> tuple[Callable[..., Any], AddedInputs]:
+    """Return a graph's function, and one that returns the inputs that it takes behind a call's own.
+
+    Args:
+        module: the graph.
+        fakes: the fake tensors and symbolic numbers of its inputs.
+        mode: the mode of the fake tensors.
+        active: the backend to compile for.
+        options: those of :func:`backend`.
+        inputs: example inputs; without them, no projections are merged.
+    """
+    passes: Mapping[str, bool] = options.get("passes", {})
     recognition = Recognition(active, inputs, passes)
     others = {name: on for name, on in passes.items() if name not in recognition.names}
     chosen = chosen_passes(active, others)
@@ -80,8 +125,7 @@ def backend(
     asked = {name for name, on in passes.items() if on and name in recognition.names}
     for warning in report.missed(wanted_rewrites(active, others) | asked):
         log.warning("a graph of Dynamo: %s", warning)
-    added_inputs = recognition.finish()
-    if given.get("compiler") is not None:
+    if options.get("compiler") is not None:
         from hal.compile.inductor_backend import compile_graph  # imports Inductor, which takes a second
 
         # Weights are not in the driver's own form here, so Inductor multiplies by them itself.
@@ -90,17 +134,14 @@ def backend(
         if hoist_preparations(graph.graph, active, mode):
             common_subexpressions(graph)
         lowered = lower(graph.graph)
+    return lowered, recognition.finish()
 
-    def run(*args: Any) -> Any:
-        if not active.active:
-            active.uses.check_open()
-            raise BackendNotActive(
-                f"this function was compiled for the backend {active.name}, but another one is active",
-                "call activate() of that backend before, or torch.compiler.reset() to compile again",
-            )
-        return lowered(*args, *added_inputs(args))
 
-    return run
+def _mode_of(module: fx.GraphModule) -> FakeTensorMode:
+    """Return the mode of a graph's fake tensors, which need not be inputs, or Dynamo's if it has none."""
+    values = tree_leaves([node.meta.get("example_value") for node in module.graph.nodes])
+    found = next((each.fake_mode for each in values if isinstance(each, FakeTensor)), None)
+    return found or detect_fake_mode()  # type: ignore[return-value]
 
 
 def _check_compiler(compiler: Any, active: Backend, inputs: Sequence[Any]) -> None:

@@ -1,22 +1,23 @@
 """Merging of the projections that read one input, such as those of query, key and value.
 
-hal's own models load such weights merged. A model in plain torch has them apart, so their concatenation is computed
-when the graph first runs, and again after a weight has changed. It takes as much memory as the weights.
+hal's own models load such weights merged. A model in plain torch has them apart. They are moved into one storage, where
+the merged weight is a view of them all: it is never stale, however a weight is written, and takes no memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, fx
 
 from hal import ops
+from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.symbolic_sizes import value
+from hal.compile.recognize.consecutive_weights import concatenated, move_together, why_not_moved
 
 aten = torch.ops.aten
 log = logging.getLogger("hal.compile")
@@ -24,56 +25,84 @@ log = logging.getLogger("hal.compile")
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
-@attrs.define
 class MergedWeights:
-    """The concatenated weights of a graph, as inputs behind its others.
+    """The merged weights of a graph, as inputs behind its others."""
 
-    Attributes:
-        groups: the indices of the inputs that each of them concatenates, along dimension 0.
-    """
+    def __init__(self) -> None:
+        self._groups: list[tuple[int, ...]] = []
+        self._views: list[Tensor | None] = []
 
-    groups: list[tuple[int, ...]] = attrs.field(factory=list)
-    _made: list[tuple[tuple[Tensor, ...], tuple[Any, ...], Tensor]] = attrs.field(factory=list)
+    def add(self, group: tuple[int, ...]) -> None:
+        """Add the merged weight of the inputs with these indices."""
+        self._groups.append(group)
+        self._views.append(None)
 
-    def __call__(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return the concatenated weights for a call's inputs: those of the last call, if no weight has changed."""
-        for place, group in enumerate(self.groups):
-            weights = tuple(inputs[index] for index in group)
-            # ``weight.data = other`` changes the address only, and a write in place the version only.
-            state = tuple([(each._version, each.data_ptr()) for each in weights])
-            if place < len(self._made):
-                known, before, _ = self._made[place]
-                if state == before and all(one is other for one, other in zip(weights, known, strict=True)):
-                    continue
-            with torch.inference_mode(False), torch.no_grad():
-                made = weights, state, torch.cat([each.detach() for each in weights])
-            self._made[place : place + 1] = [made]
-        return [merged for *_, merged in self._made]
+    def move(self, inputs: Sequence[Any]) -> None:
+        """Move the weights of each merged one into one storage, unless they are in one."""
+        for group in self._groups:
+            weights = [inputs[index] for index in group]
+            if concatenated(weights) is None and why_not_moved(weights) is None:
+                move_together(weights)
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Tensor] | None:
+        """Return the merged weights for a call's inputs, or None if the weights of one are not in one storage."""
+        for place, group in enumerate(self._groups):
+            weights = [inputs[index] for index in group]
+            if not _is_view_of(self._views[place], weights):
+                self._views[place] = concatenated(weights)
+                if self._views[place] is None:
+                    return None
+        return self._views  # type: ignore[return-value]
+
+
+def _is_view_of(merged: Tensor | None, weights: Sequence[Tensor]) -> bool:
+    """Return whether a merged weight is still that of these, whose shapes and strides Dynamo guards."""
+    if merged is None:
+        return False
+    address = merged.data_ptr()  # The view keeps its storage, so nothing else can have these addresses.
+    for each in weights:
+        if each.data_ptr() != address:
+            return False
+        address += each.nbytes
+    return True
 
 
 class MergeProjections:
-    """The pass that merges projections. It adds an input to the graph for every concatenated weight.
+    """The pass that merges projections. It adds an input to the graph for every merged weight.
 
     Args:
-        parameters: the indices of the inputs that are parameters, which alone may be concatenated in advance.
+        inputs: of the graph.
+        weights: a function that returns the indices of the inputs whose projections may be merged.
     """
 
     __name__ = "merge_projections"
 
-    def __init__(self, parameters: Collection[int]) -> None:
-        self._parameters = parameters
+    def __init__(self, inputs: Sequence[Any], weights: Callable[[], Collection[int]]) -> None:
+        self._inputs = inputs
+        self._mergeable = weights
+        self._moved: set[int] = set()
         self.weights = MergedWeights()
 
     def __call__(self, module: fx.GraphModule) -> int:
         """Merge projections, and return the number of merged ones that take their places."""
         graph = module.graph
+        memory, mergeable = AliasAnalysis(graph), self._mergeable()
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        places = {node: index for index, node in enumerate(inputs) if index in self._parameters}
+        places = {
+            node: index for index, node in enumerate(inputs)
+            if index in mergeable and not any(True for _ in memory.writers(node))
+        }  # fmt: skip
         count = 0
         for group in _groups(graph, places):
+            parts = list(zip(*map(_weights, group), strict=True))
+            indices = [tuple(places[each] for each in weights) for weights in parts]
+            reason = self._why_apart(indices)
+            if reason is not None:
+                log.info("merge_projections: %d projections of one input stay apart: %s", len(group), reason)
+                continue
             merged = []
-            for weights in zip(*map(_weights, group), strict=True):
-                self.weights.groups.append(tuple(places[each] for each in weights))
+            for weights, places_of_weights in zip(parts, indices, strict=True):
+                self.weights.add(places_of_weights)
                 merged.append(_added_input(graph, weights))
             _merge(graph, group, merged)
             count += 1
@@ -82,15 +111,20 @@ class MergeProjections:
                 _before_the_views(graph, node)
         return count
 
-    def log_memory(self, inputs: Sequence[Any]) -> None:
-        """Log how much memory the concatenated weights take."""
-        if self.weights.groups:
-            taken = sum(inputs[index].nbytes for group in self.weights.groups for index in group)
-            log.info(
-                "merge_projections keeps %.1f MiB of concatenated weights beside the model's own; "
-                'options={"passes": {"merge_projections": False}} saves them',
-                taken / 2**20,
-            )
+    def _why_apart(self, groups: Sequence[tuple[int, ...]]) -> str | None:
+        """Return why weights, or their biases, cannot be in one storage. Otherwise note which must be moved."""
+        moved: set[int] = set()
+        for group in groups:
+            weights = [self._inputs[index] for index in group]
+            if concatenated(weights) is None:
+                reason = why_not_moved(weights)
+                if reason is None and not self._moved.isdisjoint(group):
+                    reason = "a weight is merged with others already"
+                if reason is not None:
+                    return reason
+                moved.update(group)
+        self._moved |= moved
+        return None
 
 
 def _groups(graph: fx.Graph, places: Mapping[fx.Node, int]) -> list[list[fx.Node]]:

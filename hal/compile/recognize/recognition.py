@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.clean import common_subexpressions
@@ -15,7 +15,7 @@ from hal.compile.fx.symbolic_sizes import value
 from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.recognize.merge_projections import MergeProjections
-from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls, parameters_among
+from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls
 from hal.compile.rewrite.rewrite import Rewrite
 from hal.compile.rewrite_report import PassReport
 from hal.drivers.backend import Backend
@@ -51,7 +51,7 @@ def early_views(module: fx.GraphModule) -> int:
         copies = node.target is aten.clone.default and not any(True for _ in memory.writers(node.args[0]))
         if node.target not in MOVED and not copies:
             continue
-        last = max(inputs[-1], *node.all_input_nodes)
+        last = max([*inputs[-1:], *node.all_input_nodes])
         if node.prev is not last:
             last.append(node)
             count += 1
@@ -91,7 +91,7 @@ class Recognition:
 
     Args:
         backend: whose kernels decide what is recognized.
-        inputs: of the graph, by which parameters are known.
+        inputs: of the graph, by which parameters are known; without them, no projections are merged.
         passes: by name, False disables a part of the recognition; other names are ignored.
 
     Attributes:
@@ -100,6 +100,7 @@ class Recognition:
 
     def __init__(self, backend: Backend, inputs: Sequence[Any], passes: Mapping[str, bool]) -> None:
         self._inputs = inputs
+        self._fakes: Sequence[Any] = ()
         self._calls = TorchCalls(backend, [name for name, on in passes.items() if not on])
         if needs_gradients(inputs):
             log.warning(
@@ -107,7 +108,7 @@ class Recognition:
                 "inference only; call the model under torch.inference_mode() or torch.no_grad()"
             )
             self._calls = TorchCalls(backend, tuple(RECOGNIZED))
-        self._merge = MergeProjections(parameters_among(inputs))
+        self._merge = MergeProjections(inputs, self._weights)
         every: tuple[Rewrite | Callable[..., Any], ...] = (*rewrites_of(backend), self._merge)
         self.names = frozenset((*RECOGNIZED, *map(pass_name, every)))
         self._passes = [each for each in every if passes.get(pass_name(each), True) and not needs_gradients(inputs)]
@@ -116,6 +117,7 @@ class Recognition:
         """Return a function in which torch's calls are replaced."""
 
         def run(*args: Any) -> Any:
+            self._fakes = args
             with self._calls:
                 return function(*args)
 
@@ -141,7 +143,19 @@ class Recognition:
         """The reports of what was recognized during the trace."""
         return self._calls.reports
 
-    def finish(self) -> Callable[[Sequence[Any]], list[Tensor]]:
-        """Log what the recognition costs. Return a function from inputs to those that the passes added."""
-        self._merge.log_memory(self._inputs)
+    def finish(self) -> Callable[[Sequence[Any]], list[Tensor] | None]:
+        """Move the weights of merged projections into one storage.
+
+        Returns:
+            A function from a call's inputs to those that the passes added, or None if the graph cannot run: weights
+            were replaced, and are not in one storage any more.
+        """
+        self._merge.weights.move(self._inputs)
         return self._merge.weights
+
+    def _weights(self) -> list[int]:
+        """Return the indices of the inputs that are parameters, and weights of torch's linear."""
+        return [
+            index for index, (each, fake) in enumerate(zip(self._inputs, self._fakes, strict=False))
+            if isinstance(each, nn.Parameter) and id(fake) in self._calls.weights
+        ]  # fmt: skip

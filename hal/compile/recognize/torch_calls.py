@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +29,9 @@ class TorchCalls(TorchFunctionMode):
     Args:
         backend: whose kernels decide which operations are used.
         disabled: names of operations that are not.
+
+    Attributes:
+        weights: the weights and biases of linear, by id. hal's own models call hal.ops, and are not among them.
     """
 
     def __init__(self, backend: Backend, disabled: Sequence[str] = ()) -> None:
@@ -37,6 +40,7 @@ class TorchCalls(TorchFunctionMode):
         self._matches: dict[str, list[str]] = {name: [] for name in names}
         self._near_misses: dict[str, list[str]] = {name: [] for name in names}
         self._by_function = {RECOGNIZED[name][0]: name for name in names}
+        self.weights: dict[int, Any] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,6 +54,8 @@ class TorchCalls(TorchFunctionMode):
                 self._near_misses[name].append(f"at {place}: {reason}")
             else:
                 self._matches[name].append(place)
+                if name == "linear":
+                    self.weights |= {id(each): each for each in (*args[1:], *(kwargs or {}).values())}
                 return result
         return func(*args, **(kwargs or {}))
 
@@ -129,10 +135,3 @@ RECOGNIZED: Mapping[str, tuple[Callable[..., Any], Kernel]] = {
     "scaled_dot_product_attention": (functional.scaled_dot_product_attention, _attention),
 }
 """By operation: the function of torch, and what replaces it."""
-
-
-def parameters_among(inputs: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of a graph's inputs that are parameters whose changes can be noticed, by their version."""
-    return frozenset(
-        index for index, each in enumerate(inputs) if isinstance(each, nn.Parameter) and not each.is_inference()
-    )
