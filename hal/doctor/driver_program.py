@@ -11,10 +11,11 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import reprlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,12 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
         return
     tell("at", "opening the driver")
     backend = hal.open({"backend": name, "options": options})
-    places = list(driver.devices(options))
-    if not places:
-        raise DriverIncompatible("the driver can be opened, but its `devices` returns none", REPORT)
+    places: Any = driver.devices(options)
+    if not (isinstance(places, Sequence) and places and all(isinstance(each, Mapping) for each in places)):
+        raise DriverIncompatible(
+            f"the driver can be opened, but its `devices` returned {reprlib.repr(places)}, not a list of options",
+            REPORT,
+        )
     for number, place in enumerate(places):
         if number or place != options:
             tell("at", f"opening the driver with the options {dict(place)}")

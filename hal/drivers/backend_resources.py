@@ -20,6 +20,7 @@ from hal.device.device import Device
 from hal.device.graph import Graph
 from hal.device.memory import out_of_memory_message
 from hal.device.stream import Stream
+from hal.drivers.hook_results import HOOKS, checked
 from hal.errors import ConfigError, DeviceError, DeviceOutOfMemory, HalError
 from hal.step.state import StateMemory, StateSpec, canonical_states
 
@@ -44,6 +45,8 @@ class BackendResources(Closable):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in HOOKS & vars(cls).keys():
+            setattr(cls, name, checked(name, vars(cls)[name]))
         for name, guard in _GUARDS.items():  # so that drivers need not handle closing
             if name in vars(cls):
                 setattr(cls, name, guard(vars(cls)[name]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import BatchError, nearest
-from hal.step.batch_inputs import Bounds, integers_of, length_of, tensor_of
+from hal.step.batch_inputs import Bounds, check_not_empty, check_size, check_slots, integers_of, length_of, tensor_of
 from hal.step.dummies import dummy_slots, equal_starts
 from hal.step.fields import field, fields_of, host_twin
 from hal.step.host_copies import to_device
@@ -80,6 +80,7 @@ class Batch:
         reading them from a device would wait for all work enqueued before, in each step.
         """
         sizes = self.sizes
+        check_not_empty(sizes)
         for name, declared in fields_of(type(self)).items():
             found, wanted = tuple(getattr(self, name).shape), declared.shape(sizes)
             if found != wanted:
@@ -183,10 +184,7 @@ class Batch:
             BatchError: there are no sequences; a sequence has no new tokens, too few blocks, or a block twice; a number
                 is not an integer or out of range; or a field is missing or has the wrong shape.
         """
-        if type(block_size) is not int or block_size < 1:
-            raise BatchError(
-                f"block_size is {block_size!r:.70}, not an integer of 1 or more", "pass the cache's block size"
-            )
+        check_size("block_size", block_size)
         bounds = bounds or Bounds()
         size = length_of("token_ids", token_ids)
         cached = [0] * size if cached is None else cached
@@ -224,6 +222,7 @@ class Batch:
                 )
             positions += range(start, length)
             slots += (blocks[p // block_size] * block_size + p % block_size for p in range(start, length))
+        check_slots(slots, block_size)
         lengths = torch.tensor([len(tokens) for tokens in token_ids])
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         kv_lens = (torch.tensor(cached) + lengths).to(torch.int32)
@@ -258,6 +257,7 @@ class Batch:
             BatchError: a field is missing or unknown; a tensor has the wrong shape or dtype, or is on another device
                 than the others; or the values contradict each other or are out of range.
         """
+        check_size("block_size", block_size)
         given = checked_fields(cls, tensors)
         base = Batch(**{name: given.pop(name) for name in fields_of(Batch)})
         base.check()
@@ -289,6 +289,8 @@ class Batch:
                     f"pass a tensor {each} in `fields`",
                 )
             tensor = tensor_of(source, given[source]) if source in given else each.default(base)  # type: ignore[misc]
+            if tensor.is_floating_point() and not each.dtype.is_floating_point:
+                raise BatchError(f"the field {name} is {tensor.dtype}, not {each.dtype}", "pass integers")
             if tuple(tensor.shape) != each.shape(sizes):
                 raise BatchError(
                     f"the field {name} has the shape {list(tensor.shape)}, not {list(each.shape(sizes))}",

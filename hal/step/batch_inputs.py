@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hal.errors import BatchError
+from hal.step.dummies import DUMMY_BLOCK
 
 _LISTS = "pass, for each sequence, a list of token ids, a list of blocks, and one cached length"
+
+
+def _size(bounds: Any, attribute: attrs.Attribute[int], value: Any) -> None:
+    low = 0 if attribute.name == "first_block" else 1
+    check_size(attribute.name, value, low)
+
+
+def check_size(name: str, value: Any, low: int = 1) -> None:
+    """Raise BatchError unless a size is an integer of ``low`` or more."""
+    if type(value) is not int or value < low:
+        raise BatchError(f"{name} is {value!r:.70}, not an integer of {low} or more", f"pass a valid {name}")
 
 
 @attrs.frozen
@@ -26,10 +40,10 @@ class Bounds:
         max_length: the maximum length of a sequence, including new tokens.
     """
 
-    vocab_size: int = 2**63
-    first_block: int = 0
-    num_blocks: int = 2**31
-    max_length: int = 2**31 - 1
+    vocab_size: int = attrs.field(default=2**63, validator=_size)
+    first_block: int = attrs.field(default=0, validator=_size)
+    num_blocks: int = attrs.field(default=2**31, validator=_size)
+    max_length: int = attrs.field(default=2**31 - 1, validator=_size)
 
 
 def tensor_of(name: str, given: Any) -> Tensor:
@@ -75,3 +89,44 @@ def integers_of(row: int | Sequence[int], what: str, numbers: Any, low: int, end
             f"sequence {row} has {what.format(wrong)}, out of the range {low} to {end - 1}", _REMEDIES[what]
         )
     return found
+
+
+def int64_of(name: str, numbers: Any) -> NDArray[np.int64]:
+    """Return the argument ``name``, a list of integers, as an array, or raise BatchError.
+
+    numpy itself would cut 0.5 to 0, and take True for 1.
+    """
+    try:
+        if isinstance(numbers, np.ndarray):
+            right = numbers.ndim == 1 and numbers.dtype.kind in "iu"
+        else:
+            kinds = set(map(type, numbers))
+            right = kinds == {int} or all(each is int or issubclass(each, np.integer) for each in kinds)
+        if right:
+            return np.asarray(numbers, np.int64)
+    except (TypeError, OverflowError):
+        pass
+    raise BatchError(f"{name} is {numbers!r:.70}, not a list of integers", f"pass an integer of {name} per sequence")
+
+
+def check_slots(slots: Sequence[int], block_size: int) -> None:
+    """Raise BatchError if two tokens have the same slot, except in the dummy block."""
+    if len(set(slots)) == len(slots):
+        return
+    token_of: dict[int, int] = {}
+    for token, slot in enumerate(slots):
+        if token_of.setdefault(slot, token) != token and slot // block_size != DUMMY_BLOCK:
+            raise BatchError(
+                f"block_ids give the tokens {token_of[slot]} and {token} of the batch the same place in block "
+                f"{slot // block_size}",
+                "let sequences share only blocks that are already filled",
+            )
+
+
+def check_not_empty(sizes: Mapping[str, int]) -> None:
+    """Raise BatchError unless a batch has a token."""
+    if not sizes["tokens"] or not sizes["sequences"]:
+        raise BatchError(
+            f"the batch's token_ids has {sizes['tokens']} tokens, of {sizes['sequences']} sequences",
+            "pass at least one token; a data rank without a batch calls Runner.idle",
+        )

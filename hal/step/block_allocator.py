@@ -66,10 +66,11 @@ class SlotAllocator:
 
     def take(self, count: int) -> list[int] | None:
         """Allocate ``count`` slots with zeroed states, or return None if fewer are free."""
-        if count > len(self._free):
+        if not 0 <= count <= len(self._free):
             return None
-        taken = [self._free.pop() for _ in range(count)]
-        self._reset(taken)
+        taken = self._free[: -count - 1 : -1]
+        self._reset(taken)  # If it raises, the slots stay free.
+        del self._free[len(self._free) - count :]
         self._taken.update(taken)
         return taken
 

@@ -15,7 +15,7 @@ import torch
 from hal.device.device import Device
 from hal.errors import BatchError
 from hal.step.batch import Batch
-from hal.step.batch_inputs import Bounds
+from hal.step.batch_inputs import Bounds, int64_of
 from hal.step.host_copies import to_device
 from hal.step.sequence_rows import PENDING, SequenceRows
 from hal.step.slot_batch import SlotBatch
@@ -82,11 +82,10 @@ class InputBatch(SequenceRows):
         index = slice(self._size) if rows is None else self._rows_of(rows)
         numbers = self._numbers[index]
         size = len(numbers)
-        before = self._cached[index] if cached is None else np.asarray(cached, np.int64)
-        counts = self._ones[:size] if num_tokens is None else np.asarray(num_tokens, np.int64)
-        asked = self._ones[:size] if num_logits is None else np.asarray(num_logits, np.int64)
+        before = self._cached[index] if cached is None else int64_of("cached", cached)
+        counts = self._ones[:size] if num_tokens is None else int64_of("num_tokens", num_tokens)
+        asked = self._ones[:size] if num_logits is None else int64_of("num_logits", num_logits)
         ends = self._check_step(index, before, counts, asked)
-        self._cached[index] = before
         starts = self._numbers[: size + 1] if num_tokens is None else np.concatenate(([0], counts.cumsum()))
         total = int(starts[-1])
         if total == size:
@@ -122,10 +121,14 @@ class InputBatch(SequenceRows):
         if np.count_nonzero(self._pending[index]):
             self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
         if self._type in (Batch, SlotBatch) and not fields:
-            return self._type(**layout.tensors)
-        base = {name: each for name, each in layout.tensors.items() if name != "slots"}
-        slots = {"slots": layout.tensors["slots"]} if self._slotted else {}
-        return self._type.extending(Batch(**base), fields | slots)
+            made = self._type(**layout.tensors)
+        else:
+            base = {name: each for name, each in layout.tensors.items() if name != "slots"}
+            slots = {"slots": layout.tensors["slots"]} if self._slotted else {}
+            made = self._type.extending(Batch(**base), fields | slots)
+        if cached is not None:
+            self._cached[index] = before
+        return made
 
     def advance(self, num_tokens: Sequence[int] | None = None, *, rows: Sequence[int] | None = None) -> None:
         """Count the new tokens of a step as cached. The arguments are those of :meth:`batch`.
@@ -135,7 +138,7 @@ class InputBatch(SequenceRows):
         """
         index = slice(self._size) if rows is None else self._rows_of(rows)
         cached = self._cached[index]
-        counts = self._ones[: len(cached)] if num_tokens is None else np.asarray(num_tokens, np.int64)
+        counts = self._ones[: len(cached)] if num_tokens is None else int64_of("num_tokens", num_tokens)
         self._cached[index] = self._check_step(index, cached, counts, self._ones[: len(cached)])
 
     def _check_step(self, index: Any, cached: Any, counts: Any, asked: Any) -> Any:
@@ -149,7 +152,8 @@ class InputBatch(SequenceRows):
             )
         ends = cached + counts
         room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
-        wrong = (ends > room) | (cached < 0) | (counts < 1) | (asked < 0) | (asked > counts)
+        # A sum beyond int64 is negative, and so not above the cached number.
+        wrong = (ends > room) | (cached < 0) | (ends <= cached) | (asked < 0) | (asked > counts)
         if np.count_nonzero(wrong):
             at = int(wrong.argmax())
             self._refuse(int(self._numbers[index][at]), int(cached[at]), int(counts[at]), int(asked[at]))

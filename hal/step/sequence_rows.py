@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hal.errors import BatchError
-from hal.step.batch_inputs import Bounds, integers_of
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, length_of
+from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.host_copies import to_device
 
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 PENDING = -1
 """The token id of a token that is still on the device."""
 
@@ -41,6 +42,9 @@ class SequenceRows:
         self, *, max_sequences: int, max_length: int, block_size: int, bounds: Bounds, slotted: bool,
         device: torch.device, window: int | None = None,
     ) -> None:  # fmt: skip
+        sizes = {"max_sequences": max_sequences, "max_length": max_length, "block_size": block_size}
+        for name, size in {**sizes, **({} if window is None else {"window": window})}.items():
+            check_size(name, size)
         self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
         self._bounds, self._slotted = bounds, slotted
         self._window = max_length if window is None else window
@@ -77,13 +81,15 @@ class SequenceRows:
                 f"slot is {slot}, and the model keeps {'states' if self._slotted else 'no state'} per sequence",
                 "pass a slot of runner.slots if and only if runner.slots.needed",
             )
+        if slot is not None:
+            check_size("slot", slot, DUMMY_SLOT + 1)
         self._clear(row)
         self._size += 1
         try:
             self.extend(row, token_ids)
             self.set_cached(row, cached)
             self.extend(row, (), block_ids)
-        except BatchError:
+        except BaseException:
             self._size -= 1
             raise
         self._slots[row] = slot or 0
@@ -98,7 +104,7 @@ class SequenceRows:
         """
         self._check_row(row)
         start, first = self._lengths.item(row), self._blocks.item(row)
-        end, last = start + len(token_ids), first + len(block_ids)
+        end, last = start + length_of("token_ids", token_ids), first + length_of("block_ids", block_ids)
         if end > self.max_length or last > self._columns:
             raise BatchError(
                 f"row {row} would have {end} tokens in {last} blocks; a row takes {self.max_length} in {self._columns}",
@@ -111,15 +117,14 @@ class SequenceRows:
         if len(block_ids):
             unread = max(self._cached.item(row) - self._window + 1, 0) // self._block_size
             skipped, end_block = max(0, unread - first), self._bounds.num_blocks
-            if skipped:
-                integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block)
+            unused = integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block) if skipped else []
             new = integers_of(row, "block {}", block_ids[skipped:], self._bounds.first_block, end_block)
             if len(set(new)) < len(new) or not set(new).isdisjoint(self._table[row, unread:first].tolist()):
                 raise BatchError(
                     f"row {row} would have one of the blocks {new!s:.70} twice; it would overwrite its own tokens",
                     "pass each block once per sequence, and only those that are new",
                 )
-            self._table[row, first:last], self._blocks[row] = block_ids, last
+            self._table[row, first:last], self._blocks[row] = [*unused, *new], last
         if len(token_ids):
             self._tokens[row, start:end], self._lengths[row] = tokens, end
 
@@ -134,7 +139,9 @@ class SequenceRows:
             BatchError: there is no such row, or it occurs twice or is full; or a token is out of range. The rows are
                 unchanged then.
         """
-        index, tokens = self._rows_of(rows), integers_of(rows, "token id {}", token_ids, 0, self._bounds.vocab_size)
+        index = self._rows_of(rows)
+        length_of("token_ids", token_ids)
+        tokens = integers_of(rows, "token id {}", token_ids, 0, self._bounds.vocab_size)
         if len(tokens) != len(rows):
             raise BatchError(f"{len(rows)} rows get {len(tokens)} tokens", "pass one token for each row")
         ends = self._lengths[index] - self._pending[index]
@@ -159,6 +166,9 @@ class SequenceRows:
                 more or fewer tokens. The rows are unchanged then.
         """
         index, count = self._rows_of(rows), len(rows)
+        if not isinstance(tokens, Tensor) or tokens.dtype not in _INTEGERS:
+            found = tokens.dtype if isinstance(tokens, Tensor) else repr(tokens)
+            raise BatchError(f"tokens is {found!s:.70}, not a tensor of integers", "pass the tokens that were sampled")
         if tokens.shape != (count,):
             raise BatchError(f"{count} rows get tokens {list(tokens.shape)}", "pass one token for each row")
         ends, pending = self._lengths[index], self._pending[index]
@@ -194,7 +204,7 @@ class SequenceRows:
         before, self._blocks[row] = int(self._blocks[row]), 0
         try:
             self.extend(row, (), block_ids)
-        except BatchError:
+        except BaseException:
             self._blocks[row] = before
             raise
         self._table[row, len(block_ids) : before] = 0
@@ -206,8 +216,11 @@ class SequenceRows:
             BatchError: there is no such row, or ``length`` is not 1 to its length.
         """
         self._check_row(row)
-        if not 1 <= length <= self._lengths[row]:
-            raise BatchError(f"row {row} has {self._lengths[row]} tokens, not {length}", "pass a length that it has")
+        if type(length) is not int or not 1 <= length <= self._lengths[row]:
+            raise BatchError(
+                f"row {row} has {self._lengths[row]} tokens, not {length!r:.70} as the length says",
+                "pass a length that it has",
+            )
         if length < self._lengths[row]:
             self._pending[row] = 0
         self._lengths[row], self._cached[row] = length, min(int(self._cached[row]), length)
@@ -234,7 +247,7 @@ class SequenceRows:
         Raises:
             BatchError: ``rows`` is no permutation of the rows.
         """
-        if sorted(rows) != list(range(self._size)):
+        if sorted(int64_of("rows", rows).tolist()) != list(range(self._size)):
             raise BatchError(f"{rows!s:.70} is no permutation of {self._size} rows", "name each row once")
         self._move(list(rows), list(range(self._size)))
 
@@ -256,9 +269,10 @@ class SequenceRows:
     def _rows_of(self, rows: Sequence[int]) -> Any:
         """Return an index of different rows: a slice, which is faster than an array, if they are the first in order."""
         # For so few numbers, Python is faster than numpy.
-        if len(rows) <= self._size and [*rows] == [*range(len(rows))]:
-            return slice(len(rows))
-        index = np.asarray(rows, np.int64)
+        size = length_of("rows", rows)
+        if size <= self._size and [*rows] == [*range(size)] and set(map(type, rows)) <= {int}:
+            return slice(size)
+        index = int64_of("rows", rows)
         found = index.tolist()
         if found and not (min(found) >= 0 and max(found) < self._size and len(set(found)) == len(found)):
             raise BatchError(

@@ -15,8 +15,9 @@ import torch
 from helpers.distributions import install
 
 import hal
+from hal import ops
 from hal.drivers.registry import load_driver
-from hal.errors import ConfigError, DriverError, DriverUnavailable, HalError, OperationError
+from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, OperationError
 from hal.ops import FLOATING, Draw, Sample, op
 
 MODULE = """
@@ -244,3 +245,51 @@ def test_an_error_of_the_drivers_own_class_stays_as_it_is(opens: Opens) -> None:
     opens(raising)
     with pytest.raises(Gone, match="card 3 is gone"):
         hal.open("acme")
+
+
+class Returning(hal.Backend):
+    """A backend whose overridden method returns a given value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        super().__init__("acme", hal.HostDevice(), kernels={}, graphs=True)
+
+
+def returning(hook: str, value: Any) -> hal.Backend:
+    """Return a backend whose override of the method ``hook`` returns ``value``."""
+    overrides: dict[str, Any] = {hook: lambda self, *given: self.value}
+    if hook != "graph":
+        overrides["graph"] = lambda self: None
+    return type("Acme", (Returning,), overrides)(value)
+
+
+SPEC = hal.StateSpec.key_value(2, 1, 8, torch.float32, 4, 16)
+USE = hal.nn.WeightUse("linear", "weight", torch.float32)
+CALLS: dict[str, tuple[Any, ...]] = {
+    "graph": (), "allocate": (SPEC,), "prepare_weight": (torch.ones(4, 4), USE), "plain_weight": (torch.ones(4, 4),),
+    "explain": (RuntimeError(),), "counting_launches": (), "capturing": (), "resolve": (ops.operation("rms_norm"),),
+}  # fmt: skip
+WRONG: dict[str, Any] = {
+    "None": None, "a text": "x", "a number": 3, "a tensor": torch.ones(2), "an exception": RuntimeError("x"),
+    "the class": hal.StateMemory, "a canonical state of fewer layers": hal.StateMemory(SPEC, ({},)),
+    "states that are texts": hal.StateMemory(SPEC, ({"key": "x", "value": "y"},) * 2),  # type: ignore[dict-item]
+}  # fmt: skip
+
+
+MAY_RETURN = {("explain", "None"), ("resolve", "the class")}
+
+
+@pytest.mark.parametrize(("hook", "value"), sorted({(hook, value) for hook in CALLS for value in WRONG} - MAY_RETURN))
+def test_a_method_that_returns_what_it_must_not(hook: str, value: str) -> None:
+    problem = f"^{hook} of the driver acme returned .*\n.*Acme.{hook} return "
+    with pytest.raises(DriverIncompatible, match=problem) as error:
+        getattr(returning(hook, WRONG[value]), hook)(*CALLS[hook])
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("value", [None, "x"])
+@pytest.mark.parametrize("hook", ["allocate", "prepare_weight"])
+def test_a_model_on_a_driver_with_such_a_method(trained: Path, hook: str, value: Any) -> None:
+    backend = returning(hook, value)
+    with pytest.raises(DriverIncompatible, match=f"^{hook} of the driver acme returned {value!r}\n"):
+        hal.Runner(hal.load_model(trained, backend), backend)

@@ -1,0 +1,70 @@
+"""Validation of what a driver's overrides of a backend's methods return."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from hal.device.graph import Graph
+from hal.errors import DriverIncompatible, HalError
+from hal.step.state import StateMemory, StateSpec
+
+
+def _memory(memory: Any, spec: StateSpec) -> str:
+    if not isinstance(memory, StateMemory):
+        return "a hal.StateMemory"
+    same = [*map(set, memory.layers)] == [*map(set, spec.layers)]
+    if same and all(isinstance(each, Tensor) for _, each in memory.tensors()):
+        return ""
+    return "a hal.StateMemory with a tensor for each state of each layer of the spec"
+
+
+def _same_shape(result: Any, weight: Tensor, *use: Any) -> str:
+    if isinstance(result, Tensor) and result.shape == weight.shape:
+        return ""
+    return f"a tensor of the shape {list(weight.shape)}, which it was given"
+
+
+def _instance(kind: type[Any], what: str) -> Callable[..., str]:
+    return lambda result, *given: "" if isinstance(result, kind) else what
+
+
+_RESULTS: Mapping[str, Callable[..., str]] = {
+    "graph": _instance(Graph, "a hal.Graph"),
+    "allocate": _memory,
+    "prepare_weight": _same_shape,
+    "plain_weight": _same_shape,
+    "explain": lambda result, error: "" if result is None or isinstance(result, HalError) else "a HalError, or None",
+    "counting_launches": _instance(AbstractContextManager, "a context manager"),
+    "capturing": _instance(AbstractContextManager, "a context manager"),
+    "resolve": lambda result, operation: "" if callable(result) else "a callable",
+}
+"""For each method, a function of its result and arguments: the required result in words, or an empty string."""
+HOOKS = frozenset(_RESULTS)
+"""The methods whose results are checked. Others return nothing, or are called in every step."""
+
+
+def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a driver's override of the method ``name`` that raises DriverIncompatible for a wrong result."""
+    wrong = _RESULTS[name]
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if wanted := wrong(result, *args, *kwargs.values()):
+            raise DriverIncompatible(
+                f"{name} of the driver {self.name} returned {_described(result)}",
+                f"report it to the driver's vendor, who must make {type(self).__name__}.{name} return {wanted}",
+            )
+        return result
+
+    return call
+
+
+def _described(result: Any) -> str:
+    return f"a tensor of the shape {list(result.shape)}" if isinstance(result, Tensor) else reprlib.repr(result)
