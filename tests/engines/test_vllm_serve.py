@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from helpers.distributions import installed
+from helpers.engine_server import STOP
 from helpers.vllm_programs import needs_vllm
-from helpers.vllm_server import STOP, Server, served
+from helpers.vllm_server import Server, served
 
 import hal
 
@@ -151,6 +152,19 @@ def test_a_process_that_is_killed_ends_every_request(trained: Path, tmp_path: Pa
         assert sum(each != "finished" for each in found) > 16
         with pytest.raises(openai.APIError):
             streamed(server, trained, PROMPTS[0])
+        _, left = psutil.wait_procs(processes, timeout=STOP)
+        assert not left, "the server ends by itself"
+
+
+def test_sigterm_ends_the_server_after_its_streams(trained: Path, tmp_path: Path) -> None:
+    """vLLM's default of --shutdown-timeout leaves them without an end, and waits for them without a limit."""
+    with served(trained, tmp_path / "log", ON_CPU, *CPU_ARGUMENTS) as server:
+        processes, began = server.processes(), [Event() for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(streamed, server, trained, PROMPTS[0], 200, None, each) for each in began]
+            assert all(each.wait(LIMIT) for each in began)
+            server.process.send_signal(signal.SIGTERM)
+            assert all(each.result(timeout=LIMIT) for each in answers)
         _, left = psutil.wait_procs(processes, timeout=STOP)
         assert not left, "the server ends by itself"
 
