@@ -53,10 +53,11 @@ def main() -> None:
     drawn = [draw_request(draw, prefixes, vocabulary) for _ in range(asked["requests"])]
     kinds, prompts, params = (list(each) for each in zip(*drawn, strict=True))
     counts = Counter(kinds)
+    arguments = {"dtype": "float32", **asked.get("arguments", {})}
     engine = sglang.Engine(
-        model_path=asked["checkpoint"], dtype="float32", context_length=LONGEST, max_total_tokens=CACHED,
-        max_running_requests=8, chunked_prefill_size=CHUNK, log_level="warning",
-        json_model_override_args=json.dumps({"hal": asked["hal"]}), **asked.get("arguments", {}),
+        model_path=asked["checkpoint"], context_length=LONGEST, max_total_tokens=CACHED, max_running_requests=8,
+        chunked_prefill_size=CHUNK, log_level="warning", json_model_override_args=json.dumps({"hal": asked["hal"]}),
+        **arguments,
     )  # fmt: skip
 
     def run(chosen: list[int]) -> list[Any]:
@@ -73,7 +74,7 @@ def main() -> None:
     others = [index for index, each in enumerate(plain) if not each]
     expected: dict[int, list[int]] = {index: run([index])[0]["output_ids"] for index in others}
     engine.shutdown()
-    backend = hal.open({**asked["hal"], "dtype": "float32", "cache": {"num_tokens": 8192}})
+    backend = hal.open({**asked["hal"], "dtype": arguments["dtype"], "cache": {"num_tokens": 8192}})
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
     chosen = [index for index, each in enumerate(plain) if each]
     expected |= {index: [] for index in chosen}

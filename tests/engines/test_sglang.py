@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.distributions import installed
+from helpers.sglang_server import ENVIRONMENT, needs_sglang
+from helpers.vllm_programs import python
 from safetensors.torch import load_file, save_file
 
 import hal
 from hal.engines.sglang import register
 from hal.errors import ConfigError
 
-needs_sglang = pytest.mark.skipif(not installed("sglang"), reason="SGLang is not installed: see make test-sglang")
 HERE = Path(__file__).parent
-ENVIRONMENT = {"SGLANG_PLATFORM": "hal", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,11 @@ def test_hal_is_active_only_if_asked_for(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    before = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", list(before))
     assert register() == ("hal.engines.sglang.platform:HalPlatform" if active else None)
     assert os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") == ("hal.engines.sglang" if active else None)
+    assert (sys.meta_path != before) == active
 
 
 def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,27 +50,32 @@ def test_other_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*command: str, timeout: int = 1500) -> subprocess.CompletedProcess[str]:
-    """Run Python with SGLang."""
+    """Run Python with SGLang, on the emulated CANN if torch_npu is installed."""
     environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        [*python(), *command], env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+ON_NPU = pytest.mark.skipif(not installed("torch-npu"), reason="torch_npu is not installed")
 
 
 @needs_sglang
 @pytest.mark.parametrize(
-    ("name", "compiler", "requests", "arguments"),
+    ("backend", "name", "compiler", "requests", "arguments"),
     [
-        ("trained", "eager", 100, {}),
-        ("trained", "graph", 100, {}),
-        ("trained", "piecewise", 40, {"page_size": 16, "enable_mixed_chunk": True}),
-        ("trained", None, 30, {"enable_torch_compile": True, "torch_compile_max_bs": 4}),
-        ("trained_experts", "graph", 30, {"page_size": 1}),
+        ("cpu", "trained", "eager", 100, {}),
+        ("cpu", "trained", "graph", 100, {}),
+        ("cpu", "trained", "piecewise", 40, {"page_size": 16, "enable_mixed_chunk": True}),
+        ("cpu", "trained", None, 30, {"enable_torch_compile": True, "torch_compile_max_bs": 4}),
+        ("cpu", "trained_experts", "graph", 30, {"page_size": 1}),
+        pytest.param("npu", "trained", "graph", 40, {"dtype": "float16"}, marks=ON_NPU),
+        pytest.param("npu", "trained", "eager", 40, {"dtype": "bfloat16"}, marks=ON_NPU),
     ],
 )
 def test_random_requests_get_the_tokens_of_generate(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, compiler: str | None,
-    requests: int, arguments: dict[str, Any],
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, name: str,
+    compiler: str | None, requests: int, arguments: dict[str, Any],
 ) -> None:  # fmt: skip
     """A small cache and small steps, so that requests are cut into chunks, and find cached prefixes.
 
@@ -80,7 +88,7 @@ def test_random_requests_get_the_tokens_of_generate(
     out = tmp_path / "found.json"
     asked = {
         "checkpoint": str(request.getfixturevalue(name)), "out": str(out), "seed": 1,
-        "hal": {"backend": "cpu"} | ({"compilation": {"compiler": compiler}} if compiler else {}),
+        "hal": {"backend": backend} | ({"compilation": {"compiler": compiler}} if compiler else {}),
         "requests": requests, "arguments": arguments,
     }  # fmt: skip
     result = run(str(HERE / "sglang_requests.py"), json.dumps(asked))
@@ -89,7 +97,7 @@ def test_random_requests_get_the_tokens_of_generate(
     print(asked, found["counts"], f"worst score: {found['worst score']}")  # noqa: T201
     assert found["wrong"] == []
     assert found["requests"] == requests
-    assert found["worst score"] < 1e-3
+    assert found["worst score"] < (1e-3 if backend == "cpu" else 0.1)  # 16 bits on an NPU
     kinds = ("prefix hits", "chunks", "regex", "penalties", "prompt logprobs") + ("retractions",) * retracting
     assert all(found["counts"][kind] > 0 for kind in kinds)
 
@@ -120,6 +128,7 @@ def test_a_running_server_takes_new_weights(trained: Path, tmp_path: Path) -> No
 
 SCORES = """
 import json, sys, sglang, torch
+from sglang.srt.managers.io_struct import GenerateReqInput
 if __name__ == "__main__":
     engine = sglang.Engine(
         model_path=sys.argv[1], dtype="float32", context_length=64, max_total_tokens=256, disable_radix_cache=True,
@@ -127,43 +136,79 @@ if __name__ == "__main__":
         json_model_override_args=json.dumps({"hal": {"backend": "cpu"}}),
     )
     asked = {"query": [9, 10, 11], "items": [[12, 13], [14, 13]], "label_token_ids": [20, 21]}
-    print("SCORES", engine.score(**asked, apply_softmax=True).scores)
-    if sys.argv[2] == "input":
-        from sglang.srt.managers.io_struct import GenerateReqInput
+    width = int(sys.argv[2])
 
-        given = GenerateReqInput(input_embeds=[[0.0] * int(sys.argv[3])] * 3, sampling_params={"max_new_tokens": 1})
+    def embedded():
+        given = GenerateReqInput(input_embeds=[[0.0] * width] * 3, sampling_params={"max_new_tokens": 1})
         engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(given, None).__anext__())
-    further = {"embeddings": {"embed_override_token_id": 10, "query_embed_overrides": [torch.zeros(int(sys.argv[3]))]},
-               "positions": {"score_extraction_token_id": 13}}
-    print("SCORES", engine.score(**asked, **further[sys.argv[2]]).scores)
+
+    overridden = {"embed_override_token_id": 10, "query_embed_overrides": [torch.zeros(width)]}
+    for further in (
+        embedded, lambda: engine.score(**asked, **overridden),
+        lambda: engine.score(**asked, score_extraction_token_id=13), lambda: engine.generate(input_ids=[9, -1]),
+        lambda: engine.generate(input_ids=[9], sampling_params={"stream_interval": "often"}),
+        lambda: engine.generate(input_ids=[9], sampling_params={"logit_bias": {"5": None}}),
+    ):
+        try:
+            further()
+        except ValueError as error:
+            print("REFUSED", type(error).__name__, error)
+        print("SCORES", engine.score(**asked, apply_softmax=True).scores)
+    engine.shutdown()
 """
 
 
 @needs_sglang
-@pytest.mark.parametrize(
-    ("further", "refused"),
-    [
-        ("input", "embeddings in place of tokens"),
-        ("embeddings", "embeddings in place of tokens"),
-        ("positions", "positions to score at"),
-    ],
-)
-def test_requests_with_what_hal_does_not_read_are_refused(
-    trained: Path, tmp_path: Path, further: str, refused: str
-) -> None:
-    """SGLang's scheduler ends, and says why. Scores are served."""
+def test_requests_with_what_hal_does_not_read_are_refused(trained: Path, tmp_path: Path) -> None:
+    """The caller gets the error, and SGLang's scheduler goes on."""
     program = tmp_path / "scores.py"
     program.write_text(SCORES, encoding="utf-8")
     size = json.loads((trained / "config.json").read_text(encoding="utf-8"))["hidden_size"]
-    result = run(str(program), str(trained), further, str(size), timeout=300)
-    (scores,) = [json.loads(each[7:]) for each in result.stdout.splitlines() if each.startswith("SCORES ")]
+    result = run(str(program), str(trained), str(size), timeout=300)
+    refused = [each for each in result.stdout.splitlines() if each.startswith("REFUSED ")]
+    problems = ("embeddings in place of tokens", "embeddings in place of tokens", "positions to score at")
+    expected = [f"a request to SGLang has {each}, which hal does not support" for each in problems]
+    expected += [
+        "the prompt has the token id -1",
+        "stream_interval has the wrong type",
+        "logit_bias has the wrong type",
+    ]
+    assert len(refused) == len(expected), result.stdout + result.stderr
+    for each, problem in zip(refused, expected, strict=True):
+        assert each.startswith(f"REFUSED RequestError {problem}")
     with hal.open({"backend": "cpu", "dtype": "float32"}) as backend:
         runner = hal.Runner(hal.load_model(trained, backend), backend)
         logits = runner.step(runner.batch([[9, 10, 11, 12, 13], [9, 10, 11, 14, 13]], [[1], [2]])).logits
-    expected = logits[:, [20, 21]].softmax(-1)
-    torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-4, atol=1e-5)
-    assert result.returncode != 0
-    assert f"a request to SGLang has {refused}, which hal does not support" in result.stderr
+    wanted = logits[:, [20, 21]].softmax(-1)
+    scores = [json.loads(each[7:]) for each in result.stdout.splitlines() if each.startswith("SCORES ")]
+    assert len(scores) == len(expected)
+    for found in scores:
+        torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-5)
+
+
+ACCELERATED = """
+import importlib.util, types, torch
+if importlib.util.find_spec("torch_npu"):
+    import torch_npu
+else:  # Another backend of torch's, under its name.
+    torch.utils.rename_privateuse1_backend("npu")
+    module = types.ModuleType("npu")
+    module.is_available = lambda: True
+    torch._register_device_module("npu", module)
+assert torch.npu.is_available()
+import sglang.srt.mem_cache.pool_host.mha
+from hal.engines.sglang.hooks import QUERIES
+from sglang.srt.utils import common
+print("FOUND", *(name for name in QUERIES if getattr(common, name)()))
+"""
+
+
+@needs_sglang
+def test_sglang_sees_no_accelerator_of_torch() -> None:
+    """With one, SGLang takes its code for NPUs, whose packages hal does not need."""
+    result = run("-c", ACCELERATED, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].split() == ["FOUND"]
 
 
 ARGUMENTS = """
@@ -182,6 +227,7 @@ ON_CPU = ["--json-model-override-args", '{"hal": {"backend": "cpu"}}']
 REFUSED: list[tuple[list[str], str]] = [
     (["--tp-size", "2"], "hal does not support SGLang's tp_size = 2"),
     (["--enable-lora"], "hal does not support SGLang's enable_lora = True"),
+    (["--tokenizer-worker-num", "2"], "hal does not support SGLang's tokenizer_worker_num = 2"),
     (["--load-format", "dummy"], "hal does not support SGLang's load_format = 'dummy'"),
     (["--attention-backend", "triton"], "hal does not support SGLang's attention_backend = 'triton'"),
     (["--cuda-graph-bs-decode", "1", "2"], "hal does not support SGLang's cuda_graph_bs_decode = [1, 2]"),

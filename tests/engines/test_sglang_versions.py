@@ -7,13 +7,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 
-import pytest
 from helpers import ROOT
-from helpers.distributions import installed
-
-needs_sglang = pytest.mark.skipif(not installed("sglang"), reason="SGLang is not installed: see make test-sglang")
+from helpers.sglang_server import needs_sglang
+from helpers.vllm_programs import python
 
 PROGRAM = """
 import json
@@ -45,7 +42,9 @@ REFUSED = {
         checkpoint_engine_wait_weights_before_ready weight_cache_mode weight_cache_socket weight_cache_timeout
         qsa_indexer_dtype
     """,  # hal reads the files of a folder, and the model's configuration from it
-    "serving": "asr_max_buffer_seconds asr_max_concurrent_sessions",  # speech
+    "serving": """
+        asr_max_buffer_seconds asr_max_concurrent_sessions tokenizer_worker_num smg_grpc_mode
+    """,  # speech, and processes in which SGLang applies no hook that checks a request
     "exec.features": """
         enable_fp32_lm_head enable_tf32_matmul enable_memory_saver enable_weights_cpu_backup
         enable_draft_weights_cpu_backup enable_return_hidden_states return_hidden_states_mode
@@ -87,7 +86,7 @@ def test_every_argument_is_served_or_refused() -> None:
     """A version with a new one fails: somebody must find out who would serve it. Until then, hal refuses it."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*python(), "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     found = re.search(r"^found: (.*)$", result.stdout, re.MULTILINE)
     assert found, result.stdout + result.stderr

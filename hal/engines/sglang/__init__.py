@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
+from hal.engines.sglang.hooks import Hooks
 from hal.errors import ConfigError
 
 PLATFORM = "hal"
@@ -11,7 +13,9 @@ PLATFORM = "hal"
 
 
 def register() -> str | None:
-    """Return the platform's class for SGLang, if ``SGLANG_PLATFORM=hal`` selects it, and name hal's models to SGLang.
+    """Return the platform's class for SGLang, if ``SGLANG_PLATFORM=hal`` selects it.
+
+    Names hal's models to SGLang, and registers hal's hooks.
 
     Raises:
         ConfigError: SGLANG_EXTERNAL_MODEL_PACKAGE names other models.
@@ -25,4 +29,5 @@ def register() -> str | None:
             f"SGLANG_EXTERNAL_MODEL_PACKAGE is {package!r}, and SGLANG_PLATFORM=hal runs the models of {__name__}",
             "unset SGLANG_EXTERNAL_MODEL_PACKAGE; hal finds models in the entry-point group hal.models",
         )
+    sys.meta_path.insert(0, Hooks())
     return "hal.engines.sglang.platform:HalPlatform"

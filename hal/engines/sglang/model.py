@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 import hal
 from hal.engines.sglang.batches import batch_of, num_logits, output_of
+from hal.engines.sglang.requests import UNREAD
 from hal.engines.sglang.server_args import configuration
 from hal.errors import BatchError, ConfigError, ModelError
-
-UNREAD = {
-    "input_embeds": "embeddings in place of tokens", "replace_embeds": "embeddings in place of tokens",
-    "token_indices_to_pool": "positions to score at",
-}  # fmt: skip
-"""What a batch of SGLang's may have that hal does not read."""
 
 
 class HalSteps:
@@ -74,7 +69,7 @@ class HalSteps:
             BatchError: the batch has what hal does not read, or as :meth:`hal.Batch.from_tensors`.
         """
         for name, what in UNREAD.items():
-            if getattr(forward_batch, name) is not None:
+            if getattr(forward_batch, name, None) is not None:
                 raise _unread(what)
         asked = num_logits(forward_batch)
         batch = batch_of(forward_batch, self._req_to_token, self._runner, asked)

@@ -31,8 +31,8 @@ SERVED_BY: Mapping[str, frozenset[str]] = MappingProxyType({
         "watermark_default_enabled", "watermark_enforce_all",
     }),
     "its server and tokenizer": frozenset({
-        "tokenizer_path", "tokenizer_mode", "tokenizer_backend", "tokenizer_worker_num", "detokenizer_worker_num",
-        "skip_tokenizer_init", "host", "port", "fastapi_root_path", "smg_grpc_mode", "grpc_mode", "grpc_port",
+        "tokenizer_path", "tokenizer_mode", "tokenizer_backend", "detokenizer_worker_num",
+        "skip_tokenizer_init", "host", "port", "fastapi_root_path", "grpc_mode", "grpc_port",
         "grpc_worker_threads", "grpc_response_timeout_secs", "sidecar", "sidecar_args", "skip_server_warmup",
         "warmups", "enable_http2", "http2_max_concurrent_streams", "http2_initial_connection_window_size",
         "enable_http_worker_reuseport", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password",
