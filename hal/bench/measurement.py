@@ -18,6 +18,7 @@ from hal.bench.figures import floor, launches, peak_memory, token_agreement
 from hal.bench.figures.routing import Routing
 from hal.bench.figures.timing import Summary, interleave
 from hal.bench.plan import Plan, Setting, prepare
+from hal.bench.progress import Rounds, going_on, since_start
 from hal.drivers.backend import Backend
 
 SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
@@ -100,24 +101,30 @@ def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Result:
 
     Args:
         plan: plan to measure.
-        say: called with progress messages.
+        say: called with progress messages, also from another thread.
 
     Raises:
         HalError: the plan cannot be run.
         BenchmarkError: contenders compute different results.
     """
+    say = since_start(say)
     with _threads(plan.threads):
         setting = prepare(plan)
         where = environment(setting)
         counted = launches.count(setting, say) if plan.trace else []
-        say(f"loading {plan.name}")
-        sides = {name: SIDES[name](setting) for name in ("hal", *plan.against)}
+        sides = {}
+        for name in ("hal", *plan.against):
+            with going_on(say, f"loading {plan.name} into {name}"):
+                sides[name] = SIDES[name](setting)
         device = setting.backend.device
         decode = plan.workload == "decode"
         probe = floor.read_probe(device) if decode else floor.matmul_probe(device, setting.dtype)
         dtype = str(setting.dtype).removeprefix("torch.")
         result = Result(plan, dtype, setting.weight_bytes, where, {}, [], [], counted)
-        for size in dict.fromkeys(plan.batch_sizes):
+        sizes = list(dict.fromkeys(plan.batch_sizes))
+        for number, size in enumerate(sizes, 1):
+            if len(sizes) > 1:
+                say(f"batch {size}: batch size {number} of {len(sizes)}")
             _measure(setting, sides, probe, size, result, say)
     return result
 
@@ -137,11 +144,11 @@ def _measure(
     chosen = routings(sides["hal"], inputs)
     with ExitStack() as stack:
         contenders = []
-        for name, side in sides.items():
-            for mode in side.modes:
-                say(f"batch {size}: preparing {name} {mode}")
+        modes = [(name, side, mode) for name, side in sides.items() for mode in side.modes]
+        for number, (name, side, mode) in enumerate(modes, 1):
+            with going_on(say, f"batch {size}: preparing {name} {mode}, {number} of {len(modes)}"):
                 contenders.append(side.contender(mode, inputs))
-                stack.callback(contenders[-1].close)
+            stack.callback(contenders[-1].close)
         _compare(setting, contenders, probe, chosen, size, result, say)
 
 
@@ -155,19 +162,21 @@ def _compare(
     say: Callable[[str], None],
 ) -> None:
     plan = setting.plan
-    result.agreements[size] = token_agreement.check(contenders, setting.dtype)
+    with going_on(say, f"batch {size}: checking that all compute the same"):
+        result.agreements[size] = token_agreement.check(contenders, setting.dtype)
     peaks = {}
     if plan.memory:
         for each in contenders:
-            say(f"batch {size}: measuring the memory of {each.name} in a separate process")
-            peaks[each.name] = peak_memory.peak(plan, size, each.name)
-    say(f"batch {size}: timing")
+            with going_on(say, f"batch {size}: measuring the memory of {each.name} in a separate process"):
+                peaks[each.name] = peak_memory.peak(plan, size, each.name)
+    say(f"batch {size}: timing, {plan.repeats} rounds")
     seconds = interleave(
         [*contenders, probe.contender],
         plan.repeats,
         warm=plan.workload == "decode",
         synchronize=setting.backend.device.synchronize,
         meet=lambda: _meet(setting.backend),
+        ended=Rounds(say, f"batch {size}: timing", plan.repeats).ended,
     )
     result.floors.append(
         Floor(size, floor.work(setting, size, chosen), probe.description, probe.amount, seconds[probe.contender.name])

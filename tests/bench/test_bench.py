@@ -10,9 +10,12 @@ import importlib.util
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +32,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.bench import bench_report, measurement, plan
+from hal.bench import bench_report, measurement, plan, progress
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.contenders import transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
@@ -550,6 +553,53 @@ class TestMemory:
     def test_a_process_that_fails(self) -> None:
         with pytest.raises(BenchmarkError, match="the memory of hal nonsense failed: the backend cpu has no compiler"):
             peak_memory.peak(tiny(), 1, "hal nonsense")
+
+
+class TestProgress:
+    def test_a_run_says_what_runs_and_how_long_it_will_take(self) -> None:
+        said: list[str] = []
+        plan_ = tiny(batch_sizes=(1, 2), compilers=("eager", "graph"))
+        measurement.run(plan_, said.append)
+        assert all(re.match(r"\[\d+ s\] ", each) for each in said)
+        texts = [each.partition("] ")[2] for each in said]
+        assert texts[0] == "loading tiny into hal"
+        for number, size in enumerate((1, 2), 1):
+            expected = [
+                f"batch {size}: batch size {number} of 2",
+                f"batch {size}: preparing hal eager, 1 of 2",
+                f"batch {size}: preparing hal graph, 2 of 2",
+                f"batch {size}: checking that all compute the same",
+                f"batch {size}: timing, 3 rounds",
+            ]
+            mine = [each for each in texts if each.startswith(f"batch {size}:") and "still running" not in each]
+            assert mine[:-1] == expected
+            assert re.fullmatch(rf"batch {size}: timing: 1 of 3 rounds, about \d+ s left", mine[-1])
+
+    def test_what_lasts_is_said_again(self) -> None:
+        said: list[str] = []
+        again = threading.Event()
+
+        def say(text: str) -> None:
+            said.append(text)
+            if text.endswith("still running"):
+                again.set()
+
+        with progress.going_on(say, "compiling", interval=0.01):
+            assert again.wait(60)
+        assert said[:2] == ["compiling", "compiling: still running"]
+        length = len(said)
+        time.sleep(0.05)
+        assert len(said) == length, "nothing is said after the end"
+
+    def test_rounds_say_what_is_left(self) -> None:
+        said: list[str] = []
+        now = 100.0
+        rounds = progress.Rounds(said.append, "timing", 20, lambda: now)
+        for done in range(1, 21):
+            now += 4.0
+            rounds.ended(done)
+        left = {int(each.split()[1]): int(each.split()[6]) for each in said}
+        assert left == {done: 4 * (20 - done) for done in (1, 4, 7, 10, 13, 16, 19)}
 
 
 class TestReport:

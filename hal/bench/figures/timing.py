@@ -19,6 +19,7 @@ def interleave(
     warm: bool,
     synchronize: Callable[[], None],
     meet: Callable[[], None] = lambda: None,
+    ended: Callable[[int], None] = lambda rounds: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time one step of each contender per round, and return seconds by name, in the order of rounds.
@@ -32,6 +33,7 @@ def interleave(
         warm: run an untimed step before each timed one, so that the processor's caches are filled as in a loop.
         synchronize: waits for the device.
         meet: waits for the other ranks, before a timed step.
+        ended: called after each round with the number of rounds so far.
         clock: returns seconds.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
@@ -51,6 +53,7 @@ def interleave(
                 each.step()
                 synchronize()
                 seconds[each.name].append(clock() - start)
+            ended(round_ + 1)
     finally:
         if collecting:
             gc.enable()

@@ -1,0 +1,60 @@
+"""Messages about the progress of a benchmark, which may run for minutes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Say = Callable[[str], None]
+INTERVAL = 10.0
+"""Seconds between two messages about the same part."""
+
+
+def since_start(say: Say, clock: Callable[[], float] = time.perf_counter) -> Say:
+    """Return a function that precedes each message by the seconds since this call."""
+    start = clock()
+    return lambda text: say(f"[{clock() - start:.0f} s] {text}")
+
+
+@contextmanager
+def going_on(say: Say, what: str, interval: float = INTERVAL) -> Iterator[None]:
+    """Say what the block does, and again at intervals while it lasts. Not for a block that is timed."""
+    say(what)
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(interval):
+            say(f"{what}: still running")
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class Rounds:
+    """Says after the first round how long the others will take, and at intervals how long is left.
+
+    Args:
+        say: receives the messages.
+        what: begins each message.
+        rounds: the number of rounds.
+        clock: returns seconds.
+    """
+
+    def __init__(self, say: Say, what: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._say, self._what, self._rounds, self._clock = say, what, rounds, clock
+        self._start = self._said = clock()
+
+    def ended(self, done: int) -> None:
+        """Note that ``done`` rounds have ended."""
+        now = self._clock()
+        if done < self._rounds and (done == 1 or now - self._said >= INTERVAL):
+            left = (now - self._start) / done * (self._rounds - done)
+            self._say(f"{self._what}: {done} of {self._rounds} rounds, about {left:.0f} s left")
+            self._said = now
