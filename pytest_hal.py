@@ -57,6 +57,19 @@ def _parameter(conformance: Any, case: Any) -> Any:
     return pytest.param(case, marks=marks, id=case.name)
 
 
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
+    """Say how many cases run, and how to run fewer."""
+    names = [case.name for item in items if (case := _case_of(item)) is not None]
+    dtype = next((name.split("/")[2] for name in names if name.startswith("operations/")), None)
+    short = [name for name in names if name.startswith("devices/") or f"/{dtype}/" in name]
+    if dtype is None or len(short) > len(names) / 2:  # already a short form
+        return []
+    return [
+        f"conformance: {len(names)} cases, which take minutes, mostly those of whole models; "
+        f"pytest -k 'devices or (operations and {dtype})' is a short form"
+    ]
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Record backend, area and case on the item's reports, which may come from another process."""
     case = _case_of(item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -98,6 +99,7 @@ def test_it_says_what_it_wrote_and_what_comes_next(tmp_path: Path, monkeypatch: 
     assert {f"acme-hal/{name}" for name in files(tmp_path / "acme-hal")} <= set(result.output.split())
     for command in ("cd acme-hal", "pip install -e '.[test]'", "hal doctor --backend acme", "pytest"):
         assert f"  {command}\n" in result.output
+    assert "pytest takes minutes. README.md has a short form" in result.output
 
 
 def test_the_readme_counts_steps_that_name_what_is_there(written: Path) -> None:
@@ -142,6 +144,20 @@ def test_installed_it_is_found(installed: Installed) -> None:
 
 def test_installed_the_doctor_finds_nothing_wrong(installed: Installed) -> None:
     assert installed.hal("doctor", "--backend", NAME).splitlines()[-1] == "everything that is available works"
+
+
+def test_installed_the_short_form_is_offered_and_is_short(installed: Installed, written: Path) -> None:
+    whole = installed.run("-m", "pytest", "--collect-only", "-p", "no:cacheprovider")
+    (offered,) = [line for line in whole.splitlines() if line.startswith("conformance: ")]
+    assert re.match(r"conformance: \d+ cases, which take minutes", offered)
+    (chosen,) = re.findall(r"pytest -k '([^']+)'", offered)
+    assert f"pytest -k '{chosen}'" in (written / "README.md").read_text(encoding="utf-8")
+    short = installed.run("-m", "pytest", "--collect-only", "-q", "-k", chosen, "-p", "no:cacheprovider")
+    names = re.findall(r"\[(\S+)\]$", short, re.MULTILINE)
+    everything = int(offered.split()[1])
+    assert 50 < len(names) < everything / 2
+    assert {name.partition("/")[0] for name in names} == {"devices", "operations"}
+    assert "conformance: " not in short
 
 
 def test_installed_it_passes_conformance(installed: Installed) -> None:

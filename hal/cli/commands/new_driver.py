@@ -53,7 +53,8 @@ def command(name: str, folder: Path | None) -> None:
         raise ConfigError(f"the package cannot be written: {error}", "choose a writable folder") from error
     echo(f"created a package with the driver {name}:\n" + "\n".join(f"  {path}" for path in paths))
     echo(f"\nnext:\n  cd {shlex.quote(str(target))}\n  pip install -e '.[test]'")
-    echo(f"  hal doctor --backend {name}\n  pytest\n\nREADME.md lists what to implement, in order.")
+    echo(f"  hal doctor --backend {name}\n  pytest\n")
+    echo("pytest takes minutes. README.md has a short form, and lists what to implement, in order.")
 
 
 def _values(name: str) -> dict[str, str]:
