@@ -15,12 +15,12 @@ from hal.version import __version__
 
 
 @click.group(cls=ContributedCommands)
-@click.option("-v", "--verbose", is_flag=True, help="Log progress as well as warnings.")
+@click.option("-v", "--verbose", count=True, help="Log progress as well as warnings; -vv logs what libraries warn of.")
 @click.version_option(__version__, prog_name="hal", message="%(prog)s %(version)s")
 @click.pass_context
-def main(context: click.Context, verbose: bool) -> None:
+def main(context: click.Context, verbose: int) -> None:
     """Run language models on any hardware with a driver."""
-    context.with_resource(logging_to_stderr("INFO" if verbose else "WARNING"))
+    context.with_resource(logging_to_stderr(("WARNING", "INFO", "DEBUG")[min(verbose, 2)]))
 
 
 main.add_command(generate.command)

@@ -115,23 +115,40 @@ def _tell(text: str) -> None:
 
 
 class _Stderr(logging.Handler):
+    """Writes each warning once: a command may build a model, or read a file, several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned: set[str] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
+        text = f"{record.levelname.lower()}: {self.format(record)}"
+        if record.levelno >= logging.WARNING:
+            if text in self._warned:
+                return
+            self._warned.add(text)
         # Looks up stderr for each record, because a progress bar replaces it temporarily.
-        click.echo(f"{record.levelname.lower()}: {self.format(record)}", err=True)
+        click.echo(text, err=True)
 
 
 @contextlib.contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """Write hal's log records from ``level`` on to stderr inside the block."""
-    log, handler = logging.getLogger("hal"), _Stderr()
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(level)
-    try:
+    """Write hal's log records from ``level`` on to stderr inside the block.
+
+    Python's warnings, which libraries address to the authors of programs, are written at the level DEBUG only.
+    """
+    handler = _Stderr()
+    with contextlib.ExitStack() as stack:
+        for name in ("hal", "py.warnings"):
+            log = logging.getLogger(name)
+            stack.callback(log.setLevel, log.level)
+            stack.callback(log.removeHandler, handler)
+            log.addHandler(handler)
+            log.setLevel(level)
+        handler.addFilter(lambda record: level == "DEBUG" or record.name != "py.warnings")
+        logging.captureWarnings(True)
+        stack.callback(logging.captureWarnings, False)
         yield
-    finally:
-        log.setLevel(before)
-        log.removeHandler(handler)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

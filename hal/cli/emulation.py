@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hal.errors import ConfigError
+import attrs
 
+from hal.errors import ConfigError, DriverNotFound
+
+if TYPE_CHECKING:
+    from hal.drivers.registry import Candidate
+
+EMULATE_EACH = "Run drivers with an emulator on an emulated device; sets their option emulator."
 EMULATE = "Run the backend's driver on an emulated device; sets its option emulator."
 
 
@@ -37,12 +43,49 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
         # The variable may request more than True does, for example to hide a real device.
         yield {"emulator": environment_options(named).get("emulator") or True}
     except ConfigError as error:
-        if "unknown key 'emulator'" not in error.problem:
+        if not has_no_emulator(error):
             raise
         raise ConfigError(
             f"the driver {named} has no emulated device (--emulate): {error.problem}",
             "omit --emulate, or choose another --backend",
         ) from error
+
+
+def has_no_emulator(error: ConfigError) -> bool:
+    """Return whether a driver raised the error for its option ``emulator``, which it does not have."""
+    return "unknown key 'emulator'" in error.problem
+
+
+def probed(emulate: bool, only: str | None = None) -> list[tuple[Candidate, dict[str, Any]]]:
+    """Return the installed drivers with the options to open them, in descending priority.
+
+    Args:
+        emulate: probe each for its emulated device; a driver without one may refuse the option only when it is opened.
+        only: a driver's name; None for all.
+
+    Raises:
+        DriverNotFound: no driver is named ``only``.
+    """
+    from hal.config import environment_options
+    from hal.drivers.opening import probe_driver
+    from hal.drivers.registry import candidates, load_driver
+
+    tried = candidates()
+    if only is not None and not (tried := [each for each in tried if each.name == only]):
+        load_driver(only)  # raises
+        raise DriverNotFound(f"no driver {only!r} is installed", "choose another --backend")
+    found: list[tuple[Candidate, dict[str, Any]]] = []
+    for each in tried:
+        options: dict[str, Any] = {} if each.driver is None else dict(environment_options(each.name))
+        if emulate and each.driver is not None:
+            asked = {**options, "emulator": options.get("emulator") or True}
+            try:
+                each, options = attrs.evolve(each, probe=probe_driver(each.driver, asked)), asked
+            except ConfigError as error:
+                if not has_no_emulator(error):
+                    raise
+        found.append((each, options))
+    return found
 
 
 def _backend_of_the_environment() -> str:

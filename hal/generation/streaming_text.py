@@ -57,11 +57,13 @@ class Piece:
     Attributes:
         prompt: the index of the prompt.
         text: the added text, which may be empty.
+        token_id: the token.
         finished: for the text's last piece, the reason, as in :class:`hal.generation.generate.Token`; else None.
     """
 
     prompt: int
     text: str
+    token_id: int
     finished: Literal["stop", "length"] | None
 
 
@@ -83,7 +85,7 @@ def texts_in_order(tokens: Iterable[Token], prompts: Sequence[Sequence[int]], to
         text = "" if token.finished == "stop" else stream.push(token.token_id)
         if token.finished:
             text += stream.flush()
-        waiting[token.prompt].append(Piece(token.prompt, text, token.finished))
+        waiting[token.prompt].append(Piece(token.prompt, text, token.token_id, token.finished))
         while turn < len(prompts) and waiting[turn]:
             piece = waiting[turn].popleft()
             turn += piece.finished is not None

@@ -381,7 +381,11 @@ def test_bad_options(arguments: list[str], message: str, checkpoint: Path) -> No
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\xff\n", "is not UTF-8"), (b"a\n\nb\n", "prompt 1 is empty"), (b"\n", "prompt 0 is empty")],
+    [
+        (b"a\n\xff\n", "prompts.txt, line 2 is not UTF-8"),
+        (b"a\n\nb\n", "prompts.txt, line 2: prompt 1 is empty"),
+        (b"\n", "prompts.txt, line 1: prompt 0 is empty"),
+    ],
 )
 def test_bad_prompts_files(content: bytes, message: str, checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"

@@ -150,14 +150,18 @@ def texts(checkpoint: Path, prompts: Sequence[str] = PROMPTS, new: int = NEW, **
     return made
 
 
+def printed(made: Sequence[str], prompts: Sequence[str] = PROMPTS) -> str:
+    """Return the stdout of several prompts."""
+    pairs = enumerate(zip(prompts, made, strict=True))
+    return "".join(f"--- prompt {index}: {prompt!r}\n{text}\n" for index, (prompt, text) in pairs)
+
+
 class TestGenerate:
     @pytest.mark.parametrize("compiler", ["eager", "graph"])
     def test_stdout_holds_the_texts_alone(self, checkpoint: Path, compiler: str) -> None:
         result = generate(checkpoint, "--compiler", compiler)
-        assert result.stdout == "".join(f"{text}\n" for text in texts(checkpoint))
-        headers = [f"--- prompt {index}: {prompt!r}" for index, prompt in enumerate(PROMPTS)]
-        *shown, closing = result.stderr.splitlines()
-        assert shown == headers
+        assert result.stdout == printed(texts(checkpoint))
+        (closing,) = result.stderr.splitlines()
         assert closing.startswith(f"{NEW * len(PROMPTS)} tokens in ")
         assert closing.endswith(" tokens/s")
 
@@ -166,13 +170,38 @@ class TestGenerate:
         assert result.stdout == texts(checkpoint, ["the cat"])[0] + "\n"
         assert "---" not in result.stderr
 
+    def test_json_has_an_object_for_each_prompt(self, checkpoint: Path) -> None:
+        tokenizer = Checkpoint.open(checkpoint).tokenizer()
+        result = generate(checkpoint, "--json")
+        found = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [list(each) for each in found] == [["index", "prompt", "text", "token_ids", "finished"]] * len(PROMPTS)
+        assert [(each["index"], each["prompt"]) for each in found] == list(enumerate(PROMPTS))
+        assert [each["text"] for each in found] == texts(checkpoint)
+        for each in found:
+            ids = tokenizer.encode(each["prompt"]).ids
+            assert tokenizer.decode(ids + each["token_ids"])[len(each["prompt"]) :] == each["text"]
+            assert (each["finished"], len(each["token_ids"])) == ("length", NEW)
+        assert result.stdout.isascii()
+        (alone,) = generate(checkpoint, "--json", prompts=PROMPTS[:1]).stdout.splitlines()
+        assert json.loads(alone) == found[0]
+
+    def test_json_leaves_a_stop_token_out_of_the_text(self, tmp_path: Path) -> None:
+        folder = random_checkpoint(tmp_path / "qwen3")
+        whole = json.loads(generate(folder, "--json", prompts=["the cat"]).stdout)
+        stop = whole["token_ids"][NEW // 2]
+        write_json(folder / "generation_config.json", {"eos_token_id": stop})
+        found = json.loads(generate(folder, "--json", prompts=["the cat"]).stdout)
+        length = whole["token_ids"].index(stop) + 1
+        assert (found["finished"], found["token_ids"]) == ("stop", whole["token_ids"][:length])
+        assert whole["text"].startswith(found["text"])
+
     @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
     def test_prompts_from_a_file_follow_the_others(self, checkpoint: Path, tmp_path: Path, ending: str) -> None:
         lines = ["the mat", r'"a\n" is not unescaped', "日本\x0c\u2028 is one line"]
         content = (ending or "\n").join(lines) + ending
         file = tmp_path / "prompts.txt"
         file.write_bytes(content.encode())
-        expected = "".join(f"{text}\n" for text in texts(checkpoint, ["the cat", *lines]))
+        expected = printed(texts(checkpoint, ["the cat", *lines]), ["the cat", *lines])
         assert generate(checkpoint, "--prompts-file", file, prompts=["the cat"]).stdout == expected
         arguments = ("--prompt", "the cat", "--max-new-tokens", str(NEW), "--prompts-file", "-")
         assert run("generate", checkpoint, *arguments, stdin=content.encode()).stdout == expected
@@ -193,12 +222,11 @@ class TestGenerate:
         first = generate(checkpoint, "--temperature", "1.5")
         seed = first.stderr.splitlines()[0].removeprefix("seed ")
         assert generate(checkpoint, "--temperature", "1.5", "--seed", seed).stdout == first.stdout
-        # A text can contain newlines, so prompts are also run one by one to separate the texts.
         alone = [
-            generate(checkpoint, "--temperature", "1.5", "--seed", str(int(seed) + index), prompts=[prompt]).stdout
+            generate(checkpoint, "--temperature", "1.5", "--seed", str(int(seed) + index), prompts=[prompt]).stdout[:-1]
             for index, prompt in enumerate(PROMPTS)
         ]
-        assert "".join(alone) == first.stdout, f"seed {seed}"
+        assert first.stdout == printed(alone), f"seed {seed}"
 
     def test_what_has_no_effect_is_said(self, checkpoint: Path) -> None:
         result = generate(checkpoint, "--top-k", "5", "--seed", "3")
@@ -210,7 +238,7 @@ class TestGenerate:
     )
     def test_penalties(self, checkpoint: Path, name: str, value: float) -> None:
         result = generate(checkpoint, f"--{name.replace('_', '-')}", str(value))
-        assert result.stdout == "".join(f"{text}\n" for text in texts(checkpoint, **{name: value}))
+        assert result.stdout == printed(texts(checkpoint, **{name: value}))
         assert result.stdout != generate(checkpoint).stdout
         assert "no effect" not in result.stderr, "penalties also change the most likely token"
 
@@ -343,6 +371,59 @@ class TestLists:
         assert "opening the driver nobackend returned None, not a hal.Backend" in result.stdout
 
     @pytest.mark.usefixtures("drivers")
+    def test_backends_as_json(self) -> None:
+        found = json.loads(run("backends", "--json").stdout)
+        drivers = {each["name"]: each for each in found["drivers"]}
+        assert found["auto"] == "good"
+        assert drivers["good"] == {
+            "name": "good", "available": True, "priority": 5, "api_version": "2.0", "reason": "", "hint": ""
+        }  # fmt: skip
+        assert (drivers["absent"]["available"], drivers["absent"]["reason"]) == (False, "there is no [card]")
+        assert (drivers["misspelt"]["available"], drivers["misspelt"]["priority"]) == (False, None)
+
+    @pytest.mark.usefixtures("drivers")
+    def test_ops_as_json(self) -> None:
+        found = json.loads(run("ops", "--json").stdout)
+        drivers = {each["name"]: each for each in found["drivers"]}
+        assert [drivers[name]["state"] for name in ("cpu", "absent", "raisesinopen")] == [
+            "open",
+            "unavailable",
+            "broken",
+        ]
+        assert drivers["absent"]["why"].startswith("there is no [card]\n  remedy: buy one")
+        operations = {each["name"]: each for each in found["operations"]}
+        assert list(operations) == sorted(hal.ops.catalogue())
+        rms_norm, fused = operations["rms_norm"], operations["add_rms_norm"]
+        assert (rms_norm["fused"], rms_norm["drivers"]["good"], rms_norm["drivers"]["absent"]) == (
+            False,
+            "kernel",
+            None,
+        )
+        assert (fused["fused"], fused["drivers"]["good"]) == (True, "composed")
+        assert operations["sample"]["drivers"]["good"] == "reference"
+
+    @pytest.mark.usefixtures("drivers")
+    def test_ops_of_one_driver(self) -> None:
+        header = run("ops", "--backend", "cpu").stdout.splitlines()[0]
+        assert header.split() == ["operation", "cpu"]
+        result = run("ops", "--backend", "cqu")
+        assert result.exit_code == 2
+        assert "no driver 'cqu' is installed" in result.stderr
+
+    @pytest.mark.usefixtures("emulating_driver")
+    def test_ops_emulates_each_driver_that_can(self) -> None:
+        found = {each["name"]: each for each in json.loads(run("ops", "--emulate", "--json").stdout)["drivers"]}
+        assert found["cpu"]["state"] == "open"
+        assert "opening it failed: options: {'emulator': True}" in found["emulating"]["why"]
+        assert "options: {}" in run("ops", "--json").stdout
+
+    @pytest.mark.usefixtures("emulating_driver")
+    def test_backends_emulates_each_driver_that_can(self) -> None:
+        found = {each["name"]: each for each in json.loads(run("backends", "--emulate", "--json").stdout)["drivers"]}
+        assert found["cpu"]["available"]
+        assert "emulated" in found["npu"]["reason"]
+
+    @pytest.mark.usefixtures("drivers")
     def test_ops_opens_a_driver_with_its_own_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HAL_GOOD_BLOCK_SIZES", "16")
         result = run("ops")
@@ -469,7 +550,7 @@ class TestProcess:
         result = subprocess.run(
             [*command, "--max-new-tokens", str(NEW)], cwd=tmp_path, env=environ, capture_output=True, check=False
         )
-        expected = texts(checkpoint, [prompt.strip() for prompt in PROMPTS])
-        assert result.stdout.decode() == "".join(f"{text}\n" for text in expected), result.stderr.decode()
+        prompts = [prompt.strip() for prompt in PROMPTS]
+        assert result.stdout.decode() == printed(texts(checkpoint, prompts), prompts), result.stderr.decode()
         assert "captured decode for whole steps" in result.stderr.decode()
         assert result.returncode == 0

@@ -23,6 +23,14 @@ def greet(name):
     '''Greet NAME.'''
     click.echo(f"hello, {name}")
 
+@click.command()
+def noisy():
+    '''Warn.'''
+    import logging, warnings
+    for _ in range(6):
+        logging.getLogger("hal.checkpoint").warning("config.json has keys")
+        warnings.warn("torch_library is deprecated")
+
 no_command = 3
 """
 
@@ -31,6 +39,7 @@ ENTRIES = """
 greet = acme_commands:greet
 generate = acme_commands:greet
 wrong = acme_commands:no_command
+noisy = acme_commands:noisy
 absent = acme_missing:greet
 """
 
@@ -73,6 +82,17 @@ def test_a_broken_one_is_an_error_of_its_own(name: str, problem: str) -> None:
 
 def test_hals_own_commands_cannot_be_replaced() -> None:
     assert "hello" not in CliRunner().invoke(main, ["generate", "Ada"]).stdout
+
+
+def test_a_warning_is_printed_once() -> None:
+    for _ in range(2):  # each command begins anew
+        assert CliRunner().invoke(main, ["noisy"]).stderr == "warning: config.json has keys\n"
+
+
+@pytest.mark.filterwarnings("always")  # by default, Python shows one of a place per process
+def test_what_libraries_warn_of_is_printed_once_at_the_debug_level() -> None:
+    assert "deprecated" not in CliRunner().invoke(main, ["-v", "noisy"]).stderr
+    assert CliRunner().invoke(main, ["-vv", "noisy"]).stderr.count("UserWarning: torch_library is deprecated") == 1
 
 
 def test_a_command_that_nobody_has() -> None:

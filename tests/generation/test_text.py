@@ -83,10 +83,12 @@ def test_texts_take_turns() -> None:
     ]
     tokens = (token for step in steps for token in step)
     pieces = texts_in_order(tokens, [[a], [a], [a]], BYTE_LEVEL)
-    assert next(pieces) == Piece(0, "a", None)
+    assert next(pieces) == Piece(0, "a", a, None)
     assert next(tokens) == Token(1, b, None), "the first text must not wait"
     pieces = texts_in_order((token for step in steps for token in step), [[a], [a], [a]], BYTE_LEVEL)
-    expected = [(0, "a", None), (0, "a", "length"), (1, "b", None), (1, "", "stop"), (2, "b", "length")]
+    expected = [
+        (0, "a", a, None), (0, "a", a, "length"), (1, "b", b, None), (1, "", b, "stop"), (2, "b", b, "length")
+    ]  # fmt: skip
     assert list(pieces) == [Piece(*each) for each in expected]
 
 
@@ -94,4 +96,4 @@ def test_a_text_that_ends_inside_a_character_says_so() -> None:
     first, *_ = BYTE_LEVEL.encode("\u00ff").ids  # two bytes, which the tokenizer did not merge
     assert streamed(BYTE_LEVEL, [], [first]) == ["", "\N{REPLACEMENT CHARACTER}"]
     pieces = list(texts_in_order([Token(0, first, "length")], [[1]], BYTE_LEVEL))
-    assert pieces == [Piece(0, "\N{REPLACEMENT CHARACTER}", "length")]
+    assert pieces == [Piece(0, "\N{REPLACEMENT CHARACTER}", first, "length")]

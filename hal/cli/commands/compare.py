@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from hal.cli.commands.generate import PROMPTS_FILE, check_prompts, file_name, prompt_lines
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
 from hal.cli.console import print_table
-from hal.cli.emulation import emulated
+from hal.cli.emulation import EMULATE_EACH, emulated
+from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
+    from hal.compare import texts
     from hal.compare.comparison_results import Comparison
-    from hal.compare.texts import Prompts
     from hal.drivers.backend import Backend
 
 BACKENDS = "A driver. Give it twice to compare two, of which the first is the reference; once with --compiler."
 COMPILERS = "A compiler of the backend. Repeatable; the first is the reference."
-EMULATE = "Run drivers with an emulator on an emulated device; sets their option emulator."
 RANKS = (
     "Compare N ranks that split the model, which are started if this process is none, with one device of the backend."
 )
@@ -37,11 +36,11 @@ SAVE = "Save the first operation out of tolerance to the new folder DIR: its arg
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help=BACKENDS)
 @click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=COMPILERS)
 @tensor_parallel(RANKS)
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help=PROMPT)
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=16, show_default=True, help="Maximum per prompt.")
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
-@click.option("--emulate", is_flag=True, help=EMULATE)
+@click.option("--emulate", is_flag=True, help=EMULATE_EACH)
 @click.option("--compilation-config", metavar="JSON", help=f"{COMPILATION_CONFIG} For all compilers.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), metavar="DIR", help=SAVE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -78,16 +77,14 @@ def command(
         _check_options(named, modes, save_to, compilation_config)
     else:
         _check_ranks(tensor_parallel, named, modes, save_to, compilation_config)
-    content = b"" if prompts_file is None else prompts_file.read()
-    texts = [*prompts, *(prompt_lines(content, file_name(prompts_file)) if prompts_file else ())]
-    check_prompts(texts)
+    given = Prompts.read(prompts, prompts_file)
     settings = settings_of(None, dtype, None, compilation_config)
     read(Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
-    prompted = _prompts(opened, texts, max_new_tokens)
+    prompted = _prompts(opened, given, max_new_tokens)
     if tensor_parallel is not None:
         _check_split(settings)
-        if not start_ranks(ParallelConfig(tensor_parallel), opened, content):
+        if not start_ranks(ParallelConfig(tensor_parallel), opened, given.stdin):
             name = (named or [settings.get("backend", "auto")])[0]
             context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)
         return
@@ -171,7 +168,7 @@ def _ranks_agree(
     name: str,
     settings: Mapping[str, Any],
     ranks: int,
-    prompts: Prompts,
+    prompts: texts.Prompts,
     emulate: bool,
     as_json: bool,
 ) -> bool:
@@ -196,13 +193,13 @@ def _ranks_agree(
     return all(each.agrees for each in found)
 
 
-def _prompts(checkpoint: Checkpoint, texts: Sequence[str], max_new_tokens: int) -> Prompts:
+def _prompts(checkpoint: Checkpoint, given: Prompts, max_new_tokens: int) -> texts.Prompts:
     from hal.checkpoint.loading import build_model
-    from hal.compare.texts import Prompts
+    from hal.compare import texts
 
-    tokenizer = checkpoint.tokenizer()
+    encoded = given.encode(checkpoint.tokenizer())
     most = min(max_new_tokens, build_model(checkpoint).max_length)  # The caches get room for as many.
-    return Prompts(tuple(tuple(tokenizer.encode(text).ids) for text in texts), most, checkpoint.stop_token_ids)
+    return texts.Prompts(tuple(map(tuple, encoded)), most, checkpoint.stop_token_ids)
 
 
 def _opened(names: Sequence[str], settings: Mapping[str, Any], emulate: bool) -> list[Backend]:

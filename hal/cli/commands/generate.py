@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import secrets
@@ -18,8 +19,8 @@ from click.core import ParameterSource
 from hal.cli import ranks
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
 from hal.cli.emulation import EMULATE, emulated
+from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.stdout import ResultCommand, echo
-from hal.errors import BatchError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from hal.checkpoint.loading import Progress
     from hal.execution.runner import Runner
     from hal.generation.sampling_params import SamplingParams
+    from hal.generation.streaming_text import Piece
     from hal.nn import CausalLM
 
 MAX_CACHE_TOKENS = 65536
 """Maximum size of the cache by default; prompts that do not fit wait."""
-PROMPTS_FILE = "A UTF-8 file with one prompt per line, used verbatim, after those of --prompt. - reads stdin."
 SAMPLING = {
     "temperature": "0 selects the most likely token.",
     "top_k": "Keep only the TOP_K most likely tokens; 0 keeps all.",
@@ -47,15 +48,14 @@ PENALTIES = {
 
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
-STDIN = "<stdin>"
-"""Python's name of the file."""
+JSON = "Print one JSON object per prompt, a line each, instead of the texts."
 
 log = logging.getLogger("hal.cli")
 
 
 @click.command("generate", cls=ResultCommand)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt, used verbatim. Repeatable.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help=PROMPT)
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help=SAMPLING["temperature"])
@@ -72,6 +72,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @ranks.parallel(DATA_PARALLEL)
+@click.option("--json", "as_json", is_flag=True, help=JSON)
 def command(
     checkpoint: Path,
     prompts: Sequence[str],
@@ -85,12 +86,17 @@ def command(
     tensor_parallel: int | None,
     data_parallel: int | None,
     experts: str | None,
+    as_json: bool,
     **sampling: Any,
 ) -> None:
     """Continue prompts with the model in the folder CHECKPOINT.
 
-    Prompts run together and do not affect each other. Their texts go to stdout in order, each followed by a newline;
-    everything else goes to stderr.
+    Prompts run together and do not affect each other. Their texts go to stdout in order, each followed by a newline,
+    and if there are several, preceded by a line with the prompt. Everything else goes to stderr.
+
+    With --json, each prompt is an object with the keys index, prompt, text, token_ids and finished: the number of the
+    prompt, the prompt, its continuation, the new tokens, and "stop" for a stop token, which the text leaves out, or
+    "length".
 
     HAL_* environment variables set the configuration; an option overrides a single key.
     """
@@ -99,12 +105,7 @@ def command(
     from hal.config import read
     from hal.parallel.launch import agreed, yielding_to_the_cause
 
-    texts, stdin = list(prompts), None
-    if prompts_file is not None:
-        content = prompts_file.read()
-        texts += prompt_lines(content, file_name(prompts_file))
-        stdin = content if file_name(prompts_file) == STDIN else None
-    check_prompts(texts)
+    given = Prompts.read(prompts, prompts_file)
     settings = ranks.with_ranks(
         settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel, experts
     )  # fmt: skip
@@ -112,8 +113,8 @@ def command(
     opened = Checkpoint.open(checkpoint)
     params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)
     tokenizer = opened.tokenizer()
-    tokens = [tokenizer.encode(text).ids for text in texts]
-    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, stdin):
+    tokens = given.encode(tokenizer)
+    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, given.stdin):
         return
 
     with yielding_to_the_cause():
@@ -129,12 +130,17 @@ def command(
             on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
         if on.mesh.first:
             _print_notes(params, seed)
-        with on, hal.Runner(model, on, max_sequences=len(texts)) as runner:
-            _print_texts(runner, texts, tokens, params, tokenizer)
+        with on, hal.Runner(model, on, max_sequences=len(tokens)) as runner:
+            _print_texts(runner, given.texts, tokens, params, tokenizer, as_json)
 
 
 def _print_texts(
-    runner: Runner, texts: list[str], tokens: list[list[int]], params: SamplingParams, tokenizer: Tokenizer
+    runner: Runner,
+    texts: list[str],
+    tokens: list[list[int]],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    as_json: bool,
 ) -> None:
     """Generate, and print the texts if this is the rank that prints. Prompt ``i`` uses the seed plus ``i``."""
     from hal.generation.generate import generate
@@ -142,12 +148,19 @@ def _print_texts(
 
     each_params = [attrs.evolve(params, seed=params.seed + index) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1
+    held: list[Piece] = []  # of the prompt whose JSON is not complete
     for piece in texts_in_order(generate(runner, tokens, each_params), tokens, tokenizer):
         if not runner.backend.mesh.first:
             continue
         count += 1
+        if as_json:
+            held.append(piece)
+            if piece.finished:
+                echo(_as_json(texts[piece.prompt], held))
+                held.clear()
+            continue
         if piece.prompt != shown and len(texts) > 1:
-            click.echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}", err=True)
+            echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}".encode())
         shown = piece.prompt
         # Bytes, because the model's text is UTF-8 in any locale.
         echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
@@ -156,26 +169,17 @@ def _print_texts(
         click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
 
 
-def file_name(file: BinaryIO) -> str:
-    return getattr(file, "name", STDIN)
-
-
-def prompt_lines(content: bytes, name: str) -> list[str]:
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise BatchError(f"{name} is not UTF-8: {error}", "save it as UTF-8") from None
-    # Not splitlines: it also splits at form feeds and other characters that a prompt may contain.
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return [line.removesuffix("\r") for line in lines]
-
-
-def check_prompts(texts: list[str]) -> None:
-    if not texts:
-        raise click.UsageError("No prompt given: use --prompt, or --prompts-file with at least one line.")
-    for index, text in enumerate(texts):
-        if any("\ud800" <= character <= "\udfff" for character in text):  # Python's encoding of invalid UTF-8
-            raise BatchError(f"prompt {index} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
+def _as_json(prompt: str, pieces: Sequence[Piece]) -> str:
+    """Return the line of ``--json`` for a finished prompt, in ASCII, so that it is valid in any locale."""
+    return json.dumps(
+        {
+            "index": pieces[-1].prompt,
+            "prompt": prompt,
+            "text": "".join(piece.text for piece in pieces),
+            "token_ids": [piece.token_id for piece in pieces],
+            "finished": pieces[-1].finished,
+        }
+    )
 
 
 def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
 from hal.cli.console import print_table
+from hal.cli.emulation import EMULATE_EACH, has_no_emulator, probed
 from hal.cli.stdout import ResultCommand, echo
-from hal.errors import DriverUnavailable, HalError
+from hal.errors import ConfigError, DriverUnavailable, HalError
 
 if TYPE_CHECKING:
     from hal.drivers.backend import Backend
@@ -23,23 +26,43 @@ reference  no kernel: the operation's body runs"""
 
 
 @click.command("ops", cls=ResultCommand)
-def command() -> None:
+@click.option("--backend", metavar="NAME", help="Show only this driver; see `hal backends`.")
+@click.option("--emulate", is_flag=True, help=EMULATE_EACH)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def command(backend: str | None, emulate: bool, as_json: bool) -> None:
     """Show which operations each driver has kernels for.
 
     Opens every available driver to read its kernels.
+
+    With --json, the key drivers has an object for each driver, with the keys name, state (open, unavailable or broken)
+    and why. The key operations has an object for each operation, with the keys name, fused and drivers: what runs, for
+    each driver, or null.
     """
-    from hal.drivers.registry import candidates
     from hal.ops import catalogue
 
-    opened = [(each.name, _open(each)) for each in candidates()]
+    opened = [(each.name, _open(each, options)) for each, options in probed(emulate, backend)]
     operations = [operation for _, operation in sorted(catalogue().items())]  # opened drivers may add operations
-    rows = [(each.name, *(_cell(each, found) for _, found in opened)) for each in operations]
+    if as_json:
+        echo(json.dumps(_as_json(opened, operations), indent=1))
+        return
+    rows = [(each.name, *(_cell(each, found) or "-" for _, found in opened)) for each in operations]
     heads = (f"{name} ({found.state})" if isinstance(found, _Closed) else name for name, found in opened)
     print_table(("operation", *heads), rows)
     echo(LEGEND)
     for name, found in opened:
         if isinstance(found, _Closed):
             echo(f"\n{name} is {found.state}: {found.why}")
+
+
+def _as_json(opened: Sequence[tuple[str, Backend | _Closed]], operations: Sequence[Operation]) -> dict[str, Any]:
+    states = [(name, found if isinstance(found, _Closed) else _Closed("open", "")) for name, found in opened]
+    return {
+        "drivers": [{"name": name, "state": found.state, "why": found.why} for name, found in states],
+        "operations": [
+            {"name": each.name, "fused": each.fused, "drivers": {name: _cell(each, found) for name, found in opened}}
+            for each in operations
+        ],
+    }
 
 
 @attrs.frozen
@@ -50,25 +73,29 @@ class _Closed:
     why: str
 
 
-def _open(candidate: Candidate) -> Backend | _Closed:
+def _open(candidate: Candidate, options: dict[str, Any]) -> Backend | _Closed:
     """Open the candidate's backend, or return why it is closed."""
-    from hal.config import environment_options
     from hal.drivers.opening import open_driver
 
     if candidate.driver is None or not candidate.probe.available:
         state = "broken" if candidate.driver is None else "unavailable"
         return _Closed(state, f"{candidate.probe.reason}\n  remedy: {candidate.probe.hint}")
     try:
-        return open_driver(candidate.driver, environment_options(candidate.name))
+        try:
+            return open_driver(candidate.driver, options)
+        except ConfigError as error:
+            if not has_no_emulator(error):
+                raise
+            return open_driver(candidate.driver, {key: value for key, value in options.items() if key != "emulator"})
     except HalError as error:  # one failure must not hide the other drivers
         return _Closed(
             "unavailable" if isinstance(error, DriverUnavailable) else "broken", f"opening it failed: {error}"
         )
 
 
-def _cell(operation: Operation, found: Backend | _Closed) -> str:
+def _cell(operation: Operation, found: Backend | _Closed) -> str | None:
     if isinstance(found, _Closed):
-        return "-"
+        return None
     if operation.name in found.kernels:
         source = found.sources.get(operation.name)
         return f"kernel ({source})" if source else "kernel"
