@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_click",
+    "sphinx_copybutton",
     "declarations",
     "conformance_matrix",
     "emulated",
@@ -29,6 +30,10 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"torch-hal {release}"
+
+# What the button copies of a console block: the commands, without the prompt and without their output.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

@@ -39,16 +39,17 @@ INDENT = "   "
 
 
 class Operations(SphinxDirective):
-    """Every declared operation by family, and the drivers that have a kernel for it."""
+    """Every declared operation by family, both in alphabetical order, and the drivers that have a kernel for it."""
 
     def run(self) -> list[nodes.Node]:
         """Render the catalogue."""
-        catalogue = [each for each in ops.catalogue().values() if each.namespace == "hal"]
+        known = (each for each in ops.catalogue().values() if each.namespace == "hal")
+        catalogue = sorted(known, key=lambda each: (_family(each), each.name))
         coverage = _coverage()
         lines = [".. py:currentmodule:: hal.ops", "", *_coverage_table(catalogue, coverage)]
-        for module, family in groupby(catalogue, key=lambda each: each.body.__module__):
-            lines += ["", f".. rubric:: {_first_line(sys.modules[module].__doc__).rstrip('.')}", ""]
-            for operation in family:
+        for family, operations in groupby(catalogue, key=_family):
+            lines += ["", f".. rubric:: {family}", ""]
+            for operation in operations:
                 lines += self._describe(operation, coverage)
         return self.parse_text_to_nodes("\n".join(lines))
 
@@ -164,9 +165,14 @@ def _coverage_table(catalogue: list[Operation], coverage: dict[str, frozenset[st
         return "kernel" if operation.name in kernels else "composed" if operation.fused else "reference"
 
     rows = [["operation", *coverage]]
-    for operation in catalogue:
+    for operation in sorted(catalogue, key=lambda each: each.name):
         rows.append([f":func:`{operation.name}`", *(cell(kernels, operation) for kernels in coverage.values())])
     return _table(rows, header=True)
+
+
+def _family(operation: Operation) -> str:
+    """The first line of its module's docstring."""
+    return _first_line(sys.modules[operation.body.__module__].__doc__).rstrip(".")
 
 
 def _signature(operation: Operation) -> str:

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ import attrs
 import pytest
 from helpers import ROOT
 from helpers.forked_scripts import run_script
-from helpers.pages import DOCS, PAGES, blocks, lay_out
+from helpers.pages import DOCS, MODULE, PAGES, blocks, lay_out
 
 import hal
 from hal import config, errors
@@ -35,6 +36,7 @@ ELSEWHERE = {
     "one-model-on-cpu-and-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "use-with-transformers.md": "tests/engines runs it: transformers imports torch_npu, which fails without CANN",
 }
+INSTALLED = re.compile(r"touch pyproject\.toml")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,38 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         environment["PYTHONPATH"] = str(tmp_path)
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
         assert result.returncode == 0, f"the tests of {page.name}:\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if INSTALLED.search(page.read_text(encoding="utf-8"))], ids=lambda page: page.name
+)
+def test_a_package_that_a_page_installs_has_a_name(page: Path) -> None:
+    """Without metadata, setuptools installs it as UNKNOWN 0.0.0, which the package of the next page replaces."""
+    (text,) = (block.text for block in blocks(page) if block.language == "ini")
+    parser = ConfigParser()
+    parser.read_string(text)
+    assert {"name", "version"} <= set(parser["metadata"])
+    modules = set(parser["options"]["py_modules"].split())
+    targets = [
+        entry.partition("=")[2] for group in parser["options.entry_points"].values() for entry in group.split("\n")
+    ]
+    assert {target.strip().partition(":")[0] for target in targets if target} <= modules
+    assert modules <= {found[1].removesuffix(".py") for block in blocks(page) if (found := MODULE.match(block.text))}
+
+
+def test_the_first_pages_name_every_family_of_models() -> None:
+    """Derived from the entry points, so that a new family is not forgotten there."""
+    entries = importlib.metadata.entry_points(group="hal.models")
+    ours = [entry.name.removesuffix("ForCausalLM") for entry in entries if entry.module.startswith("hal.models.")]
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        words = page.read_text(encoding="utf-8").replace("-", "").lower()
+        assert [name for name in ours if name.lower() not in words] == [], page.name
+
+
+def test_pages_install_nothing_that_no_index_has() -> None:
+    """hal is not on a package index: a page installs it from a clone."""
+    wanted = re.compile(r"^\$ .*pip install [^#\n]*\btorch-hal\b", re.MULTILINE)
+    assert [page.name for page in PAGES if wanted.search(page.read_text(encoding="utf-8"))] == []
 
 
 def test_pages_import_the_modules_that_they_name() -> None:
@@ -212,6 +246,7 @@ def build(tmp_path: Path) -> Path:
     pytest.importorskip("sphinx", reason="the docs extra is not installed")
     pytest.importorskip("myst_parser", reason="the docs extra is not installed")
     pytest.importorskip("furo", reason="the docs extra is not installed")
+    pytest.importorskip("sphinx_copybutton", reason="the docs extra is not installed")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-d", str(tmp_path / "doctrees")]
     result = subprocess.run(
         [*command, str(DOCS), str(tmp_path / "html")], cwd=ROOT, capture_output=True, text=True, timeout=300
