@@ -181,7 +181,7 @@ AT_RUN_TIME: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch_npu.npu_moe_token_permute(t(4, 16), t(4, 2, dtype=INT32) * -1), "indices must be between 0 and"),
     (
         lambda: torch_npu.npu_moe_compute_expert_tokens(torch.tensor([1, 0], dtype=INT32).npu(), 2),
-        "sorted_experts must ascend and be between 0 and 1",
+        "sorted_experts must ascend and be between 0 and 2",
     ),
 ]
 

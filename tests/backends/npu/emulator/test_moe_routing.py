@@ -197,6 +197,8 @@ def first_routing(draw: Draw, kind: str, whole: bool) -> Pairs:
     yield by_token, Same(routed.gather_index(tokens * k))
     ends = torch_npu.npu_moe_compute_expert_tokens(experts, EXPERTS)
     yield ends, Same(torch.tensor(routed.counts).cumsum(0).int())
+    beyond = torch.cat([experts.cpu(), torch.tensor([EXPERTS], dtype=torch.int32)])
+    yield torch_npu.npu_moe_compute_expert_tokens(beyond.npu(), EXPERTS), Same(ends.cpu())
 
 
 @case(*FLOATS, kind=KINDS, mode=(0, 1), smooth=(None, 1, EXPERTS), padded=(False, True))
