@@ -137,7 +137,8 @@ def _measure(
     result: Result,
     say: Callable[[str], None],
 ) -> None:
-    inputs = Inputs(setting, size)
+    ours = sides["hal"]
+    inputs = Inputs(setting, size, ours.prefilled(size) if isinstance(ours, HalSide) else ())
     if "torch._dynamo" in sys.modules:
         # Dynamo would otherwise compile the second batch size with dynamic shapes.
         torch.compiler.reset()

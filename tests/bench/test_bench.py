@@ -28,6 +28,7 @@ import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
@@ -169,6 +170,51 @@ class TestDecode:
             floor_ = floors[each["batch_size"]]
             rate = floor_["probe_amount"] / statistics.median(floor_["probe_seconds"])
             assert each["times_floor"] == pytest.approx(median * rate / sum(floor_["work"]["parts"].values()))
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """Return a model whose keys are small and whose queries are large, as training may leave them.
+
+        On keys of another size, attention takes one of several equal keys, by the rounding of bfloat16.
+        """
+        folder = random_checkpoint(tmp_path / "sharp", num_hidden_layers=6, dtype="bfloat16")
+        file = folder / "model.safetensors"
+        factors = {"q_norm": 16.0, "k_norm": 1 / 16}
+        weights = {
+            name: weight * next((factor for norm, factor in factors.items() if norm in name), 1.0)
+            for name, weight in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
+        return folder
+
+    def test_the_cache_is_computed(self, folder: Path) -> None:
+        """A random cache made contenders that are right differ by 0.85 of the logits' norm."""
+        pytest.importorskip("transformers", reason="transformers is the other contender")
+        chosen = plan.Plan(
+            workload="decode", checkpoint=str(folder), backend="cpu", batch_sizes=(8,), length=40, repeats=3,
+            compilers=("eager",), against=("transformers",),
+        )  # fmt: skip
+        found = measurement.run(chosen).agreements[8]
+        assert {each.contender for each in found} == {"transformers eager", "transformers compiled"}
+        assert all(each.difference < 0.1 for each in found)
+
+    def test_a_prompt_of_several_steps(self, folder: Path) -> None:
+        """The cache is that of one prefill, whatever the steps; larger batches repeat its sequences."""
+        found = []
+        for most in (2048, 7):
+            setting = plan.prepare(
+                plan.Plan(workload="decode", checkpoint=str(folder), backend="cpu", length=40, dtype="float32")
+            )
+            setting.backend.configure(attrs.evolve(setting.backend.config, max_prefill_tokens=most))
+            filled = HalSide(setting).prefilled(18)
+            assert [keys.shape for keys, _ in filled] == [(16, 40, 2, 16)] * 6
+            keys, values = Inputs(setting, 18, filled).cached(5)
+            assert torch.equal(keys[16:], keys[:2])
+            assert not torch.equal(values[0], values[1])
+            found.append(keys)
+        torch.testing.assert_close(*found)
 
 
 class TestPrefill:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 import hal
 from hal import ops
+from hal.bench.contenders.prefilled_cache import prefill
 from hal.bench.contenders.workload import Contender, Inputs, Side
 from hal.bench.figures.routing import Routing, expert_weights, recorded
 from hal.bench.plan import Setting
@@ -26,7 +29,7 @@ class HalSide:
 
     def __init__(self, setting: Setting) -> None:
         self.modes = tuple(setting.modes)
-        self._backend, self._compilation = setting.backend, setting.plan.compilation
+        self._plan, self._backend, self._compilation = setting.plan, setting.backend, setting.plan.compilation
         # Before loading: a driver that prepares weights by batch size must know the batch sizes.
         self._configure("eager", setting.plan.batch_sizes)
         self._model = hal.load_model(setting.checkpoint, self._backend)
@@ -54,6 +57,14 @@ class HalSide:
         setup = made + time.perf_counter() - start
         # Every step writes the same slots, so no reset is needed.
         return Contender(f"hal {mode}", lambda: runner.step(batch).logits, lambda: None, setup, runner.close)
+
+    def prefilled(self, batch_size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return keys and values for the caches of decode steps; none for random weights."""
+        if self._plan.workload == "prefill" or self._plan.shapes is not None:
+            return ()
+        self._configure(EAGER, (1,), self._plan.length)
+        with hal.Runner(self._model, self._backend) as runner:
+            return prefill(runner, batch_size, self._plan.length)
 
     def _configure(
         self, compiler: str, sizes: tuple[int, ...], num_tokens: int = 1, prompts: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
@@ -49,12 +49,17 @@ class Side(Protocol):
 class Inputs:
     """The inputs of one batch size.
 
-    The cache of a decode step is random and not computed by a prefill. Only its size affects a step's duration, and
-    with a large batch a prefill would take longer than the measurement.
+    Attributes:
+        setting: the benchmark.
+        batch_size: the number of sequences.
+        prefilled: each layer's keys and values of some sequences, as :meth:`cached` returns them, which a prefill has
+            computed. If there are none, they are random. Trained weights turn rounding into other logits on a random
+            cache, while a step's duration and memory do not depend on the values.
     """
 
     setting: Setting
     batch_size: int
+    prefilled: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def workload(self) -> Workload:
@@ -75,6 +80,9 @@ class Inputs:
     def cached(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values, each ``[batch, length, num_kv_heads, head_dim]``, in the model's dtype."""
         model, device = self.setting.meta, self.setting.backend.device.torch
+        if self.prefilled:
+            rows = torch.arange(self.batch_size) % len(self.prefilled[layer][0])
+            return self.prefilled[layer][0][rows].to(device), self.prefilled[layer][1][rows].to(device)
         generator = torch.Generator().manual_seed(1 + layer)
         drawn = min(self.batch_size, DRAWN)
         shape = (drawn, self.length, *model.states[layer]["key"].shape)
