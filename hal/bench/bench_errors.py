@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hal.config.optional_libraries import check_version
 from hal.errors import HalError
 
 
@@ -17,7 +18,9 @@ def need(module: str, option: str) -> Any:
 
     Raises:
         BenchmarkError: the library is not installed or cannot be imported.
+        ConfigError: its version is none that hal works with.
     """
+    check_version(module.partition(".")[0], option)
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 import attrs
 from packaging.requirements import InvalidRequirement, Requirement
 
+from hal.config.optional_libraries import optional_requirements
 from hal.config.plugins import registered
 from hal.doctor import findings
 from hal.doctor.process import package_file, run_python
@@ -66,14 +67,18 @@ def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.
 
 
 def packages(drivers: Iterable[findings.Driver]) -> list[findings.Package]:
-    """Return the packages that hal and the drivers require, with the installed versions."""
+    """Return the packages that hal, the drivers and hal's extras require, with the installed versions."""
     try:
         own = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # hal runs from source
         own = []
     needed = [(DISTRIBUTION, each) for each in own]
     needed += [(each.name, requirement) for each in drivers for requirement in each.requires]
-    return [package for by, requirement in needed for package in _package(by, requirement)]
+    found = [package for by, requirement in needed for package in _package(by, requirement)]
+    return found + [
+        package for extra, requirement in optional_requirements()
+        for package in _package(f"{DISTRIBUTION}[{extra}]", f"{requirement.name}{requirement.specifier}")
+    ]  # fmt: skip
 
 
 def _package(required_by: str, text: str) -> Iterator[findings.Package]:

@@ -695,6 +695,16 @@ def test_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interface differs: transformers 5.23 has another name for an argument, and ignores the one of 5.24."""
+    install(tmp_path, "transformers", "", version="5.23.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = bench("prefill", "--shapes", "tiny", "--against", "transformers")
+    assert result.exit_code == 2, result.stderr
+    assert "--against transformers works with transformers <5.25,>=5.24, and 5.23.0 is installed" in result.stderr
+    assert "pip install 'torch-hal[transformers]'" in result.stderr
+
+
 def test_the_command_stays_light() -> None:
     program = "import sys, hal.cli; print([name for name in ('hal.bench', 'hal.generation') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

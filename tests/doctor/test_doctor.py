@@ -319,6 +319,15 @@ def test_versions(everything: dict[str, Any]) -> None:
     assert rows["torch-hal", "torch"] | {"found": torch.__version__, "fits": True} == rows["torch-hal", "torch"]
     assert rows["npu", "torch-npu"]["requirement"] == "==2.13.0"
     assert rows["npu", "torch"]["requirement"] == "==2.13.*"
+    for extra, package in (
+        ("transformers", "transformers"),
+        ("vllm", "vllm"),
+        ("bench", "matplotlib"),
+        ("cuda", "triton"),
+    ):
+        row = rows[f"torch-hal[{extra}]", package]
+        assert row["requirement"]
+        assert row["found"] or not row["fits"]
     missing = rows["acme", "a-package-that-is-not-there"]
     assert (missing["found"], missing["fits"]) == (None, False)
 

@@ -1,0 +1,50 @@
+"""Versions of the optional libraries that hal works with, which the extras of its distribution declare."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+
+from hal.errors import ConfigError
+
+DISTRIBUTION = "torch-hal"
+EXTRAS = ("npu", "cuda", "transformers", "vllm", "bench", "testing")
+"""The extras of people who run hal, in the order in which `hal doctor` lists them."""
+
+
+def optional_requirements() -> Iterator[tuple[str, Requirement]]:
+    """Yield each extra and a library that it requires on this machine; none if hal is not installed."""
+    try:
+        declared = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for extra in EXTRAS:
+        for requirement in map(Requirement, declared):
+            marker = requirement.marker
+            if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+                continue
+            if requirement.name != DISTRIBUTION:
+                yield extra, requirement
+
+
+def check_version(library: str, option: str) -> None:
+    """Raise ConfigError if an installed library has a version that no extra names; do nothing if it is absent.
+
+    Args:
+        library: the name of its distribution.
+        option: what needs it, for the error, such as ``--against transformers``.
+    """
+    for extra, requirement in optional_requirements():
+        if requirement.name != library:
+            continue
+        try:
+            found = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            return
+        if not requirement.specifier.contains(found, prereleases=True):
+            raise ConfigError(
+                f"{option} works with {library} {requirement.specifier}, and {found} is installed",
+                f"pip install '{DISTRIBUTION}[{extra}]', or omit {option}",
+            )
