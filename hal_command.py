@@ -15,6 +15,8 @@ INTERRUPTED = 130
 """Exit status of an interrupted program by shell convention: 128 plus the number of SIGINT."""
 GRACE = 5.0
 """Seconds allowed for cleanup after an interrupt; code that still runs then has swallowed it."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable that tells a process that torchrun has started it."""
 
 
 class Interrupts:
@@ -63,6 +65,8 @@ def main() -> None:
 
 
 def _run(interrupts: Interrupts) -> object:
+    if TORCHRUN in os.environ and sys.platform == "linux" and os.getsid(0) == os.getpid():  # not a rank's child
+        _end_with_parent()
     from hal.cli import main as command
 
     try:
@@ -72,6 +76,16 @@ def _run(interrupts: Interrupts) -> object:
         return ending.code
     finally:
         interrupts.raising = False
+
+
+def _end_with_parent() -> None:
+    """Let the system kill this process when its parent ends; torchrun ends its ranks unless it is killed itself.
+
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def _open_closed_streams() -> None:

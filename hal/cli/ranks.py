@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
@@ -82,7 +81,6 @@ def start_ranks(parallel: ParallelConfig, checkpoint: Checkpoint, stdin: bytes |
     if failure.text:
         click.echo(f"rank {failure.rank} of {ranks} failed:\n{failure.text.rstrip()}", err=True)
     assert failure.status is not None  # There is no time limit.
-    if failure.status < 0:
-        name = signal.Signals(-failure.status).name
-        click.echo(f"rank {failure.rank} of {ranks} was ended by {name}", err=True)
+    if failure.ending is not None:
+        click.echo("error: {}\nremedy: {}".format(*failure.ending), err=True)
     raise SystemExit(failure.status if failure.status > 0 else 128 - failure.status)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 
+from hal.config.process_keeper import ProcessKeeper
 from hal.doctor.process import Ending, Process
 
 MOST_PROCESSES = max(4, os.cpu_count() or 1)
@@ -96,11 +95,11 @@ class _Examination:
         self.used, self.waits = 0.0, False
         self._seconds = seconds
         self._may_measure = False
-        self._folder = tempfile.TemporaryDirectory()
-        self._file = Path(self._folder.name) / "findings"
+        self._keeper = ProcessKeeper()
+        self._file = self._keeper.folder / "findings"
         self._file.touch()
         arguments = ["-m", "hal.doctor.driver_program", name, json.dumps(options), str(self._file), str(seconds)]
-        self._process = Process(arguments)
+        self._process = Process(arguments, self._keeper)
         self._looked = time.monotonic()
 
     @property
@@ -124,7 +123,8 @@ class _Examination:
         """Kill the process if it still runs, and return its output."""
         ending = self._process.end(round(min(self.used, self._seconds), 1))
         lines = list(self._lines())
-        self._folder.cleanup()
+        self._keeper.ended()
+        self._keeper.close()
         return Told(lines, ending, self.waits and ending.code is None)
 
     def _lines(self) -> Iterator[tuple[str, Any]]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import attrs
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hal.config.optional_libraries import optional_requirements
 from hal.config.plugins import registered
+from hal.config.process_keeper import ProcessKeeper
 from hal.doctor import findings
 from hal.doctor.process import package_file, run_python
 from hal.errors import DriverNotFound, nearest
@@ -57,9 +56,10 @@ def torch_found(seconds: float) -> findings.Torch:
 
 
 def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.Torch, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "facts.json"
-        ending = run_python([package_file("torch_facts.py"), str(file)], seconds, environ)
+    with ProcessKeeper(environ) as keeper:
+        file = keeper.folder / "facts.json"
+        ending = run_python([package_file("torch_facts.py"), str(file)], seconds, keeper)
+        keeper.ended()
         if ending.code == 0 and file.exists():
             return findings.Torch(**json.loads(file.read_text(encoding="utf-8"))), ""
     last_line = next((line for line in reversed(ending.log) if line.strip()), "")

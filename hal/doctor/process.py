@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+
+from hal.config.process_keeper import ProcessKeeper
 
 LOG_LINES = 40
 
@@ -41,15 +43,15 @@ class Ending:
 class Process:
     """A Python process with ``arguments``, isolated from this one.
 
-    Its stdout is discarded, and the current folder is not on its path.
+    Its stdout is discarded, and the current folder is not on its path. It ends with this process, whatever ends that.
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, arguments: Sequence[str], keeper: ProcessKeeper) -> None:
         # A file and not a pipe: an orphaned grandchild that holds the pipe's end would block reading.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", *arguments], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=self._stderr, env=dict(environ), start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=self._stderr, env=keeper.environ, start_new_session=True,
         )  # fmt: skip
 
     def poll(self) -> int | None:
@@ -72,9 +74,9 @@ class Process:
         return Ending(code, seconds, lines[-LOG_LINES:])
 
 
-def run_python(arguments: Sequence[str], seconds: float, environ: Mapping[str, str] = os.environ) -> Ending:
+def run_python(arguments: Sequence[str], seconds: float, keeper: ProcessKeeper) -> Ending:
     """Run Python with ``arguments`` for at most ``seconds``; see :class:`Process`."""
-    process = Process(arguments, environ)
+    process = Process(arguments, keeper)
     try:
         process.wait(seconds)
     finally:

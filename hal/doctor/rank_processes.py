@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import cattrs
 
+from hal.config.process_keeper import ProcessKeeper
 from hal.doctor.findings import Check, Driver, Ranks
 
 MISSING = "check that as many devices are visible, and that --timeout is long enough to open them"
@@ -26,15 +26,19 @@ def examine_ranks(driver: Driver, number: int, options: Mapping[str, Any], secon
     """
     from hal.parallel.launch import run_ranks  # imports torch, which works: the driver does
 
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["-m", "hal.doctor.rank_program", driver.name, json.dumps(dict(options)), folder, str(number),
-                     str(seconds)]  # fmt: skip
+    with ProcessKeeper() as keeper:
+        arguments = ["-m", "hal.doctor.rank_program", driver.name, json.dumps(dict(options)), str(keeper.folder),
+                     str(number), str(seconds)]  # fmt: skip
         failure = run_ranks(arguments, number, seconds=seconds)
-        told = [_told(Path(folder) / str(rank)) for rank in range(number)]
+        keeper.ended()
+        told = [_told(keeper.folder / str(rank)) for rank in range(number)]
     driver.ranks = found = _together(told)
     if failure is not None and failure.text:
         driver.log = failure.text.splitlines()[-40:]
-    if found.skipped or all(each.get("done") for each in told):
+    if failure is not None and failure.ending is not None:
+        problem, remedy = failure.ending
+        found.checks.append(Check("ranks", "failed", problem, remedy))
+    elif found.skipped or all(each.get("done") for each in told):
         wrong = [each.name for each in found.checks if each.outcome == "failed"]
         problem, remedy = (f"failed: {', '.join(wrong)}", "see the checks") if wrong else ("", "")
     else:

@@ -1,7 +1,7 @@
 """Start of ranks on this machine, as ``hal generate --tensor-parallel 2`` does; see also ``torchrun``.
 
 A rank is a process with torchrun's environment variables. The ranks meet at a store that the starting process holds,
-so that no port has to be chosen.
+so that no port has to be chosen. They end with the starting process, whatever ends it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import attrs
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
+from hal.config.process_keeper import ProcessKeeper
 from hal.device.host_capacity import check_ranks
 from hal.device.host_cores import usable_cores
 from hal.errors import CommunicationError
 from hal.parallel.child_python import child_python
 from hal.parallel.launcher_variables import is_rank, launched
 from hal.parallel.mesh import Mesh
+from hal.parallel.rank_endings import MemoryWatch, describe_signal
 
 T = TypeVar("T")
 
@@ -43,7 +45,9 @@ FAILED_FILE = "RANKS_FAILED_FILE"
 YIELD = 3.0
 """Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
 END = 10.0
-"""Seconds in which a rank ends after it was asked to, or after it failed. A rank that was asked is then killed."""
+"""Seconds in which a rank ends after another has failed, or after it failed. It is then killed."""
+INTERRUPTED = 0.5
+"""Seconds in which a rank ends after this process was interrupted. It is then killed."""
 
 
 def rank() -> int:
@@ -64,11 +68,13 @@ class Failure:
         status: its exit status, negative for the number of a signal; None if it did not end in time.
         text: what it wrote to stderr; empty for rank 0, whose stderr is this process's, and if rank 0 failed with the
             same error of hal's.
+        ending: the problem and the remedy, if a signal ended it; else None.
     """
 
     rank: int
     status: int | None
     text: str
+    ending: tuple[str, str] | None = None
 
 
 def run_ranks(
@@ -82,7 +88,8 @@ def run_ranks(
     """Run Python in ``ranks`` processes, and wait for all of them.
 
     Rank 0 writes to this process's stdout and stderr. What others write to stdout is dropped. After the first failure,
-    the remaining ranks are ended; so are all if this process is interrupted.
+    the remaining ranks are ended; so are all, and the processes that they started, if this process is interrupted or
+    ends.
 
     Args:
         arguments: the arguments of Python, such as ``["-m", "package"]``.
@@ -99,23 +106,29 @@ def run_ranks(
     """
     check_ranks(ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    with ExitStack() as stack:
+    with ProcessKeeper() as keeper, ExitStack() as stack:
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        first, files = folder / "error.json", {FAILED_FILE: str(folder / "failed")}
+        first, files = keeper.folder / "error.json", {FAILED_FILE: str(keeper.folder / "failed")}
         of_first = {ERROR_FILE: str(first)}
-        stack.callback(_end, started)
+        stack.push(lambda kind, *_: _end(started, INTERRUPTED if kind else END))
+        memory = MemoryWatch()
         for rank in range(ranks):
             errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             process = subprocess.Popen(
                 [*child_python(), *arguments],
-                env={**os.environ, **variables_of_rank(rank, ranks, store.port), **files, **({} if rank else of_first)},
+                env={
+                    **keeper.environ, **variables_of_rank(rank, ranks, store.port), **files,
+                    **({} if rank else of_first),
+                },
                 stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
-            )
+            )  # fmt: skip
             started.append((process, errors))
-        return _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds)
+        failure = _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds, memory)
+        if failure is None:
+            keeper.ended()
+        return failure
 
 
 def variables_of_rank(rank: int, ranks: int, port: int) -> Mapping[str, str]:
@@ -141,16 +154,19 @@ def _file_of(content: bytes) -> Iterator[IO[bytes]]:
 
 
 def _wait(
-    started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]], first: Path, until: float
+    started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]], first: Path, until: float, memory: MemoryWatch
 ) -> Failure | None:
     while True:
+        memory.look([process.pid for process, _ in started])
         statuses = [process.poll() for process, _ in started]
         if any(statuses):
             rank = next(rank for rank, status in enumerate(statuses) if status)
             text = _text(started[rank][1])
             if rank and _ended(started[0][0]) and (shown := _shown(first)) and shown in text:
                 text = ""
-            return Failure(rank, statuses[rank], text)
+            status = statuses[rank]
+            ending = describe_signal(rank, len(started), -status, memory) if status and status < 0 else None
+            return Failure(rank, status, text, ending)
         if all(status == 0 for status in statuses):
             return None
         if time.monotonic() > until:
@@ -178,10 +194,10 @@ def _text(errors: IO[bytes] | None) -> str:
     return errors.read().decode(errors="replace")
 
 
-def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]]) -> None:
+def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]], seconds: float) -> None:
     for process, _ in started:
         process.terminate()
-    until = time.monotonic() + END
+    until = time.monotonic() + seconds
     for process, _ in started:
         try:
             process.wait(max(0.0, until - time.monotonic()))

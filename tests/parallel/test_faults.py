@@ -18,12 +18,12 @@ def test_in_a_job(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("fault", "point", "compiler", "status", "message"),
     [
-        ("killed", "loading", "eager", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "loading", "eager", 137, "rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used "),
         ("raises", "loading", "eager", 2, "rank 1 of 2 failed:\n"),
-        ("killed", "step", "eager", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "step", "eager", 137, "rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used "),
         ("raises", "step", "eager", 1, "ValueError: the fault of rank 1"),
         ("late", "step", "eager", 2, "rank 1 did not join all_reduce of "),
-        ("killed", "replay", "graph", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "replay", "graph", 137, "rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used "),
     ],
 )
 def test_in_the_command(

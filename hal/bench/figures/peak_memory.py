@@ -9,6 +9,7 @@ import attrs
 
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.plan import Plan
+from hal.config.process_keeper import ProcessKeeper
 from hal.parallel.child_python import child_python
 
 
@@ -31,7 +32,9 @@ def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
     keys = attrs.asdict(attrs.evolve(plan, batch_sizes=(batch_size,), compilers=compilers, trace=False))
     order = json.dumps({"plan": keys, "side": side, "mode": mode})
     command = [*child_python(), "-m", "hal.bench.peak_memory_process"]
-    result = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
+    with ProcessKeeper() as keeper:
+        result = subprocess.run(command, input=order, env=keeper.environ, capture_output=True, text=True, check=False)
+        keeper.ended()
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]
         raise BenchmarkError(f"the process that measures the memory of {contender} failed: {last}", "omit --memory")

@@ -85,4 +85,5 @@ def _results(target: Target, what: str) -> list[dict[str, Any]]:
             return [json.loads(file.read_text(encoding="utf-8")) for file in files]
     assert failure is not None
     how = f"did not end within {LIMIT:g} s" if failure.status is None else f"ended with status {failure.status}"
-    raise AssertionError(f"rank {failure.rank} of {RANKS} {how}:\n{failure.text or 'rank 0 wrote to stderr'}")
+    problem = failure.ending[0] if failure.ending else f"rank {failure.rank} of {RANKS} {how}"
+    raise AssertionError(f"{problem}:\n{failure.text or 'rank 0 wrote to stderr'}")

@@ -197,12 +197,12 @@ def test_a_rank_that_fails(
 @pytest.mark.parametrize(
     ("fault", "point", "status", "message"),
     [
-        ("killed", "loading", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "loading", 137, "rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used "),
         ("late", "loading", 2, "another rank did not join a collective in time"),
-        ("killed", "capture", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "capture", 137, "rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used "),
         ("raises", "capture", 1, "rank 1 of 2 failed:\n"),
         ("late", "capture", 2, "another rank did not join a collective in time"),
-        ("killed", "replay", 137, "rank 1 of 2 was ended by SIGKILL"),
+        ("killed", "replay", 137, "rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used "),
         ("late", "replay", 2, "another rank did not join a collective in time"),
     ],
 )
