@@ -22,6 +22,7 @@ from torch import Tensor
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
+from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, CheckpointError, ConfigError, DriverNotFound, HalError, NumericsError
 
 Damage = Callable[[Path], object]
@@ -477,6 +478,7 @@ def test_graphs_that_cannot_be_written(checkpoint: Path, tmp_path: Path, monkeyp
 
 def test_a_step_that_no_memory_holds_is_explained_all_the_same(checkpoint: Path) -> None:
     """A trace needs no memory; this block table needs more addresses than processors have."""
-    arguments = ["explain", str(checkpoint), "--backend", "cpu", "--compiler", "graph", "--batch-size", str(1 << 23)]
+    config(max_position_embeddings=1 << 30)(checkpoint)
+    arguments = ["explain", str(checkpoint), "--backend", "cpu", "--compiler", "graph", "--batch-size", str(SEQUENCES)]
     result = CliRunner().invoke(main, arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
