@@ -58,7 +58,7 @@ class RopeParameters:
 
         Returns:
             An instance of the subclass for the ``rope_type``, which older files call
-            ``type``. Null values mean the default. :data:`INERT_KEYS` and :data:`NEUTRAL_KEYS` say which keys have no
+            ``type``. Null values mean the default. ``INERT_KEYS`` and ``NEUTRAL_KEYS`` say which keys have no
             effect.
 
         Raises:
