@@ -29,31 +29,49 @@ SETTLED = 4.0
 class ThreadCount:
     """Sets torch's number of threads from step to step.
 
-    It counts the threads of the machine that run at the end of a step, when this process's own threads still do. More
-    than there are cores in two counts in a row: this process gives up half of the excess. Fewer for a while: it takes
-    half of the free cores. Two processes that do so end with half of the cores each.
+    At first it leaves cores to the running threads of other processes. At the end of a step, when this process's own
+    threads still run, it counts the running threads of the machine. More than there are cores in two counts in a row:
+    this process gives up half of the excess. Fewer for a while: it takes half of the free cores. Two processes that do
+    so end with half of the cores each.
 
     A number that the program sets in between, with ``torch.set_num_threads``, becomes the most. On systems that do not
     count running threads, the number stays as it is.
 
     Args:
         cores: the cores of the machine; None for as many as it has.
+        running: counts the running threads.
 
     Attributes:
         most: the most threads: torch's number, which is that of OMP_NUM_THREADS if it is set, or the quota's if less.
     """
 
-    def __init__(self, cores: int | None = None) -> None:
+    def __init__(self, cores: int | None = None, running: RunningThreads | None = None) -> None:
         self._before = torch.get_num_threads()
         self.most = self._before if "OMP_NUM_THREADS" in os.environ else min(self._before, usable_cores())
-        self._running = RunningThreads()
+        self._running = running or RunningThreads()
         self._cores = cores or os.cpu_count() or 1
         self._lock = threading.Lock()
         self._counts: deque[tuple[float, int]] = deque()
         self._patience, self._next, self._increased = PATIENCE, 0.0, -math.inf
         self._number = self.most
-        self._here = threading.local()  # Each thread of the program has a number of its own.
+        self._number = self._fewer(self._others() + self.most)
+        self._here = threading.local()  # torch keeps a number for each thread of the program.
         self._apply(self._before)
+
+    def _others(self) -> int:
+        """Return how many threads of other processes run, in the quietest of three moments."""
+        if self.most == 1 or not self._running.known:
+            return 0
+        counts = [self._running.count()]
+        for _ in range(2):
+            time.sleep(0.001)
+            counts.append(self._running.count())
+        return min(counts) - 1
+
+    def _fewer(self, running: int) -> int:
+        """Return the number after half of an excess is given up."""
+        excess = max(0, running - self._cores)
+        return max(1, self._number - (excess + 1) // 2)
 
     def before_step(self) -> None:
         """Use the chosen number in this thread, or adopt the number that the program has set in it since."""
@@ -83,11 +101,10 @@ class ThreadCount:
         """
         self._counts.append((now, running))
         last = [running for _, running in list(self._counts)[-2:]]
-        excess = min(last) - self._cores
-        if len(last) == 2 and excess > 0 and self._number > 1:
+        if len(last) == 2 and min(last) > self._cores and self._number > 1:
             soon = now - self._increased < SETTLED
             self._patience = min(2 * self._patience, LONGEST_PATIENCE) if soon else PATIENCE
-            self._change(max(1, self._number - (excess + 1) // 2))
+            self._change(self._fewer(min(last)))
             return
         while len(self._counts) > 1 and self._counts[1][0] <= now - self._patience:
             self._counts.popleft()

@@ -16,7 +16,7 @@ import torch
 from hal.backends.cpu.thread_count import LONGEST_PATIENCE, PATIENCE, SETTLED, ThreadCount
 
 import hal
-from hal.device.host_cores import cpu_quotas, usable_cores
+from hal.device.host_cores import RunningThreads, cpu_quotas, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,11 @@ def same_threads() -> Iterator[None]:
 
 
 def count(threads: int, cores: int) -> ThreadCount:
+    """Return a count that is told the running threads, and does not count those of this machine."""
     torch.set_num_threads(threads)
-    return ThreadCount(cores)
+    uncounted = RunningThreads()
+    uncounted.close()
+    return ThreadCount(cores, uncounted)
 
 
 def chosen(of: ThreadCount, running: int, start: float, seconds: float) -> list[int]:
@@ -65,8 +68,7 @@ def test_one_count_is_no_load() -> None:
 
 def test_two_processes_share_the_cores() -> None:
     """Each counts both; the counts are the sum of what they use."""
-    torch.set_num_threads(16)
-    both = [ThreadCount(16), ThreadCount(16)]
+    both = [count(16, cores=16), count(16, cores=16)]
     uses = [16, 16]
     for step in range(400):
         for index, each in enumerate(both):
@@ -136,6 +138,7 @@ def test_steps_beside_busy_processes_use_fewer_threads(repository: Path) -> None
         with hal.open("cpu") as backend:
             runner = hal.Runner(hal.load_model(repository / "checkpoints/tiny-python", backend), backend)
             batch, until = runner.batch([[5]], [[1]]), time.monotonic() + 60
+            assert backend.threads.most == 2
             while torch.get_num_threads() > 1:
                 assert time.monotonic() < until, "two threads beside busy processes for a minute"
                 runner.step(batch)
