@@ -140,7 +140,7 @@ class Checkpoint:
         return frozenset(listed)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of tokenizer.json; see :func:`hal.checkpoint.tokenizer_files.read_tokenizer`.
+        """Return the tokenizer of tokenizer.json, with what the files beside it say, as transformers 5 reads them.
 
         Raises:
             CheckpointError: the file is missing or damaged, or one of those beside it is.
