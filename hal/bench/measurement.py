@@ -18,8 +18,8 @@ from hal.bench.figures import floor, launches, peak_memory, token_agreement
 from hal.bench.figures.routing import Routing
 from hal.bench.figures.timing import Summary, interleave
 from hal.bench.plan import Plan, Setting, prepare
-from hal.bench.progress import Rounds, going_on, since_start
 from hal.drivers.backend import Backend
+from hal.progress import Rounds, Say, going_on, silent, since_start
 
 SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
 
@@ -96,7 +96,7 @@ class Result:
     launches: list[launches.Launches] = attrs.field(factory=list)
 
 
-def run(plan: Plan, say: Callable[[str], None] = lambda text: None) -> Result:
+def run(plan: Plan, say: Say = silent) -> Result:
     """Measure the plan.
 
     Args:
@@ -135,7 +135,7 @@ def _measure(
     probe: floor.Probe,
     size: int,
     result: Result,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     ours = sides["hal"]
     inputs = Inputs(setting, size, ours.prefilled(size) if isinstance(ours, HalSide) else ())
@@ -160,7 +160,7 @@ def _compare(
     chosen: Sequence[Routing],
     size: int,
     result: Result,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     plan = setting.plan
     with going_on(say, f"batch {size}: checking that all compute the same"):

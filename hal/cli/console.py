@@ -18,6 +18,7 @@ import click
 
 from hal.cli.stdout import NoReader, echo, end_stdout, has_lost_its_reader, result_stream
 from hal.errors import HalError
+from hal.progress import Say, silent
 
 INTERRUPTED = 130
 """Exit status of an interrupted program by shell convention: 128 plus the number of SIGINT."""
@@ -112,6 +113,11 @@ def _interrupted() -> int:
 def _tell(text: str) -> None:
     with contextlib.suppress(OSError):  # stderr itself may be unwritable
         click.echo(text, err=True)
+
+
+def progress_on_stderr(*, shown: bool = True) -> Say:
+    """Return a function that writes progress messages to stderr if ``shown``."""
+    return functools.partial(click.echo, err=True) if shown else silent
 
 
 class _Stderr(logging.Handler):

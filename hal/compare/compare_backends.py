@@ -21,6 +21,7 @@ from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig, DTypeName
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
+from hal.progress import Say, going_on, silent, since_start
 
 
 def compare_backends(
@@ -30,6 +31,7 @@ def compare_backends(
     prompts: Prompts,
     *,
     save_to: Path | None = None,
+    say: Say = silent,
 ) -> Comparison:
     """Run the prompts eagerly on both backends and compare. ``first`` is the reference, and active afterwards.
 
@@ -39,6 +41,7 @@ def compare_backends(
         second: another opened backend.
         prompts: prompts, run together: one prefill, then decode steps.
         save_to: folder for the first call out of tolerance; created only if one exists.
+        say: called with progress messages, also from another thread.
 
     Raises:
         ConfigError: the backends have no common dtype or block size, or were opened with different dtypes.
@@ -51,32 +54,35 @@ def compare_backends(
         raise CompareError(
             "the two backends to compare are the same object", "open the driver twice, or compare its modes"
         )
-    sides = _sides(checkpoint, first, second, prompts)
+    say = since_start(say)
+    sides = _sides(checkpoint, first, second, prompts, say)
     ours, theirs = sides
     dtype = ours.runner.spec.dtype
     watched, other = Watch(ours.model), Watch(theirs.model)
     comparing, recording = CallComparer(ours, theirs, keep=save_to is not None), CallRecorder(theirs)
     disturbance, beside = disturbing(dtype), new_runner(ours.model, first)
     texts, drifts = Texts(prompts, ours.runner.spec.block_size, ours.model.max_length), Drifts()
-    while running := texts.running:
-        recording.calls.clear()
-        comparing.recorded = recording.calls
-        second.activate()
-        try:
-            with other.step(texts.step, recording):
-                found = texts.run(theirs.runner)
-        except CompareError as raised:
+    with going_on(say, f"comparing {second.name} with {first.name}") as done:
+        while running := texts.running:
+            recording.calls.clear()
+            comparing.recorded = recording.calls
+            second.activate()
+            try:
+                with other.step(texts.step, recording):
+                    found = texts.run(theirs.runner)
+            except CompareError as raised:
+                first.activate()
+                with watched.step(texts.step, comparing), suppress(CompareError):  # raised at the missing call
+                    texts.run(ours.runner)
+                raise _with_what_came_before(raised, comparing) from raised
             first.activate()
-            with watched.step(texts.step, comparing), suppress(CompareError):  # raised at the missing call
-                texts.run(ours.runner)
-            raise _with_what_came_before(raised, comparing) from raised
-        first.activate()
-        with watched.step(texts.step, comparing):
-            expected = texts.run(ours.runner)
-        undisturbed = _states(watched, expected)
-        with watched.step(texts.step, disturbance):
-            disturbed = _states(watched, texts.run(beside))
-        texts.take(drifts.step(undisturbed, _states(other, found), (undisturbed, disturbed), running))
+            with watched.step(texts.step, comparing):
+                expected = texts.run(ours.runner)
+            undisturbed = _states(watched, expected)
+            with watched.step(texts.step, disturbance):
+                disturbed = _states(watched, texts.run(beside))
+            texts.take(drifts.step(undisturbed, _states(other, found), (undisturbed, disturbed), running))
+            done(texts.step, prompts.max_new_tokens)
     if save_to is not None and comparing.evidence is not None:
         save(comparing.evidence, (first.name, second.name), dtype, save_to)
     return Comparison(
@@ -144,14 +150,17 @@ def configure(
     backend.configure(attrs.evolve(config, cache=cache, compilation=compilation, dtype=dtype))
 
 
-def _sides(checkpoint: str | Path | Checkpoint, first: Backend, second: Backend, prompts: Prompts) -> tuple[Side, Side]:
+def _sides(
+    checkpoint: str | Path | Checkpoint, first: Backend, second: Backend, prompts: Prompts, say: Say
+) -> tuple[Side, Side]:
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     dtype, block_size = common_dtype(opened, first, second), common_block_size(first, second)
     made = []
     for backend in (first, second):
         configure(backend, prompts, block_size, CompilationConfig(), dtype)
         backend.activate()
-        model = load_model(opened, backend)
+        with going_on(say, f"loading the model into {backend.name}") as done:
+            model = load_model(opened, backend, progress=done)
         made.append(Side(backend, model, new_runner(model, backend)))
     first.activate()
     return made[0], made[1]

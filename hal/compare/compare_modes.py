@@ -26,13 +26,19 @@ from hal.compare.watch import Watch, disturbing
 from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
+from hal.progress import Say, going_on, silent, since_start
 from hal.step.dummies import DUMMY_BLOCK
 
 EAGER = "eager"
 
 
 def compare_modes(
-    checkpoint: str | Path | Checkpoint, backend: Backend, compilers: Sequence[str], prompts: Prompts
+    checkpoint: str | Path | Checkpoint,
+    backend: Backend,
+    compilers: Sequence[str],
+    prompts: Prompts,
+    *,
+    say: Say = silent,
 ) -> tuple[Comparison, ...]:
     """Run the prompts in every mode, and compare each mode with the first.
 
@@ -41,6 +47,7 @@ def compare_modes(
         backend: opened and active. The ``compilation`` of its config applies to all modes, except for the compiler.
         compilers: modes; the first is the reference.
         prompts: prompts, run together: one prefill, then decode steps.
+        say: called with progress messages, also from another thread.
 
     Returns:
         One comparison per mode after the first.
@@ -62,32 +69,39 @@ def compare_modes(
     modes = {name: in_mode(base, name) for name in compilers}
     for compilation in modes.values():  # refuse invalid modes before loading weights
         configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
-    model = load_model(opened, backend)
+    say = since_start(say)
+    with going_on(say, f"loading the model into {backend.name}") as done:
+        model = load_model(opened, backend, progress=done)
     with ExitStack() as stack:
 
         def runner(compilation: CompilationConfig) -> Runner:
             configure(backend, prompts, backend.block_size, compilation, backend.config.dtype)
             return stack.enter_context(new_runner(model, backend, max_sequences=sequences))
 
-        runners = {name: runner(modes.get(name, CompilationConfig())) for name in dict.fromkeys((EAGER, *modes))}
-        return _compared(runners, runner(CompilationConfig()), compilers, prompts)
+        runners = {}
+        for name in dict.fromkeys((EAGER, *modes)):
+            with going_on(say, f"preparing {name}"):
+                runners[name] = runner(modes.get(name, CompilationConfig()))
+        return _compared(runners, runner(CompilationConfig()), compilers, prompts, say)
 
 
 def _compared(
-    runners: Mapping[str, Runner], beside: Runner, compilers: Sequence[str], prompts: Prompts
+    runners: Mapping[str, Runner], beside: Runner, compilers: Sequence[str], prompts: Prompts, say: Say
 ) -> tuple[Comparison, ...]:
     """Each mode after the first, compared with that; ``beside`` runs eagerly, disturbed."""
     watch, disturbance = Watch(beside.model), disturbing(beside.spec.dtype)
     reference, *others = compilers
     drifts = {name: Drifts() for name in others}
     texts = Texts(prompts, beside.spec.block_size, beside.model.max_length)
-    while running := texts.running:
-        states = {name: _state(texts, runner) for name, runner in runners.items()}
-        with watch.step(texts.step, disturbance):
-            disturbed = _state(texts, beside)
-        for name in others:
-            tokens = drifts[name].step(states[reference], states[name], (states[EAGER], disturbed), running)
-        texts.take(tokens)
+    with going_on(say, f"comparing {', '.join(others)} with {reference}") as done:
+        while running := texts.running:
+            states = {name: _state(texts, runner) for name, runner in runners.items()}
+            with watch.step(texts.step, disturbance):
+                disturbed = _state(texts, beside)
+            for name in others:
+                tokens = drifts[name].step(states[reference], states[name], (states[EAGER], disturbed), running)
+            texts.take(tokens)
+            done(texts.step, prompts.max_new_tokens)
     return tuple(_comparison(reference, name, found, texts) for name, found in drifts.items())
 
 

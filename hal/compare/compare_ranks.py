@@ -33,6 +33,7 @@ from hal.nn.weights.share import EQUALLY, Share
 from hal.ops import Operation
 from hal.ops.rounding import DRIFT_RATIO, Disturbance, drift
 from hal.parallel.launch import agreed
+from hal.progress import Say, going_on, silent, since_start
 
 
 @attrs.frozen(eq=False)
@@ -44,7 +45,9 @@ class Record:
     results: list[Tensor]
 
 
-def compare_ranks(checkpoint: Checkpoint, alone: Backend, rank: Backend, prompts: Prompts) -> RankComparison:
+def compare_ranks(
+    checkpoint: Checkpoint, alone: Backend, rank: Backend, prompts: Prompts, *, say: Say = silent
+) -> RankComparison:
     """Run the prompts eagerly on a single device and on this rank, and compare. Every rank calls it.
 
     Args:
@@ -52,6 +55,7 @@ def compare_ranks(checkpoint: Checkpoint, alone: Backend, rank: Backend, prompts
         alone: opened without other ranks.
         rank: opened with the other ranks of this one.
         prompts: run together: one prefill, then decode steps.
+        say: called with progress messages, also from another thread.
 
     Raises:
         ConfigError: the ranks cannot split the model.
@@ -62,22 +66,28 @@ def compare_ranks(checkpoint: Checkpoint, alone: Backend, rank: Backend, prompts
     dtype, block_size = common_dtype(checkpoint, alone, rank), common_block_size(alone, rank)
     for backend in (alone, rank):
         configure(backend, prompts, block_size, CompilationConfig(), dtype)
-    whole, part = load_model(checkpoint, alone), load_model(checkpoint, rank)
+    say = since_start(say)
+    with going_on(say, "loading the whole model") as done:
+        whole = load_model(checkpoint, alone, progress=done)
+    with going_on(say, "loading the ranks' parts") as done:
+        part = load_model(checkpoint, rank, progress=done)
     runners = new_runner(whole, alone), new_runner(whole, alone), new_runner(part, rank)
     watches = Watch(whole), Watch(whole), Watch(part)
     pairing = _Pairing(part, group)
     texts, drifts = Texts(prompts, block_size, whole.max_length), Drifts()
-    while running := texts.running:
-        records: list[list[Record]] = [[], [], []]
-        logits = []
-        for index, (watch, runner) in enumerate(zip(watches, runners, strict=True)):
-            moving = Disturbance(runner.spec.dtype) if index == 1 else None
-            with watch.step(texts.step, _recording(records[index], moving)):
-                logits.append(texts.run(runner))
-        pairing.compare(*records)
-        expected, disturbed, found = ({LOGITS: each} for each in logits)
-        tokens = drifts.step(expected, found, (expected, disturbed), running)
-        texts.take(agreed(tokens, rank.mesh))  # Devices of one kind need not give the same bits.
+    with going_on(say, f"comparing {group.size} ranks with a single device") as done:
+        while running := texts.running:
+            records: list[list[Record]] = [[], [], []]
+            logits = []
+            for index, (watch, runner) in enumerate(zip(watches, runners, strict=True)):
+                moving = Disturbance(runner.spec.dtype) if index == 1 else None
+                with watch.step(texts.step, _recording(records[index], moving)):
+                    logits.append(texts.run(runner))
+            pairing.compare(*records)
+            expected, disturbed, found = ({LOGITS: each} for each in logits)
+            tokens = drifts.step(expected, found, (expected, disturbed), running)
+            texts.take(agreed(tokens, rank.mesh))  # Devices of one kind need not give the same bits.
+            done(texts.step, prompts.max_new_tokens)
     return RankComparison(
         backend=rank.name,
         rank=group.rank,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,12 @@ WINDOW = 512
 
 
 def input_ranges(
-    model: CausalLM, backend: Backend, tokens: Sequence[int], *, window: int = WINDOW
+    model: CausalLM,
+    backend: Backend,
+    tokens: Sequence[int],
+    *,
+    window: int = WINDOW,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, tuple[float, float]]:
     """Return the smallest and largest input of each linear layer over ``tokens``, by the layer's path in the model.
 
@@ -30,6 +35,7 @@ def input_ranges(
         backend: active backend.
         tokens: at least one token.
         window: maximum number of tokens per prefill; the model's maximum length also limits it.
+        progress: called with the number of tokens read so far and in total.
 
     Raises:
         CheckpointError: ``tokens`` is empty.
@@ -49,6 +55,7 @@ def input_ranges(
             blocks = runner.blocks.take(runner.spec.blocks_for(length)) or []
             for start in range(0, len(tokens), length):
                 runner.step(runner.batch([tokens[start : start + length]], [blocks]))
+                progress(min(start + length, len(tokens)), len(tokens))
     finally:
         for hook in hooks:
             hook.remove()

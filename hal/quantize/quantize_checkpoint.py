@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from hal.drivers.backend import active_backend
 from hal.drivers.registry import open_backend
 from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Gate
+from hal.progress import Say, going_on, silent, since_start
 from hal.quantization.compressed_tensors import CompressedTensorsWriter
 from hal.quantization.description import Writer
 from hal.quantization.int8_arithmetic import Activation
@@ -72,6 +73,7 @@ def quantize_checkpoint(
     calibration: str | None = None,
     calibration_tokens: int | None = None,
     progress: Progress | None = None,
+    say: Say = silent,
 ) -> Quantized:
     """Write a checkpoint in which all linear layers except the output projection are quantized.
 
@@ -88,6 +90,7 @@ def quantize_checkpoint(
         calibration: text that is representative of the model's use; required by ``w8a8``.
         calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.
         progress: called with the bytes of weights read so far and in total.
+        say: called with progress messages, also from another thread.
 
     Raises:
         ConfigError: the scheme or format is unknown; the scheme requires a calibration text, and none is given; or a
@@ -106,12 +109,14 @@ def quantize_checkpoint(
     checkpoint = named_by_model(checkpoint, model)
     check_tied(checkpoint, model, checkpoint.dtype)
     layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
+    say = since_start(say)
     job = _Job(checkpoint, chosen, format, layers, {})
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
-        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job))
+        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job, say))
     with _atomic_folder(folder) as partial:
-        tensors = _write_weights(job, partial, progress)
+        with going_on(say, f"writing {len(layers)} quantized layers and the other weights") as done:
+            tensors = _write_weights(job, partial, [done] if progress is None else [done, progress])
         _write_rest(job, model, tensors, partial)
     after = Checkpoint.open(folder)
     sizes = (sum(info.nbytes for info in each.tensors.values()) for each in (checkpoint, after))
@@ -190,14 +195,17 @@ def _check_target(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists already", "choose another folder, or remove it first")
 
 
-def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dict[str, Activation]:
+def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job, say: Say) -> dict[str, Activation]:
     tokens = checkpoint.tokenizer().encode(text).ids
     if len(tokens) > most:
         log.info("the calibration text has %d tokens; the first %d are read", len(tokens), most)
     before = active_backend()
     try:
         with open_backend("cpu") as backend:
-            ranges = input_ranges(load_model(checkpoint, backend), backend, tokens[:most])
+            with going_on(say, "loading the model to calibrate it") as done:
+                model = load_model(checkpoint, backend, progress=done)
+            with going_on(say, f"calibrating on {min(len(tokens), most)} tokens") as done:
+                ranges = input_ranges(model, backend, tokens[:most], progress=done)
     finally:
         if before is not None and not before.closed:
             before.activate()
@@ -208,7 +216,7 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job) -> dic
     return {path: job.scheme.activation(job.format, low, high, dtype) for path, (low, high) in ranges.items()}
 
 
-def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[str, bool]:
+def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dict[str, bool]:
     """Write the weight files and index; return, by tensor name, whether it belongs to a quantized layer."""
     checkpoint = job.checkpoint
     infos = checkpoint.tensors
@@ -220,8 +228,8 @@ def _write_weights(job: _Job, folder: Path, progress: Progress | None) -> dict[s
         for name, values in checkpoint.read([name for name, info in infos.items() if info.file == file]):
             layer, _, suffix = name.rpartition(".")
             done += infos[name].nbytes
-            if progress is not None:
-                progress(done, total)
+            for each in progress:
+                each(done, total)
             if layer not in job.layers:
                 written[name] = values.clone()
                 quantized[name] = False

@@ -14,8 +14,6 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +31,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.bench import bench_report, measurement, plan, progress
+from hal.bench import bench_report, measurement, plan
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.contenders import transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
@@ -620,32 +618,6 @@ class TestProgress:
             mine = [each for each in texts if each.startswith(f"batch {size}:") and "still running" not in each]
             assert mine[:-1] == expected
             assert re.fullmatch(rf"batch {size}: timing: 1 of 3 rounds, about \d+ s left", mine[-1])
-
-    def test_what_lasts_is_said_again(self) -> None:
-        said: list[str] = []
-        again = threading.Event()
-
-        def say(text: str) -> None:
-            said.append(text)
-            if text.endswith("still running"):
-                again.set()
-
-        with progress.going_on(say, "compiling", interval=0.01):
-            assert again.wait(60)
-        assert said[:2] == ["compiling", "compiling: still running"]
-        length = len(said)
-        time.sleep(0.05)
-        assert len(said) == length, "nothing is said after the end"
-
-    def test_rounds_say_what_is_left(self) -> None:
-        said: list[str] = []
-        now = 100.0
-        rounds = progress.Rounds(said.append, "timing", 20, lambda: now)
-        for done in range(1, 21):
-            now += 4.0
-            rounds.ended(done)
-        left = {int(each.split()[1]): int(each.split()[6]) for each in said}
-        assert left == {done: 4 * (20 - done) for done in (1, 4, 7, 10, 13, 16, 19)}
 
 
 class TestReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,34 @@ class TestModes:
         found(*arguments, "--compilation-config", '{"decode": {"capture_sizes": [4]}}', status=1)
         result = hal_compare(*arguments, "--compilation-config", '{"capture_size": [4]}', status=2)
         assert "did you mean 'capture_sizes'?" in result.stderr
+
+
+class TestProgress:
+    @staticmethod
+    def said(stderr: str) -> list[str]:
+        """Return what is said with the seconds since the start, each part once."""
+        texts = re.findall(r"^\[\d+ s\] (.*)$", stderr, re.MULTILINE)
+        return [each for each in texts if not each.endswith((" left", "still running"))]
+
+    def test_two_backends(self, faulty: Faulty, small: Path) -> None:
+        faulty(fault="nothing")
+        result = hal_compare(small, "--backend", "cpu", "--backend", "faulty", *PROMPTS, status=0)
+        assert self.said(result.stderr) == [
+            "loading the model into cpu",
+            "loading the model into faulty",
+            "comparing faulty with cpu",
+        ]
+        assert " s] " not in result.stdout
+
+    def test_compilers(self, small: Path) -> None:
+        arguments = ("--backend", "cpu", *named("--compiler", "graph,piecewise"), *PROMPTS)
+        assert self.said(hal_compare(small, *arguments, status=0).stderr) == [
+            "loading the model into cpu",
+            "preparing eager",
+            "preparing graph",
+            "preparing piecewise",
+            "comparing piecewise with graph",
+        ]
 
 
 class TestErrors:

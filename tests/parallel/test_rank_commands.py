@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,8 @@ class TestCompare:
         result = run("compare", checkpoint, "--backend", "cpu", "--dtype", dtype, "--tensor-parallel", "2", *PROMPTS)
         assert result.stdout.startswith("2 ranks of cpu against one: within rounding")
         assert result.stdout.count("no operation differs") == 2
+        for said in ("loading the whole model", "loading the ranks' parts", "comparing 2 ranks with a single device"):
+            assert len(re.findall(rf"^\[\d+ s\] {said}$", result.stderr, re.MULTILINE)) == 1, "one rank says it, once"
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,34 @@ def test_the_command_refuses(arguments: list[str], message: str, plain: Path, tm
     assert "\nremedy: " in result.stderr
     assert not out.exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])
+def test_the_command_says_what_it_does_and_since_when(scheme: str, plain: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    given = ["--scheme", scheme, *(["--calibration", str(text), "--calibration-tokens", "20"] * (scheme == "w8a8"))]
+    result = CliRunner().invoke(main, ["quantize", str(plain), str(tmp_path / "out"), *given])
+    assert (result.exit_code, result.stdout) == (0, "")
+    calibrating = ["loading the model to calibrate it", "calibrating on 20 tokens"] if scheme == "w8a8" else []
+    said = re.findall(r"^\[\d+ s\] (.*)$", result.stderr, re.MULTILINE)
+    assert [each for each in said if " left" not in each and "still running" not in each] == [
+        *calibrating,
+        "writing 14 quantized layers and the other weights",
+    ]
+
+
+def test_calibration_and_writing_say_how_much_is_done(plain: Path, tmp_path: Path) -> None:
+    read: list[tuple[int, int]] = []
+    with hal.open({"backend": "cpu", "dtype": "float32"}) as backend:
+        input_ranges(
+            hal.load_model(plain, backend), backend, list(range(20)), window=8, progress=lambda *each: read.append(each)
+        )
+    assert read == [(8, 20), (16, 20), (20, 20)]
+    written: list[tuple[int, int]] = []
+    made = quantize_checkpoint(plain, tmp_path / "out", "w8a8_dynamic", progress=lambda *each: written.append(each))
+    assert written == sorted(set(written)), "it grows"
+    assert written[-1] == (made.bytes_before, made.bytes_before)
 
 
 def refused(source: Path, target: Path, message: str) -> None:

@@ -13,7 +13,7 @@ import attrs
 import click
 
 from hal.cli.config_options import COMPILATION_CONFIG, compilation_of
-from hal.cli.console import print_table
+from hal.cli.console import print_table, progress_on_stderr
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
@@ -123,7 +123,7 @@ def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None
         return
     with yielding_to_the_cause(), emulated(emulate, plan.backend) as driver_options:
         plan = attrs.evolve(plan, options=driver_options)
-        result = run(plan, say=lambda text: click.echo(text, err=True) if first else None)
+        result = run(plan, say=progress_on_stderr(shown=first))
     if not first:
         return
     echo(bench_report.heading(result) + "\n")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
-from hal.cli.console import print_table
+from hal.cli.console import print_table, progress_on_stderr
 from hal.cli.emulation import EMULATE_EACH, emulated
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.ranks import start_ranks, tensor_parallel
@@ -93,13 +93,13 @@ def command(
 
         (backend,) = _opened(named or [settings.get("backend", "auto")], settings, emulate)
         backend.activate()
-        found = compare_modes(opened, backend, modes, prompted)
+        found = compare_modes(opened, backend, modes, prompted, say=progress_on_stderr())
     else:
         from hal.compare.compare_backends import compare_backends
 
         # Two backends run eagerly, whatever the environment's compilation is.
         first, second = _opened(named, {**settings, "compilation": {}}, emulate)
-        found = (compare_backends(opened, first, second, prompted, save_to=save_to),)
+        found = (compare_backends(opened, first, second, prompted, save_to=save_to, say=progress_on_stderr()),)
     if as_json:
         echo(json.dumps([comparison_report.as_json(each) for each in found], indent=1))
     else:
@@ -181,7 +181,9 @@ def _ranks_agree(
     with yielding_to_the_cause():
         alone = _open(name, {**eager, "parallel": {}}, emulate)
         rank = _open(name, {**eager, "parallel": {"tensor": ranks}}, emulate)
-        found = gathered(compare_ranks(opened, alone, rank, prompts), rank.mesh)
+        found = gathered(
+            compare_ranks(opened, alone, rank, prompts, say=progress_on_stderr(shown=rank.mesh.first)), rank.mesh
+        )
     if not rank.mesh.first:
         return True  # Rank 0 ends with the status of all.
     if as_json:

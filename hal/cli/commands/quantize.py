@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from hal.cli.console import progress_on_stderr
 from hal.cli.stdout import ResultCommand
 from hal.errors import ConfigError
 
@@ -45,6 +46,7 @@ def command(
         format=cast("Format", format_),  # quantize_checkpoint refuses an unknown one
         calibration=text,
         calibration_tokens=calibration_tokens,
+        say=progress_on_stderr(),
     )
     before, after = made.bytes_before / 1e6, made.bytes_after / 1e6
     sizes = f"{before:.1f} MB before, {after:.1f} MB after"

@@ -1,4 +1,4 @@
-"""Messages about the progress of a benchmark, which may run for minutes."""
+"""Messages about the progress of a command that may run for minutes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ INTERVAL = 10.0
 """Seconds between two messages about the same part."""
 
 
+def silent(text: str) -> None:
+    """Ignore a message."""
+
+
 def since_start(say: Say, clock: Callable[[], float] = time.perf_counter) -> Say:
     """Return a function that precedes each message by the seconds since this call."""
     start = clock()
@@ -19,19 +23,38 @@ def since_start(say: Say, clock: Callable[[], float] = time.perf_counter) -> Say
 
 
 @contextmanager
-def going_on(say: Say, what: str, interval: float = INTERVAL) -> Iterator[None]:
-    """Say what the block does, and again at intervals while it lasts. Not for a block that is timed."""
+def going_on(
+    say: Say, what: str, interval: float = INTERVAL, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Callable[[int, int], None]]:
+    """Say what the block does, and again at intervals while it lasts. Not for a block that is timed.
+
+    Args:
+        say: receives the messages, also from another thread.
+        what: begins each message.
+        interval: seconds between two messages.
+        clock: returns seconds.
+
+    Yields:
+        A function that takes the amount done so far and the whole amount. After its first call, the messages say the
+        share that is done, and how long the rest will take.
+    """
     say(what)
-    ended = threading.Event()
+    start, ended = clock(), threading.Event()
+    share, end = "", start
+
+    def done(amount: int, total: int) -> None:
+        nonlocal share, end
+        if amount:
+            share, end = f"{amount / total:.0%}", start + (clock() - start) / amount * total
 
     def repeat() -> None:
         while not ended.wait(interval):
-            say(f"{what}: still running")
+            say(f"{what}: " + (f"{share}, {_left(end - clock())}" if share else "still running"))
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield
+        yield done
     finally:
         ended.set()
         thread.join()
@@ -55,6 +78,10 @@ class Rounds:
         """Note that ``done`` rounds have ended."""
         now = self._clock()
         if done < self._rounds and (done == 1 or now - self._said >= INTERVAL):
-            left = (now - self._start) / done * (self._rounds - done)
-            self._say(f"{self._what}: {done} of {self._rounds} rounds, about {left:.0f} s left")
+            left = _left((now - self._start) / done * (self._rounds - done))
+            self._say(f"{self._what}: {done} of {self._rounds} rounds, {left}")
             self._said = now
+
+
+def _left(seconds: float) -> str:
+    return f"about {max(seconds, 0):.0f} s left"

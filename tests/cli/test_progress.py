@@ -1,0 +1,61 @@
+"""Tests for the messages about what runs, since when, and how long it will take."""
+
+from __future__ import annotations
+
+import time
+
+from hal import progress
+
+
+def wait_for(text: str, said: list[str]) -> None:
+    end = time.monotonic() + 60
+    while text not in said:
+        assert time.monotonic() < end, said
+        time.sleep(0.01)
+
+
+def test_what_lasts_is_said_again() -> None:
+    said: list[str] = []
+    with progress.going_on(said.append, "compiling", interval=0.01):
+        wait_for("compiling: still running", said)
+    assert said[0] == "compiling"
+    length = len(said)
+    time.sleep(0.05)
+    assert len(said) == length, "nothing is said after the end"
+
+
+def test_what_counts_says_how_much_is_done_and_what_is_left() -> None:
+    said: list[str] = []
+    now = 100.0
+    with progress.going_on(said.append, "loading", interval=0.01, clock=lambda: now) as done:
+        done(0, 400)  # an empty tensor
+        wait_for("loading: still running", said)
+        now = 110.0
+        done(100, 400)
+        wait_for("loading: 25%, about 30 s left", said)
+        now = 115.0
+        wait_for("loading: 25%, about 25 s left", said)
+        now = 1000.0
+        wait_for("loading: 25%, about 0 s left", said)
+        done(400, 400)
+        wait_for("loading: 100%, about 0 s left", said)
+
+
+def test_rounds_say_what_is_left() -> None:
+    said: list[str] = []
+    now = 100.0
+    rounds = progress.Rounds(said.append, "timing", 20, lambda: now)
+    for done in range(1, 21):
+        now += 4.0
+        rounds.ended(done)
+    left = {int(each.split()[1]): int(each.split()[6]) for each in said}
+    assert left == {done: 4 * (20 - done) for done in (1, 4, 7, 10, 13, 16, 19)}
+
+
+def test_messages_say_since_when() -> None:
+    said: list[str] = []
+    times = iter([100.0, 100.4, 172.0])
+    say = progress.since_start(said.append, lambda: next(times))
+    say("loading")
+    say("compiling")
+    assert said == ["[0 s] loading", "[72 s] compiling"]
