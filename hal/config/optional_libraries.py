@@ -10,17 +10,18 @@ from packaging.requirements import Requirement
 from hal.errors import ConfigError
 
 DISTRIBUTION = "torch-hal"
-EXTRAS = ("npu", "cuda", "transformers", "vllm", "bench", "testing")
-"""The extras of people who run hal, in the order in which `hal doctor` lists them."""
+DEVELOPERS = frozenset({"test", "docs", "dev"})
+"""The extras of people who work on hal itself; the others are those of people who run it."""
 
 
 def optional_requirements() -> Iterator[tuple[str, Requirement]]:
     """Yield each extra and a library that it requires on this machine; none if hal is not installed."""
     try:
         declared = importlib.metadata.requires(DISTRIBUTION) or []
+        extras = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         return
-    for extra in EXTRAS:
+    for extra in (each for each in extras if each not in DEVELOPERS):
         for requirement in map(Requirement, declared):
             marker = requirement.marker
             if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):

@@ -161,7 +161,8 @@ def test_a_configuration_that_python_makes() -> None:
 
 class TestRanks:
     @pytest.mark.usefixtures("_no_process")
-    def test_more_than_the_machine_has_memory_for(self) -> None:
+    def test_more_than_the_machine_has_memory_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host_capacity, "_limit", lambda name: 10**9)
         with pytest.raises(ConfigError, match=r"99999 ranks cannot run .* MiB are free"):
             launch.run_ranks(["-c", ""], 99_999)
 
@@ -170,6 +171,7 @@ class TestRanks:
     )
     def test_the_least_limit_counts(self, tasks: int, files: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_capacity, "_limit", {"RLIMIT_NOFILE": files, "RLIMIT_NPROC": tasks}.get)
+        monkeypatch.setattr(host_capacity, "host_memory", lambda: (1 << 40, 1 << 40))
         host_capacity.check_ranks(8)
         with pytest.raises(ConfigError, match=told):
             host_capacity.check_ranks(11)

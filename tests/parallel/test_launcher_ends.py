@@ -15,8 +15,8 @@ from helpers.thorough import PROCESSES
 
 from hal.parallel.launch import run_ranks
 
-LIMIT = 2.0
-"""Seconds in which everything ends."""
+LIMIT = 20.0
+"""Seconds in which everything ends. On an idle machine it is two; here other tests use the cores."""
 
 LAUNCHER = """
 import sys
@@ -38,8 +38,12 @@ ctypes.PyDLL(None).sleep(600)  # Holds the GIL.
 HELD = 100 << 20
 KILLED = f"""
 import os, sys, time
+from pathlib import Path
 held = bytes([1]) * {HELD}
-time.sleep(1)
+Path(sys.argv[2], os.environ["RANK"]).touch()
+while not Path(sys.argv[2], "0").exists():
+    time.sleep(0.05)
+time.sleep(1)  # The launcher looks at the memory of ranks from time to time.
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), int(sys.argv[1]))
 time.sleep(600)
@@ -80,8 +84,8 @@ GENERATE = ("generate", "{}", "--prompt", "the cat", "--max-new-tokens", "200000
 COMMANDS = {
     "generate": (*GENERATE, "--tensor-parallel", "3"),
     "generate, data parallel": (*GENERATE, "--data-parallel", "2"),
-    "bench": ("bench", "decode", "{}", "--tensor-parallel", "3", "--repeats", "1000000"),
-    "compare": ("compare", "{}", "--backends", "cpu", "--tensor-parallel", "3", *GENERATE[2:6]),
+    "bench": ("bench", "decode", "{}", "--tensor-parallel", "3", "--repeats", "100000"),
+    "compare": ("compare", "{}", "--backend", "cpu", "--tensor-parallel", "3", *GENERATE[2:6]),
     "doctor": ("doctor", "--backend", "cpu", "--tensor-parallel", "3"),
 }
 
@@ -133,8 +137,8 @@ def test_a_command_whose_torchrun_is_killed(endless: Path, tmp_path: Path) -> No
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_a_rank_that_a_signal_ended(number: signal.Signals, remedy: str) -> None:
-    failure = run_ranks(["-c", KILLED, str(int(number))], 2, seconds=60)
+def test_a_rank_that_a_signal_ended(number: signal.Signals, remedy: str, tmp_path: Path) -> None:
+    failure = run_ranks(["-c", KILLED, str(int(number)), str(tmp_path)], 2, seconds=60)
     assert failure is not None
     assert failure.status == -number
     assert failure.ending is not None
