@@ -21,7 +21,7 @@ from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels
 from .packing import ROWS, Packing, linear, packed
-from .thread_count import ThreadCount
+from .thread_count import SHARED
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
@@ -83,11 +83,11 @@ class CpuBackend(Backend):
         )
         self._whole = frozenset((*native, *GROUPED, *COLLECTIVES))
         self._packing = Packing(self.device.empty_cache) if options.pack_weights else None
-        self.threads = ThreadCount()
+        self.threads = SHARED.open()
 
     def enter(self) -> Any:
         """Run operations on this backend, with as many threads as other processes leave cores."""
-        self.threads.before_step()
+        self.threads.use()
         return super().enter()
 
     def leave(self, token: Any) -> None:
@@ -96,7 +96,7 @@ class CpuBackend(Backend):
         self.threads.after_step()
 
     def _release(self) -> None:
-        self.threads.close()
+        SHARED.close()
 
     def graph(self) -> Graph:
         """Return a new, empty tape."""
@@ -108,6 +108,7 @@ class CpuBackend(Backend):
         """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""
         if self._packing is None or use.operation != "linear":
             return weight
+        self.threads.use()  # The faster layout depends on it.
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
         return self._packing.prepare(weight, shared=use.shared, sizes=sizes)
 

@@ -14,12 +14,12 @@ from collections import deque
 
 import torch
 
-from hal.device.host_cores import RunningThreads, usable_cores
+from hal.device.host_cores import RunningThreads, affinity_cores, usable_cores
 
 PERIOD = 0.005
 """Least seconds between two counts of running threads."""
 PATIENCE = 0.2
-"""Seconds for which cores must be free before a thread more uses them."""
+"""Seconds for which cores must be free before one more thread uses them."""
 LONGEST_PATIENCE = 6.4
 """The bound to which patience doubles while another process comes back soon after each increase."""
 SETTLED = 4.0
@@ -37,30 +37,36 @@ class ThreadCount:
     A number that the program sets in between, with ``torch.set_num_threads``, becomes the most. On systems that do not
     count running threads, the number stays as it is.
 
+    All CPU backends of a process share one, since torch has one number of threads. It changes the number of a thread
+    that runs a step or loads weights, and of no other.
+
     Args:
-        cores: the cores of the machine; None for as many as it has.
+        cores: the cores of the machine.
         running: counts the running threads.
 
     Attributes:
-        most: the most threads: torch's number, which is that of OMP_NUM_THREADS if it is set, or the quota's if less.
+        most: the most threads: torch's number, or fewer for a quota, if that number is torch's default.
     """
 
-    def __init__(self, cores: int | None = None, running: RunningThreads | None = None) -> None:
+    def __init__(self, cores: int, running: RunningThreads) -> None:
         self._before = torch.get_num_threads()
-        self.most = self._before if "OMP_NUM_THREADS" in os.environ else min(self._before, usable_cores())
-        self._running = running or RunningThreads()
-        self._cores = cores or os.cpu_count() or 1
+        chosen = "OMP_NUM_THREADS" in os.environ or self._before != affinity_cores()
+        self.most = self._before if chosen else min(self._before, usable_cores())
+        self._running = running
+        self._cores = cores
+        self._counting = running.known and affinity_cores() == os.cpu_count()  # else others may run on other cores
         self._lock = threading.Lock()
         self._counts: deque[tuple[float, int]] = deque()
         self._patience, self._next, self._increased = PATIENCE, 0.0, -math.inf
         self._number = self.most
         self._number = self._fewer(self._others() + self.most)
-        self._here = threading.local()  # torch keeps a number for each thread of the program.
-        self._apply(self._before)
+        # torch keeps a number for each thread of the program, which in a new one is the last that was set in any.
+        self._here = threading.local()
+        self._applied = {self._before}
 
     def _others(self) -> int:
         """Return how many threads of other processes run, in the quietest of three moments."""
-        if self.most == 1 or not self._running.known:
+        if self.most == 1 or not self._counting:
             return 0
         counts = [self._running.count()]
         for _ in range(2):
@@ -73,10 +79,11 @@ class ThreadCount:
         excess = max(0, running - self._cores)
         return max(1, self._number - (excess + 1) // 2)
 
-    def before_step(self) -> None:
+    def use(self) -> None:
         """Use the chosen number in this thread, or adopt the number that the program has set in it since."""
         now = torch.get_num_threads()
-        if now != getattr(self._here, "number", now):
+        here = getattr(self._here, "number", None)
+        if now not in self._applied if here is None else now != here:
             self.most = self._number = now
             self._counts.clear()
         self._apply(now)
@@ -84,7 +91,7 @@ class ThreadCount:
     def after_step(self) -> None:
         """Count the running threads, and choose the number of this process's for the next step."""
         now = time.monotonic()
-        if self.most == 1 or now < self._next or not self._running.known or not self._lock.acquire(blocking=False):
+        if self.most == 1 or now < self._next or not self._counting or not self._lock.acquire(blocking=False):
             return
         try:
             self._next = now + PERIOD
@@ -122,9 +129,37 @@ class ThreadCount:
         if now != self._number:
             torch.set_num_threads(self._number)
         self._here.number = self._number
+        self._applied.add(self._number)
 
-    def close(self) -> None:
+    def restore(self) -> None:
         """Restore torch's number of threads, unless the program has set another."""
         if torch.get_num_threads() == self._number != self._before:
             torch.set_num_threads(self._before)
-        self._running.close()
+
+
+class SharedThreadCount:
+    """Gives all backends of the process one :class:`ThreadCount`, which lasts while any of them is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = RunningThreads()
+        self._count: ThreadCount | None = None
+        self._users = 0
+
+    def open(self) -> ThreadCount:
+        """Return the count, made for the first user."""
+        with self._lock:
+            self._count = self._count or ThreadCount(os.cpu_count() or 1, self._running)
+            self._users += 1
+            return self._count
+
+    def close(self) -> None:
+        """Restore torch's number of threads after the last user."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._count is not None:
+                self._count.restore()
+                self._count = None
+
+
+SHARED = SharedThreadCount()

@@ -88,7 +88,11 @@ def backend(
                 "call activate() of that backend before, or torch.compiler.reset() to compile again",
             )
         added = added_inputs(args)
-        return unmerged()(*args) if added is None else lowered(*args, *added)
+        token = active.enter()
+        try:
+            return unmerged()(*args) if added is None else lowered(*args, *added)
+        finally:
+            active.leave(token)
 
     return run
 

@@ -19,8 +19,12 @@ def usable_cores(root: Path = Path("/")) -> int:
     Args:
         root: the root of the file system.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(math.floor(quota + 0.5) for quota in cpu_quotas(root))]))
+    return max(1, min([affinity_cores(), *(math.floor(quota + 0.5) for quota in cpu_quotas(root))]))
+
+
+def affinity_cores() -> int:
+    """Return the number of cores of this process's affinity; of the machine on systems without affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import select
 import struct
 import threading
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from hal.device.group import Group, when_forgotten
+from hal.device.host_cores import usable_cores
 from hal.errors import CommunicationError
 from hal.ops.kernels.kernel_table import Kernel
 from hal.parallel import collectives
@@ -80,7 +80,7 @@ class SharedMemoryGroup:
         threads = distributed.get_world_size() * torch.get_num_threads()
         address = ctypes.addressof(ctypes.c_char.from_buffer(segment.memory))
         opened = function("exchange_open", c_void_p, c_void_p, c_int, c_int, c_int)
-        self._exchange = opened(address, self.rank, self.size, threads > len(os.sched_getaffinity(0)))
+        self._exchange = opened(address, self.rank, self.size, threads > usable_cores())
         close = function("exchange_close", None, c_void_p)
         self._closing = weakref.finalize(self, _closed, close, self._exchange, segment)
 

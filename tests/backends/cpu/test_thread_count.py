@@ -32,7 +32,9 @@ def count(threads: int, cores: int) -> ThreadCount:
     torch.set_num_threads(threads)
     uncounted = RunningThreads()
     uncounted.close()
-    return ThreadCount(cores, uncounted)
+    made = ThreadCount(cores, uncounted)
+    made.use()
+    return made
 
 
 def chosen(of: ThreadCount, running: int, start: float, seconds: float) -> list[int]:
@@ -74,7 +76,7 @@ def test_two_processes_share_the_cores() -> None:
     for step in range(400):
         for index, each in enumerate(both):
             torch.set_num_threads(uses[index])
-            each.before_step()
+            each.use()
             each.observe(step * 0.01, sum(uses))
             uses[index] = torch.get_num_threads()
     assert sum(uses) <= 17, uses
@@ -105,27 +107,52 @@ def test_patience_grows_while_the_load_comes_back() -> None:
 def test_a_number_that_the_program_sets_is_the_most() -> None:
     two = count(4, cores=4)
     torch.set_num_threads(3)
-    two.before_step()
+    two.use()
     assert (two.most, torch.get_num_threads()) == (3, 3)
     chosen(two, 6, 0.0, 0.1)
     assert torch.get_num_threads() < 3
     assert chosen(two, 1, 1.0, 10.0)[-1] == 3
 
 
-def test_each_thread_of_the_program_takes_the_number() -> None:
+def test_backends_share_the_number() -> None:
+    torch.set_num_threads(2)
+    x = torch.ones(1, 4)
+    with hal.open("cpu") as first, hal.open("cpu") as second:
+        assert first.threads is second.threads
+        first.threads.observe(0.0, 99)
+        first.threads.observe(0.01, 99)
+        for each in (first, second, first):
+            each.ops.add_rms_norm(x, x, torch.ones(4), 1e-6)
+            assert (torch.get_num_threads(), each.threads.most) == (1, 2)
+        first.close()
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with hal.open("cpu") as third:
+        assert third.threads is not first.threads
+
+
+def test_a_number_above_the_cores_is_the_programs_wish() -> None:
+    torch.set_num_threads((os.cpu_count() or 1) + 3)
+    with hal.open("cpu") as backend:
+        assert backend.threads.most == (os.cpu_count() or 1) + 3
+
+
+@pytest.mark.parametrize("had", [True, False], ids=["had another", "is new"])
+def test_each_thread_of_the_program_takes_the_number(had: bool) -> None:
     four = count(4, cores=4)
     chosen(four, 8, 0.0, 0.02)
     chosen_here, seen = torch.get_num_threads(), []
 
     def step() -> None:
-        torch.set_num_threads(4)  # before its first step
-        four.before_step()
+        if had:
+            torch.set_num_threads(4)  # before its first step
+        four.use()
         seen.append(torch.get_num_threads())
 
     thread = threading.Thread(target=step)
     thread.start()
     thread.join()
-    four.before_step()
+    four.use()
     assert [*seen, torch.get_num_threads(), four.most] == [chosen_here, chosen_here, 4]
 
 
@@ -168,7 +195,9 @@ def test_a_backend_opened_beside_busy_processes_begins_with_fewer_threads() -> N
     with busy_processes():
         until = time.monotonic() + 60
         while True:
-            with hal.open("cpu"):
+            with hal.open("cpu") as backend:
+                assert torch.get_num_threads() == 2, "before anything runs"
+                backend.ops.add_rms_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 1e-6)
                 if torch.get_num_threads() == 1:
                     break
             assert time.monotonic() < until, "two threads beside busy processes for a minute"
