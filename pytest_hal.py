@@ -60,7 +60,8 @@ def _parameter(conformance: Any, case: Any) -> Any:
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
     """Say how many cases run, and how to run fewer."""
     names = [case.name for item in items if (case := _case_of(item)) is not None]
-    dtype = next((name.split("/")[2] for name in names if name.startswith("operations/")), None)
+    parts = [name.split("/") for name in names]  # as operations/rms_norm/float32/sample-0
+    dtype = next((each[2] for each in parts if each[0] == "operations" and len(each) > 3), None)
     short = [name for name in names if name.startswith("devices/") or f"/{dtype}/" in name]
     if dtype is None or len(short) > len(names) / 2:  # already a short form
         return []

@@ -55,7 +55,7 @@ def numeric_options(command: click.Command, path: tuple[str, ...] = ()) -> Itera
             assert found is not None
             yield from numeric_options(found, (*path, name))
     for each in command.params:
-        if isinstance(each, click.Option) and isinstance(each.type, NUMBERS):
+        if isinstance(each, click.Option) and isinstance(each.type, NUMBERS) and not each.count:
             yield path, each.opts[0]
 
 
