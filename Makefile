@@ -9,8 +9,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 CHECKPOINT ?= checkpoints/tiny-python
 # For torch-npu: beside it, and without CANN, `import torch` fails, and so does transformers.
 NPU_VENV ?= $(VENV)/npu
-# For the CUDA driver on the emulated CUDA: torch for CUDA, in an environment of its own.
+# For the CUDA driver on the emulated CUDA: a separate environment with torch for CUDA.
 CUDA_VENV ?= $(VENV)/cuda
+# For the test that hal refuses torch-npu beside torch for CUDA.
+CUDA_BUILD_VENV ?= $(VENV)/cuda-build
 VLLM ?= 0.32.0
 VLLM_VENV ?= $(VENV)/vllm-$(VLLM)
 SGLANG ?= 0.5.23
@@ -40,7 +42,7 @@ sys.exit(refused and f"== {refused.reason}: {refused.hint}")
 endef
 export CHECK_BUILD
 
-.PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-vllm test-sglang
+.PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-vllm test-sglang
 
 # The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -112,6 +114,11 @@ test-cuda-emulated: $(CUDA_VENV)/.test
 	PYTHONPATH=tests/backends/cuda $(CUDA_VENV)/bin/python -m emulated \
 	  pytest -q -p emulated.plugin -n auto --maxprocesses 8 --dist worksteal $(CUDA_TESTS)
 
+# Downloads some 3 GB: no part of `make test`.
+test-cuda-build: $(VENV)/.test $(CUDA_BUILD_VENV)/.test
+	CUDA_BUILD_PYTHON=$(abspath $(CUDA_BUILD_VENV)/bin/python) \
+	  $(TEST_PYTHON) -m pytest -q tests/backends/npu/test_npu_probe.py -k a_build_for_cuda
+
 # hal inside vLLM, built without kernels of its own: no part of `make test`, since it installs some 2 GB.
 test-vllm: $(VLLM_VENV)/.test
 	$(VLLM_VENV)/bin/python -m pytest -q tests/engines
@@ -133,8 +140,11 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+# By the Python of the tests: the tables of the NPU driver's kernels and cases need torch-npu. `.test` is made after `.dev`,
+# and not beside it, because both install into the same environment.
 docs: $(VENV)/.dev
-	$(BIN)/sphinx-build -j auto -W --keep-going -n -q -b html docs docs/_build/html
+	@$(MAKE) --no-print-directory $(VENV)/.test
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(TEST_PYTHON) -m sphinx -j auto -W --keep-going -n -q -b html docs docs/_build/html
 
 hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
@@ -145,18 +155,22 @@ checkpoint: $(VENV)/.test
 clean:
 	rm -rf $(VENV) build dist docs/_build *.egg-info
 
+# Older checkouts installed torch-npu here, and beside it `import torch` fails.
 $(VENV)/.base: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL_TORCH)
 	$(PIP) --editable .
+	$(BIN)/python -m pip uninstall --quiet --quiet --yes torch-npu
 	touch $@
 
-# It sees the packages of $(VENV), and has torch-npu and a hal of its own.
+# It sees the packages of $(VENV), and adds torch-npu and hal. pip stops if torch-npu needs another torch than that of $(VENV),
+# and would install that one as well if the command did not name it.
 $(NPU_VENV)/.npu: $(VENV)/.base
 	test -x $(NPU_BIN)/python || $(BIN)/python -m venv --without-pip $(NPU_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$($(NPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
-	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[npu]'
+	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[npu]' \
+	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 	touch $@
 
 $(VENV)/.tools: $(VENV)/.base
@@ -170,7 +184,7 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.tools
 
-# Not the extra `test`: torch-npu wants another torch. Of what FlashInfer names, only what its Python imports. numpy 2.4
+# Of the extra `test`, what these tests import. Of what FlashInfer names, only what its Python imports. numpy 2.4
 # takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
 $(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(CUDA_VENV)/.test: setup.cfg pyproject.toml
@@ -182,6 +196,15 @@ $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	$(PIP) einops ninja nvidia-ml-py requests tabulate
 	touch $@
 
+$(CUDA_BUILD_VENV)/.test: PIP = $(CUDA_BUILD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(CUDA_BUILD_VENV)/.test: setup.cfg pyproject.toml
+	test -x $(CUDA_BUILD_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_BUILD_VENV)
+	$(PIP) --editable '.[npu]' torch===2.13.0
+	touch $@
+
+# Beside a build of torch for CUDA, the tests on the emulated NPU are skipped.
+WITH_TORCH_NPU = if $(1)/bin/python -c "$$CHECK_BUILD"; then $(PIP) --no-deps torch-npu==2.13.0; fi
+
 $(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
@@ -190,15 +213,19 @@ $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(PIP) --no-build-isolation --no-binary vllm \
 	  vllm==$(VLLM) torch==2.13.0
 	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist
-	$(PIP) --no-deps torch-npu==2.13.0
+	$(call WITH_TORCH_NPU,$(VLLM_VENV))
 	touch $@
 
 # SGLang names another torch, and CUDA's libraries. torchvision's kernels need the torch that it was built with.
 $(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(PIP) torch===2.13.0 torchvision===0.28.0 triton
+	$(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torch==2.13.0+cpu torchvision==0.28.0+cpu || { \
+	  echo '== the CPU builds of torch and torchvision are not in $(TORCH_INDEX): the tests on the emulated NPU are skipped'; \
+	  $(PIP) torch===2.13.0 torchvision===0.28.0; }
+	$(PIP) triton
 	$(PIP) --no-deps sglang==$(SGLANG)
-	$(PIP) --requirement tests/engines/sglang-requirements.txt torch===2.13.0
-	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist torch===2.13.0
+	$(PIP) --requirement tests/engines/sglang-requirements.txt torch==2.13.0
+	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist torch==2.13.0
+	$(call WITH_TORCH_NPU,$(SGLANG_VENV))
 	touch $@

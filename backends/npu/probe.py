@@ -17,7 +17,10 @@ DEVICES = Path("/dev")
 MANAGER = "davinci_manager"
 """The device file that CANN opens first; the NPUs themselves are davinci0, davinci1 and so on."""
 CONTAINER = "davinci0 and its like, davinci_manager, devmm_svm and hisi_hdc"
-INSTALL = "pip install torch-npu, in the release that matches the installed torch (torch-npu 2.13.0 for torch 2.13)"
+INSTALL = (
+    "pip install torch-npu in a separate environment with torch's CPU build, in the release for that torch (torch-npu "
+    "2.13.0 for torch 2.13); in a checkout, `make demo` makes .venv/npu"
+)
 EMULATE = "or run on an emulated NPU: set the driver option emulator, pass --emulate, or set HAL_NPU_EMULATOR=1"
 
 

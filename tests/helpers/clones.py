@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
+from hal.backends.npu.torch_build import refused_build
 
 WAYS = {"folder": ["."], "editable": ["--editable", "."], "wheel": []}
 """The arguments of ``pip install`` in the documented ways to install hal; for a wheel, the wheel."""
@@ -84,5 +85,10 @@ def clone(repository: Path, folder: Path, way: str) -> Clone:
 
 
 def has_torch_npu() -> bool:
+    """Return whether torch_npu is installed, beside torch or apart, and can be imported with this build of torch."""
+    return torch_npu_is_installed() and refused_build() is None
+
+
+def torch_npu_is_installed() -> bool:
     """Return whether torch_npu is installed, beside torch or apart."""
     return find_spec("torch_npu") is not None or any((Path(path) / "torch_npu").exists() for path in sys.path)

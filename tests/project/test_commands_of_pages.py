@@ -16,7 +16,8 @@ from helpers.pages import DOCS, PAGES, blocks, commands, lay_out
 
 NOT_RUN = {
     r"^make |^git |^twine |^ls dist|-m build|^source |-m venv|^\. venv": "it sets up, tests or releases a checkout",
-    r"^pip install (?!-e|'?\.\[test)|^pip install -e '\.\[npu": "the environment has what it installs",
+    r"^(python -m )?pip install (?!-e|'?\.\[test)": "the environment has what it installs",
+    r"^python -m pip install -e '\.\[npu": "the environment has torch-npu, in a folder apart",
     r"vllm|sglang|SGLANG|VLLM|^curl": "tests/engines runs the engines, in environments of their own",
     r"path/to/|script\.py|pytest tests$": "it names a file of the reader's",
     r"--shapes|transformers_speed": "it takes minutes",
@@ -69,7 +70,9 @@ def test_commands(clone: Clone, page: Path) -> None:
         needs_npu = NPU.search(command) is not None
         if needs_npu and not clones.has_torch_npu():
             continue
-        script += [f"echo '+' {command!r} >&2", f"{clone.npu_variable if needs_npu else ''} {command}"]
+        # The clone's environment comes first in PATH, and stands in for that of `make`.
+        run = command.replace(".venv/npu/bin/", "")
+        script += [f"echo '+' {command!r} >&2", f"{clone.npu_variable if needs_npu else ''} {run}"]
     clone.check(clone.root, "bash", "-c", "\n".join(script))
 
 
@@ -78,7 +81,7 @@ def test_commands(clone: Clone, page: Path) -> None:
 def test_python(clone: Clone, page: Path, tmp_path: Path) -> None:
     npu = page.stem in NPU_PAGES
     if npu and not clones.has_torch_npu():
-        pytest.skip("torch_npu is not installed")
-    if not npu and clones.has_torch_npu() and clone.npu is None:
+        pytest.skip("torch_npu is not installed, or aborts beside this torch")
+    if not npu and clones.torch_npu_is_installed() and clone.npu is None:
         pytest.skip("torch_npu is installed beside torch, and `import torch` fails without CANN; `make` keeps it apart")
     clone.check(clone.root, "python", str(lay_out(page, tmp_path)), npu=npu)

@@ -12,6 +12,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -21,7 +22,7 @@ from typing import Any
 
 import attrs
 import pytest
-from helpers import ROOT
+from helpers import ROOT, clones
 from helpers.forked_scripts import run_script
 from helpers.pages import DOCS, MODULE, PAGES, blocks, lay_out
 
@@ -240,6 +241,21 @@ def test_builds_strictly(tmp_path: Path) -> None:
     operations = (built / "reference" / "operations.html").read_text(encoding="utf-8")
     missing = [name for name in hal.ops.catalogue() if f'id="hal.ops.{name}"' not in operations]
     assert not missing
+    if clones.has_torch_npu() and shutil.which("g++") is not None:
+        assert "kernel" in column(operations, "operation", "npu")
+        conformance = (built / "reference" / "conformance.html").read_text(encoding="utf-8")
+        assert "n/a" not in column(conformance, "area", "npu")
+
+
+def column(page: str, first: str, name: str) -> list[str]:
+    """Return the cells of a column of the table whose first column is headed ``first``."""
+    rows = [
+        [re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    ]
+    head = next(row for row in rows if row[:1] == [first] and name in row)
+    place = head.index(name)
+    return [row[place] for row in rows[rows.index(head) + 1 :] if len(row) == len(head)]
 
 
 def build(tmp_path: Path) -> Path:

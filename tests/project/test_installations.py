@@ -49,7 +49,7 @@ def test_ranks_import_the_hal_of_the_command(clone: Clone, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulated CANN needs Linux")
-@pytest.mark.skipif(not clones.has_torch_npu(), reason="torch_npu is not installed")
+@pytest.mark.skipif(not clones.has_torch_npu(), reason="torch_npu is not installed, or aborts beside this torch")
 def test_a_program_on_the_emulated_cann(clone: Clone, tmp_path: Path) -> None:
     opened = "import hal; print(hal.open({'backend': 'npu', 'dtype': 'float16'}).name)"
     for folder in (clone.root, tmp_path):

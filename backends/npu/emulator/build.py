@@ -69,7 +69,8 @@ class Toolchain:
         spec = importlib.util.find_spec("torch_npu")
         if spec is None or spec.origin is None:
             raise DriverUnavailable(
-                "the emulated CANN requires torch_npu, which is not installed", f"pip install torch-npu=={TORCH_NPU}"
+                "the emulated CANN requires torch_npu, which is not installed",
+                f"pip install torch-npu=={TORCH_NPU} in a separate environment with torch's CPU build",
             )
         version = importlib.metadata.version("torch_npu")
         if version.partition("+")[0] != TORCH_NPU:
