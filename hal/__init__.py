@@ -30,7 +30,7 @@ _FOR_TORCH = {
 }
 """Environment variables with which hal imports torch, where the user sets none. Later code gets the original ones."""
 
-if "torch" not in sys.modules:
+if "torch" not in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "0") == "0":
     _added = {name: text for name, text in _FOR_TORCH.items() if name not in os.environ}
     if "OMP_WAIT_POLICY" in os.environ:
         _added.pop("GOMP_SPINCOUNT", None)

@@ -239,7 +239,7 @@ class TestTogether:
             found = of(document, name)
             assert (found["status"], found["reason"]) == ("broken", "importing the driver: it was killed after 30 s")
             assert "--timeout" in found["hint"]
-            assert any("broken_hangs.py" in line and "line 2" in line for line in found["log"])
+            assert any("broken_hangs.py" in line and "line 2" in line for line in found["log"]), found["log"]
         assert took < 30 * len(hanging), "sequentially they would take longer"
 
     def test_the_limit_for_all(self, doctor: Doctor) -> None:
@@ -356,7 +356,7 @@ def test_what_fits(requirement: str, fits: bool | None) -> None:
 @pytest.mark.parametrize(("took", "shown"), [(None, "-"), (50.0, "50 ms"), (312.5, "312.5 ms, over 50")])
 def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
     driver = findings.Driver("acme", "acme:Driver", "acme", "1.0", probe_ms=took)
-    alone = Findings("1", "1.1", "3", "linux", 1, findings.Torch(), {}, [], [driver], True)
+    alone = Findings("1", "1.1", "3", "linux", 1, 1, 0.0, findings.Torch(), {}, [], [driver], True)
     columns, (row,) = doctor_report.drivers(alone)
     assert row[columns.index("probe")] == shown
 
