@@ -81,11 +81,24 @@ def _run(interrupts: Interrupts) -> object:
 def _end_with_parent() -> None:
     """Let the system kill this process when its parent ends; torchrun ends its ranks unless it is killed itself.
 
+    The parent is the thread that started this process, and torchrun starts its ranks in its main thread.
+
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1 and not _is_python(1):  # The parent ended before; in a container, torchrun may be process 1.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_python(process: int) -> bool:
+    """Return whether a process runs Python; True if the system does not tell."""
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            return b"python" in file.read().partition(b"\0")[0]
+    except OSError:
+        return True
 
 
 def _open_closed_streams() -> None:

@@ -14,8 +14,15 @@ from hal.errors import DriverUnavailable
 
 CLASHING = {"cuda": "CUDA", "hip": "ROCm"}
 """Platforms of such builds, by their names in ``torch.version``."""
-INSTALL = "pip install torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu"
-"""The command that replaces such a build. Without ``+cpu``, pip keeps an installed 2.13.0."""
+VERSION = "2.13.0"
+"""The version of torch to install where there is none."""
+
+
+def install_command(version: str | None = None) -> str:
+    """Return the command that installs the CPU build of a version of torch, in place of another build of it."""
+    release = (version or VERSION).partition("+")[0]
+    # Without +cpu, pip keeps an installed build of the same version.
+    return f"pip install torch=={release}+cpu --index-url https://download.pytorch.org/whl/cpu"
 
 
 def refused_build(find_spec: FindSpec = find_spec) -> Probe | None:
@@ -30,7 +37,7 @@ def refused_build(find_spec: FindSpec = find_spec) -> Probe | None:
                 False,
                 f"the installed torch {build.version} is a build for {platform} {build.platforms[name]}, beside which "
                 "torch_npu aborts the process",
-                f"install torch's CPU build: {INSTALL}",
+                f"install torch's CPU build: {install_command(build.version)}",
             )
     return None
 

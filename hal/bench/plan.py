@@ -81,12 +81,10 @@ class Plan:
                 raise ConfigError(f"cannot measure against {name!r}", nearest(name, RIVALS))
         counts = [("batch size", each, bounds.SEQUENCES) for each in self.batch_sizes]
         counts += [("length", self.length, bounds.TOKENS), ("number of repeats", self.repeats, bounds.REPEATS)]
-        for name, number in (("ranks", self.tensor_parallel), ("threads", self.threads)):
-            if number is not None:
-                counts.append((f"number of {name}", number, bounds.RANKS))
+        if self.tensor_parallel is not None:
+            counts.append(("number of ranks", self.tensor_parallel, bounds.RANKS))
         for what, number, most in counts:
-            if not 1 <= number <= most:
-                raise ConfigError(f"the {what} is {number}", f"give 1 to {most}")
+            bounds.check_count(number, most, f"the {what} must be")
         if self.threads is not None:
             check_threads(self.threads)
         if measured := sorted({"compiler", "capture_sizes", "decode", "prefill"} & set(self.compilation)):

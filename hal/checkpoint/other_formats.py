@@ -11,12 +11,12 @@ from hal.errors import CheckpointError
 SAFETENSORS = "hal reads safetensors only"
 ORIGINAL = "download the model that the file was made from, in safetensors; the file's page usually names it"
 FORMATS = {
-    "GGUF": (("*.gguf", "*.ggml"), ORIGINAL),
-    "ONNX": (("*.onnx",), ORIGINAL),
-    "TensorFlow's or Flax's": (("*.h5", "*.msgpack"), ORIGINAL),
-    "NumPy's": (("*.npz", "*.npy"), "save them as safetensors, with safetensors.numpy.save_file"),
+    "a GGUF file": (("*.gguf", "*.ggml"), ORIGINAL),
+    "an ONNX file": (("*.onnx",), ORIGINAL),
+    "a TensorFlow or Flax file": (("*.h5", "*.msgpack"), ORIGINAL),
+    "a NumPy file": (("*.npz", "*.npy"), "save them as safetensors, with safetensors.numpy.save_file"),
 }
-"""Name of a format to the patterns of its files, and how to get a checkpoint in safetensors."""
+"""What a file is, to the patterns of such files, and how to get a checkpoint in safetensors."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -30,7 +30,7 @@ def no_folder(path: Path) -> CheckpointError:
             return CheckpointError(problem, f"give the folder that holds it and its config.json: {path.parent}")
         for name, (patterns, remedy) in FORMATS.items():
             if any(path.match(pattern) for pattern in patterns):
-                return CheckpointError(f"{path} is in the format {name}, and {SAFETENSORS}", remedy)
+                return CheckpointError(f"{path} is {name}, and {SAFETENSORS}", remedy)
         if any(path.match(pattern) for pattern in PICKLES):
             return _pickle(path, path.parent)
     elif HUB_NAME.fullmatch(str(path)):
@@ -51,9 +51,7 @@ def no_safetensors(folder: Path) -> CheckpointError:
     for name, (patterns, remedy) in FORMATS.items():
         for pattern in patterns:
             for file in sorted(folder.glob(pattern)):
-                return CheckpointError(
-                    f"{folder} holds its weights in the format {name} ({file.name}), and {SAFETENSORS}", remedy
-                )
+                return CheckpointError(f"{folder} holds its weights in {name} ({file.name}), and {SAFETENSORS}", remedy)
     return CheckpointError(
         f"{folder} is no checkpoint: it has no safetensors file", "give the folder that contains the weights"
     )

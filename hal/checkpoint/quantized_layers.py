@@ -74,6 +74,8 @@ class QuantizedLayers:
             self._replace(model, path, linear, quantization)
 
     def _replace(self, model: nn.Module, path: str, linear: Linear | GroupedLinear, quantization: Quantization) -> None:
+        if getattr(linear, "fused", None) is not None and self._tensors[path].is_floating_point:
+            return  # The description names layers, and fused experts are none.
         names = named_parts(path, linear)
         schemes = {name: quantization.scheme(self._stored(name)) for name, _ in names}
         if len({each and each.name for each in schemes.values()}) > 1:

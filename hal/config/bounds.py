@@ -15,11 +15,11 @@ TOKENS = 2**31 - 1
 SEQUENCES = 1 << 16
 """Sequences or tokens of a captured step, and sequences of a benchmark: beyond the memory of any device."""
 CAPTURES = 512
-"""Steps that a phase captures: each holds memory, and some devices have streams for far fewer."""
+"""Sizes that a phase captures, for each number of queries: each holds memory, and some devices have fewer streams."""
 RANKS = 1 << 20
 """Ranks in each direction of a mesh. Planned ones take nothing, and started ones are checked against the machine."""
 SECONDS = 30 * 24 * 3600
-"""Seconds of a timeout: beyond any wait."""
+"""Seconds of a timeout: 30 days."""
 REPEATS = 100_000
 """Timed steps of each contender of a benchmark."""
 DEVICES = 1 << 16

@@ -25,7 +25,7 @@ from typing import Any, Self
 VARIABLE = "PROCESS_KEEPERS"
 """The environment variable with the tokens of the keepers that a process ends with."""
 ENDED, END = b"ended", b"end"
-"""What a keeper is told at the end of a block: that no process is left, or to end those that are."""
+"""Messages to the keeper: ``ended``, no process is left; ``end``, kill those that are."""
 QUIET = 0.5
 """Seconds without a process of the token after which none is to come, if this process may have died starting one."""
 LONGEST = 10.0

@@ -63,10 +63,9 @@ def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable
 INERT_MODEL_KEYS = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
-    "original_max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits",
-    "pad_token_id", "partial_rotary_factor", "pretraining_tp", "problem_type", "return_dict", "rope_parameters",
-    "rope_scaling", "rope_theta", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version",
-    "use_cache",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "problem_type", "return_dict", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef",
+    "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
 })  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hal.config.bounds import check_count
 from hal.errors import ConfigError
 
 RANK_BYTES = 160 << 20
@@ -34,27 +35,25 @@ def host_memory() -> tuple[int, int]:
 def check_ranks(ranks: int) -> None:
     """Raise ConfigError unless this machine can start ``ranks`` processes that import torch."""
     free, _ = host_memory()
+    files, tasks = _limit("RLIMIT_NOFILE"), _tasks()
+    more = f"raise the limit with `ulimit -n {ranks * RANK_FILES}`, "
     wanted = [
-        (free // RANK_BYTES, f"{RANK_BYTES >> 20} MiB of memory, and {free >> 20} MiB are free"),
-        (_limit("RLIMIT_NOFILE") // RANK_FILES, f"{RANK_FILES} open files, and the limit is {_limit('RLIMIT_NOFILE')}"),
-        (_tasks() // RANK_THREADS, f"{RANK_THREADS} threads, and this user may have {_tasks()}"),
+        (free // RANK_BYTES, f"{RANK_BYTES >> 20} MiB of memory, and {free >> 20} MiB are free", ""),
+        (files // RANK_FILES, f"{RANK_FILES} open files, and the limit is {files}", more),
+        (tasks // RANK_THREADS, f"{RANK_THREADS} threads, and this user may have {tasks}", ""),
     ]
-    most, reason = min(wanted)
+    most, reason, remedy = min(wanted)
     if ranks > most:
         raise ConfigError(
             f"{ranks} ranks cannot run on this machine: each takes at least {reason}",
-            f"use at most {max(1, most)} ranks here, or start them on several machines with torchrun",
+            f"{remedy}use at most {max(1, most)} ranks here, or start them on several machines with torchrun",
         )
 
 
 def check_threads(threads: int) -> None:
-    """Raise ConfigError if there are far more threads than cores."""
+    """Raise ConfigError if there is no thread, or if there are far more than cores."""
     cores = os.cpu_count() or 1
-    if threads > THREADS_PER_CORE * cores:
-        raise ConfigError(
-            f"{threads} threads were asked for, and this machine has {cores} cores",
-            f"use at most {THREADS_PER_CORE * cores} threads; more than {cores} are slower",
-        )
+    check_count(threads, THREADS_PER_CORE * cores, f"the number of threads for {cores} cores must be")
 
 
 def _limit(name: str) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hal.config.optional_libraries import DISTRIBUTION
 from hal.device.host_cores import crowded
 from hal.doctor.findings import Check, Device, Driver, Findings, Ranks
-from hal.doctor.host_facts import DISTRIBUTION
 
 Table = tuple[Sequence[str], list[Sequence[str]]]
 """Column names and rows."""

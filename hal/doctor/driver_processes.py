@@ -123,7 +123,8 @@ class _Examination:
         """Kill the process if it still runs, and return its output."""
         ending = self._process.end(round(min(self.used, self._seconds), 1))
         lines = list(self._lines())
-        self._keeper.ended()
+        if ending.code == 0:
+            self._keeper.ended()
         self._keeper.close()
         return Told(lines, ending, self.waits and ending.code is None)
 

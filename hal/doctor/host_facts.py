@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hal.config.optional_libraries import optional_requirements
+from hal.config.optional_libraries import DISTRIBUTION, optional_requirements
 from hal.config.plugins import registered
 from hal.config.process_keeper import ProcessKeeper
 from hal.doctor import findings
 from hal.doctor.process import package_file, run_python
 from hal.errors import DriverNotFound, nearest
 
-DISTRIBUTION = "torch-hal"
 DRIVERS = "hal.drivers"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VISIBLE = "_VISIBLE_DEVICES"
@@ -59,9 +58,10 @@ def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.
     with ProcessKeeper(environ) as keeper:
         file = keeper.folder / "facts.json"
         ending = run_python([package_file("torch_facts.py"), str(file)], seconds, keeper)
-        keeper.ended()
-        if ending.code == 0 and file.exists():
-            return findings.Torch(**json.loads(file.read_text(encoding="utf-8"))), ""
+        if ending.code == 0:
+            keeper.ended()
+            if file.exists():
+                return findings.Torch(**json.loads(file.read_text(encoding="utf-8"))), ""
     last_line = next((line for line in reversed(ending.log) if line.strip()), "")
     return findings.Torch(), f"{ending}: {last_line}" if last_line else str(ending)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -55,7 +56,12 @@ def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
+        bind = getattr(method, "__get__", None)
+        bound = method if bind is None else bind(self, type(self))  # a staticmethod takes no self
+        result = bound(*args, **kwargs)
+        if kwargs:
+            given = inspect.signature(bound).bind(*args, **kwargs)
+            args, kwargs = given.args, given.kwargs
         if wanted := wrong(result, *args, *kwargs.values()):
             raise DriverIncompatible(
                 f"{name} of the driver {self.name} returned {_described(result)}",

@@ -10,6 +10,7 @@ import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import build_model
+from hal.device.device import Device
 from hal.device.group import SOLO, Group
 from hal.device.host_capacity import host_memory
 from hal.drivers.backend import Backend
@@ -110,13 +111,16 @@ def check_fits(spec: StateSpec, backend: Backend) -> None:
             f"host's memory, and {host >> 20} MiB are free",
             "lower cache.num_tokens, or raise cache.block_size",
         )
-    free = backend.device.memory_stats().free
-    if spec.nbytes > free:
-        gc.collect()  # An unused runner may still hold memory: traces leave reference cycles.
-        backend.device.empty_cache()
-        free = backend.device.memory_stats().free
-    if spec.nbytes > free:
+    if spec.nbytes > (free := free_memory(backend.device, spec.nbytes)):
         raise ConfigError(
             f"a cache of {spec.num_tokens} tokens takes {spec.nbytes >> 20} MiB of {free >> 20} MiB free",
             "lower cache.num_tokens, or the runner's num_blocks",
         )
+
+
+def free_memory(device: Device, wanted: int) -> int:
+    """Return the free bytes of a device. If fewer than ``wanted`` are free, unused memory is freed first."""
+    if wanted > device.memory_stats().free:
+        gc.collect()  # An unused runner may still hold memory: traces leave reference cycles.
+        device.empty_cache()
+    return device.memory_stats().free

@@ -22,7 +22,7 @@ from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
-from hal.nn.rotary import SIZE, RopeParameters, RotaryEmbedding
+from hal.nn.rotary import KEYS_BESIDE, SIZE, RopeParameters, RotaryEmbedding
 from hal.nn.weights.share import PADDED, Share
 from hal.step.batch import Batch
 
@@ -74,7 +74,8 @@ class DecoderConfig:
         Raises:
             ConfigError: a key is missing, or the model does not support a value.
         """
-        return attrs.evolve(read_model_config(cls, config), rope=RopeParameters.from_config(config))
+        others = {key: value for key, value in config.items() if key not in KEYS_BESIDE}
+        return attrs.evolve(read_model_config(cls, others), rope=RopeParameters.from_config(config))
 
 
 def check_window(config: Any, attribute: Any, value: int | None) -> None:

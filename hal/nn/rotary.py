@@ -24,6 +24,8 @@ _POSITIVE = [gt(0.0), ge(1 / _MOST), le(_MOST)]
 _NOT_NEGATIVE = optional([ge(0.0), le(_MOST)])
 
 ORIGINAL = "original_max_position_embeddings"
+KEYS_BESIDE = frozenset({ORIGINAL, "partial_rotary_factor"})
+"""Keys of config.json beside the table of rope parameters that :class:`RopeParameters` reads, and few models have."""
 INERT_KEYS = frozenset({ORIGINAL, "finetuned", "mrope_section", "mrope_interleaved"})
 """Keys without effect on texts, in which all rows of positions are equal, if the ``rope_type`` does not read them."""
 NEUTRAL_KEYS = frozenset({"factor", "attention_factor", "attn_factor", "extrapolation_factor", "partial_rotary_factor"})

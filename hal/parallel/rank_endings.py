@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from hal.device.host_capacity import memory_limits
+from hal.device.host_capacity import host_memory
 
 _MEMORY = (
     "memory is the usual cause: lower cache.num_tokens or the batch size, use more ranks or a quantized checkpoint, or "
@@ -47,7 +47,7 @@ class MemoryWatch:
                 self.resident[rank] = process.memory_info().rss or self.resident[rank]  # 0 if it has ended
 
     def __str__(self) -> str:
-        total = min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
+        _, total = host_memory()
         used = ", ".join(f"{each / 2**30:.2f}" for each in self.resident)
         text = f"when last seen, the ranks used {used} GiB of the {total / 2**30:.2f} GiB of this machine or container"
         if ended := _ended_for_memory() - self._ended_before:

@@ -478,8 +478,8 @@ class TestRefusals:
             (["nowhere"], "no checkpoint at nowhere"),
             (["--shapes", "tiny", "--compiler", "grahp"], "has no compiler 'grahp'\nremedy: did you mean 'graph'?"),
             (["--shapes", "tiny", "--against", "vllm"], "cannot measure against 'vllm'"),
-            (["--shapes", "tiny", "--batch-size", "0"], "the batch size is 0"),
-            (["--shapes", "tiny", "--threads", "0"], "the number of threads is 0"),
+            (["--shapes", "tiny", "--batch-size", "0"], "the batch size must be at least 1, not 0"),
+            (["--shapes", "tiny", "--threads", "0"], "cores must be at least 1, not 0"),
             (
                 ["--shapes", "tiny", "--repeats", "2"],
                 "2 repeats are too few to measure a spread\nremedy: use --repeats with at least 3",

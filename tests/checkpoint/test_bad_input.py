@@ -157,9 +157,9 @@ def remade(**overrides: Any) -> Damage:
 
 FOLDERS = {
     "no such path": Case(shutil.rmtree, CheckpointError, "found nothing"),
-    "a GGUF file alone": Case(alone("model.Q4_K_M.gguf"), CheckpointError, "in the format GGUF (model.Q4_K_M.gguf)"),
+    "a GGUF file alone": Case(alone("model.Q4_K_M.gguf"), CheckpointError, "in a GGUF file (model.Q4_K_M.gguf)"),
     "a GGUF file in its place": Case(in_place("model.gguf"), CheckpointError, "made from, in safetensors"),
-    "an ONNX file in its place": Case(in_place("model.onnx"), CheckpointError, "in the format ONNX (model.onnx)"),
+    "an ONNX file in its place": Case(in_place("model.onnx"), CheckpointError, "in an ONNX file (model.onnx)"),
     "Flax's file in its place": Case(in_place("flax_model.msgpack"), CheckpointError, "(flax_model.msgpack)"),
     "a file": Case(replaced_by_a_file, CheckpointError, "found a file"),
     "no checkpoint": Case(lambda folder: (folder / "config.json").unlink(), CheckpointError, "has no config.json"),
@@ -310,7 +310,7 @@ def check_command(arguments: list[str], *messages: str) -> None:
     [
         ("Qwen/Qwen3-0.6B", "found nothing", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
         ("/Qwen/Qwen3-0.6B", "found nothing", "give the path of a checkpoint's folder"),
-        ("model.gguf", "model.gguf is in the format GGUF, and hal reads safetensors only", "made from, in safetensors"),
+        ("model.gguf", "model.gguf is a GGUF file, and hal reads safetensors only", "made from, in safetensors"),
         ("pytorch_model.bin", "as a pickle (pytorch_model.bin)", "or, on an isolated machine"),
         ("some/model.safetensors", "found a file", "give the folder that holds it and its config.json: some"),
     ],

@@ -68,6 +68,32 @@ def test_experts_in_one_tensor(family: str, tmp_path: Path) -> None:
         quantize_checkpoint(tmp_path / "fused", tmp_path / "int8", "w8a8_dynamic")
 
 
+def test_experts_in_one_tensor_beside_quantized_layers(tmp_path: Path) -> None:
+    """The target is Linear, and the tensor is none, so that nothing needs to ignore it."""
+    model = made("Qwen3Moe")
+    model.save_pretrained(tmp_path / "each")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    quantize_checkpoint(tmp_path / "each", tmp_path / "int8", "w8a16")
+    shutil.copytree(tmp_path / "int8", tmp_path / "int8_fused")
+
+    def take_experts(folder: Path) -> Callable[[dict[str, Tensor]], None]:
+        def change(found: dict[str, Tensor]) -> None:
+            for name in [each for each in found if ".experts." in each]:
+                del found[name]
+            others = load_file(folder / "model.safetensors").items()
+            found.update({name: each for name, each in others if ".experts." in name})
+
+        return change
+
+    def ignore(config: dict[str, Any]) -> None:
+        config["quantization_config"]["ignore"].append("re:.*experts.*")
+
+    change_tensors(tmp_path / "int8", take_experts(tmp_path / "each"))
+    change_json(tmp_path / "int8" / "config.json", ignore)
+    change_tensors(tmp_path / "int8_fused", take_experts(tmp_path / "fused"))
+    assert torch.equal(logits(load(tmp_path / "int8_fused")), logits(load(tmp_path / "int8")))
+
+
 def test_experts_of_another_form_are_refused(tmp_path: Path) -> None:
     made("Qwen3Moe").save_pretrained(tmp_path, save_original_format=False)
     name = "model.layers.1.mlp.experts.gate_up_proj"

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from helpers.checkpoints import random_checkpoint
 
+import hal_command
+
 PROGRAM = """
 import os, sys
 from hal_command import main
@@ -136,3 +138,26 @@ def test_a_bug_keeps_its_traceback(repository: Path) -> None:
 
 def test_it_is_the_console_script(repository: Path) -> None:
     assert "    hal = hal_command:main\n" in (repository / "setup.cfg").read_text()
+
+
+ORPHAN = """
+import os, sys, time
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+print(os.getppid(), flush=True)
+import hal_command
+hal_command._end_with_parent()
+print("alive", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_rank_whose_parent_ended_before() -> None:
+    result = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60, check=True)
+    by, *alive = result.stdout.split()
+    if by != "1" or hal_command._is_python(1):
+        pytest.skip(f"process {by} adopts orphans, so that it may be torchrun")
+    assert alive == []

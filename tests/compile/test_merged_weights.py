@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import hal
@@ -118,6 +120,18 @@ def test_weights_that_are_replaced_run_without_merging(cpu: hal.Backend, caplog:
             assert_follows(compiled, block, x, "data = other")
     assert caplog.text.count("the weights of merged projections were replaced") == 1
     assert "torch.compiler.reset()" in caplog.text
+
+
+def test_replaced_weights_are_freed(cpu: hal.Backend) -> None:
+    block, x = Block(), torch.randn(3, 8)
+    compiled = torch.compile(block, backend="hal")
+    with torch.no_grad():
+        compiled(x)
+        storages = [StorageWeakRef(each.untyped_storage()) for each in block.parameters()]
+        block.load_state_dict({name: each + 1 for name, each in block.state_dict().items()}, assign=True)
+        assert_follows(compiled, block, x, "assigned")
+    gc.collect()
+    assert all(each.expired() for each in storages)
 
 
 @pytest.mark.parametrize("shared", ["state_dict", "share_memory", "tied"])

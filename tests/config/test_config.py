@@ -411,6 +411,12 @@ class TestModelConfig:
         read_model_config(self.Model, {"width": 8, "num_experts": 4, "attention_sinks": True})
         assert "keys that Model does not read: attention_sinks, num_experts" in caplog.text
 
+    def test_keys_of_positions_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Not every model reads them."""
+        beside = {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 64}
+        read_model_config(self.Model, {"width": 8, **beside})
+        assert "does not read: original_max_position_embeddings, partial_rotary_factor" in caplog.text
+
     @pytest.mark.parametrize(
         ("table", "problem"),
         [

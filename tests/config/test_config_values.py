@@ -30,7 +30,7 @@ from hal.config.reading import INERT_MODEL_KEYS
 from hal.config.text import kind_of
 from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
-from hal.nn.rotary import ROPE_TYPES
+from hal.nn.rotary import KEYS_BESIDE, ROPE_TYPES
 from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
 
 VALUES: dict[str, Any] = {
@@ -128,7 +128,7 @@ def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
-@pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *QUANTIZATION_KEYS, "a_key_of_nobody"}))
+@pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *KEYS_BESIDE, *QUANTIZATION_KEYS, "a_key_of_nobody"}))
 def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
     found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]

@@ -216,6 +216,23 @@ def test_a_package_that_fails_at_import_is_reported(
     assert found["hint"]
 
 
+def test_what_a_driver_that_crashes_leaves_behind_is_ended(doctor: Doctor, tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    text = f"""
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        with open({str(file)!r}, "w") as file:
+            file.write(str(child.pid))
+        os.abort()
+    """
+    doctor.install({"leaves": "leaves:Driver"}, leaves=text)
+    assert "SIGABRT" in doctor.driver("leaves", code=1)["reason"]
+    child, end = int(file.read_text()), time.monotonic() + 10
+    while psutil.pid_exists(child):
+        assert time.monotonic() < end, "it still runs"
+        time.sleep(0.05)
+
+
 def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) -> None:
     assert everything["ok"] is False
     cpu, acme, absent = (of(everything, name) for name in ("cpu", "acme", "Absent"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.distributions import install
+from torch import Tensor
 
 import hal
 from hal import ops
@@ -285,6 +286,25 @@ def test_a_method_that_returns_what_it_must_not(hook: str, value: str) -> None:
     with pytest.raises(DriverIncompatible, match=problem) as error:
         getattr(returning(hook, WRONG[value]), hook)(*CALLS[hook])
     assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_method_without_self(kind: Any) -> None:
+    def prepare_weight(*given: Any) -> Any:
+        return given[kind is classmethod]
+
+    backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weight": kind(prepare_weight)})(None)
+    weight = torch.ones(4, 4)
+    assert backend.prepare_weight(weight, USE) is weight
+
+
+def test_a_method_that_is_called_by_keywords() -> None:
+    def prepare_weight(self: hal.Backend, weight: Tensor, use: hal.nn.WeightUse) -> Tensor:
+        return weight
+
+    backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weight": prepare_weight})(None)
+    weight = torch.ones(4, 4)
+    assert backend.prepare_weight(use=USE, weight=weight) is weight
 
 
 @pytest.mark.parametrize("value", [None, "x"])

@@ -21,8 +21,7 @@ import attrs
 from hal.config import CompileCache, cache_folder, compiler_key, content_key
 from hal.errors import ConfigError, DriverUnavailable
 
-from ..torch_build import INSTALL as TORCH
-from ..torch_build import check_build
+from ..torch_build import check_build, install_command
 from . import ninja_build, symbols
 from .ninja_build import Library, Recipe
 
@@ -80,7 +79,7 @@ class Toolchain:
             )
         torch = importlib.util.find_spec("torch")
         if torch is None or torch.origin is None:
-            raise DriverUnavailable("the emulated CANN requires torch, which is not installed", TORCH)
+            raise DriverUnavailable("the emulated CANN requires torch, which is not installed", install_command())
         check_build()
         versions = f"torch {importlib.metadata.version('torch')}, torch_npu {version}"
         return cls(Path(torch.origin).parent, Path(spec.origin).parent, versions, sources)

@@ -34,7 +34,8 @@ def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
     command = [*child_python(), "-m", "hal.bench.peak_memory_process"]
     with ProcessKeeper() as keeper:
         result = subprocess.run(command, input=order, env=keeper.environ, capture_output=True, text=True, check=False)
-        keeper.ended()
+        if result.returncode == 0:
+            keeper.ended()
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]
         raise BenchmarkError(f"the process that measures the memory of {contender} failed: {last}", "omit --memory")

@@ -102,7 +102,7 @@ def command(
     """
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
-    from hal.config import read
+    from hal.config import bounds, read
     from hal.parallel.launch import agreed, yielding_to_the_cause
 
     given = Prompts.read(prompts, prompts_file)
@@ -130,7 +130,7 @@ def command(
             on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
         if on.mesh.first:
             _print_notes(params, seed)
-        with on, hal.Runner(model, on, max_sequences=len(tokens)) as runner:
+        with on, hal.Runner(model, on, max_sequences=min(len(tokens), bounds.SEQUENCES)) as runner:
             _print_texts(runner, given.texts, tokens, params, tokenizer, as_json)
 
 

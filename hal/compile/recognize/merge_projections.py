@@ -31,6 +31,7 @@ class MergedWeights:
     def __init__(self) -> None:
         self._groups: list[tuple[int, ...]] = []
         self._views: list[Tensor | None] = []
+        self._replaced = False
 
     def add(self, group: tuple[int, ...]) -> None:
         """Add the merged weight of the inputs with these indices."""
@@ -45,12 +46,16 @@ class MergedWeights:
                 move_together(weights)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Tensor] | None:
-        """Return the merged weights for a call's inputs, or None if the weights of one are not in one storage."""
+        """Return the merged weights for a call's inputs; None from when the weights of one are not in one storage."""
+        if self._replaced:
+            return None
         for place, group in enumerate(self._groups):
             weights = [inputs[index] for index in group]
             if not _is_view_of(self._views[place], weights):
                 self._views[place] = concatenated(weights)
                 if self._views[place] is None:
+                    self._replaced = True
+                    self._views.clear()  # They would keep the storages of replaced weights.
                     return None
         return self._views  # type: ignore[return-value]
 

@@ -15,7 +15,7 @@ UNREAD: Mapping[str, str] = MappingProxyType({
     "input_embeds": "embeddings in place of tokens", "positional_embed_overrides": "embeddings in place of tokens",
     "replace_embeds": "embeddings in place of tokens", "token_indices_to_pool": "positions to score at",
 })  # fmt: skip
-"""What a request to SGLang, or a batch of its scheduler, may have that hal does not read."""
+"""Fields that hal does not support, of a request to SGLang or a batch of its scheduler, and what they hold."""
 
 LARGEST: Mapping[str, float] = MappingProxyType({
     "top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "temperature": 3e38,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from hal.errors import CaptureError, CompileError, ConfigError, DeviceOutOfMemor
 from hal.execution.capture.address_checks import Addresses
 from hal.execution.capture.capture_budget import CaptureBudget
 from hal.execution.context import OTHER_RANK, FormContext
+from hal.execution.state_spec import free_memory
 from hal.step import Batch, StaticBatch, StepShape
 
 log = logging.getLogger("hal.execution")
@@ -191,15 +193,16 @@ class CapturedForm(Form):
         budget.check()
 
     def _check_sizes(self, biggest: StaticBatch) -> None:
-        """Raise an error if there are too many shapes, or if the largest step cannot fit, before it runs."""
-        context, number = self.context, len(self.shapes_to_capture())
+        """Raise an error before the largest step runs if it cannot fit, or if a number of queries has too many sizes."""
+        context = self.context
+        number = max(Counter(self.size_of(each)[0] for each in self.shapes_to_capture()).values(), default=0)
         if number > CAPTURES:
             raise ConfigError(
-                f"compilation asks for {number} captures of {context.phase} steps, and the limit is {CAPTURES}",
-                "shorten compilation.capture_sizes or compilation.queries; smaller batches run in the next larger size",
+                f"compilation asks for {number} sizes of {context.phase} steps, and the limit is {CAPTURES}",
+                "shorten compilation.capture_sizes; smaller batches run in the next larger size",
             )
         logits = biggest.batch.logits_indices.shape[0] * context.model.vocab_size * context.states.spec.dtype.itemsize
-        if logits > (free := context.backend.device.memory_stats().free):
+        if logits > (free := free_memory(context.backend.device, logits)):
             raise CaptureError(
                 f"the logits of a step of {biggest.shape} take {logits >> 20} MiB, and {free >> 20} MiB are free",
                 "lower compilation.max_capture_size, or shorten compilation.capture_sizes",
