@@ -193,7 +193,7 @@ class CapturedForm(Form):
         budget.check()
 
     def _check_sizes(self, biggest: StaticBatch) -> None:
-        """Raise an error before the largest step runs if it cannot fit, or if a number of queries has too many sizes."""
+        """Raise an error if a number of queries has too many sizes, or if the largest step cannot fit."""
         context = self.context
         number = max(Counter(self.size_of(each)[0] for each in self.shapes_to_capture()).values(), default=0)
         if number > CAPTURES:
