@@ -342,12 +342,15 @@ def test_a_model_on_another_device_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [(1 << 16) + 1, 2**40, 2**70])
 def test_a_size_that_nothing_could_hold_is_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=rf"capture_sizes has {size}|at most 64 bits, found int {size}"):
+    with pytest.raises(
+        ConfigError, match=rf"capture_sizes must be at most 65536, not {size}|at most 64 bits, found int {size}"
+    ):
         hal.Runner(Toy(), opened(capture_sizes=[2, size]))
 
 
-def test_a_cache_larger_than_memory_is_refused() -> None:
-    backend = hal.open({"backend": "cpu", "cache": {"num_tokens": 1 << 50}})
+def test_a_cache_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hal.device.host_device, "host_memory", lambda: (1 << 30, 1 << 30))
+    backend = hal.open({"backend": "cpu", "cache": {"num_tokens": (1 << 31) - 1}})
     with pytest.raises(ConfigError, match=r"MiB free\n.*lower cache\.num_tokens"):
         hal.Runner(Toy(), backend)
 
