@@ -349,7 +349,7 @@ def test_a_size_that_nothing_could_hold_is_refused(size: int) -> None:
 
 
 def test_a_cache_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hal.device.host_device, "host_memory", lambda: (1 << 30, 1 << 30))
+    monkeypatch.setattr("hal.device.host_device.host_memory", lambda: (1 << 30, 1 << 30))
     backend = hal.open({"backend": "cpu", "cache": {"num_tokens": (1 << 31) - 1}})
     with pytest.raises(ConfigError, match=r"MiB free\n.*lower cache\.num_tokens"):
         hal.Runner(Toy(), backend)
