@@ -29,9 +29,11 @@ import hal  # noqa: E402
 from hal.device.group import forget_group, register_group  # noqa: E402
 from hal.parallel import Group  # noqa: E402
 
-# A script's background job ignores interrupts, and so would the processes that tests interrupt.
+# A script's background job ignores interrupts, and one of nohup hangups; so would the processes that tests end so.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Tracing creates millions of long-lived objects. Garbage collection every 700 objects, the default, takes a tenth of
 # the suite's time.
