@@ -84,8 +84,9 @@ class ThreadCount:
         now = torch.get_num_threads()
         here = getattr(self._here, "number", None)
         if now not in self._applied if here is None else now != here:
-            self.most = self._number = now
-            self._counts.clear()
+            with self._lock:  # Another thread of the program may read the counts.
+                self.most = self._number = now
+                self._counts.clear()
         self._apply(now)
 
     def after_step(self) -> None:

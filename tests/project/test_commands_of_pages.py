@@ -23,7 +23,7 @@ NOT_RUN = {
     r"--shapes|transformers_speed": "it takes minutes",
     r"pytest": "it takes minutes; test_documentation.py runs the tests of pages",
     r"^touch pyproject|^pip install -e \.$|--backend faulty": "it is about a package that the reader writes",
-    r"--backend cuda|HAL_CUDA|cuda/bin": "it needs a GPU, or an emulated one in an environment of its own",
+    r"--backend cuda|HAL_CUDA|cuda/bin": "it needs a GPU, or an emulated one in a separate environment",
 }
 """Commands that are not run, and why."""
 NPU = re.compile(r"npu|hal emulate|emulator")
