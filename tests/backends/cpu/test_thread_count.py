@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hal.backends.cpu.thread_count import LONGEST_PATIENCE, PATIENCE, SETTLED, ThreadCount
+from hal.backends.cpu import driver
+from hal.backends.cpu.thread_count import LONGEST_PATIENCE, PATIENCE, SETTLED, SharedThreadCount, ThreadCount
 
 import hal
 from hal.device.host_cores import RunningThreads, cpu_quotas, usable_cores
@@ -25,6 +26,12 @@ def same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the test's backends a count of their own: other tests of the process may keep backends open."""
+    monkeypatch.setattr(driver, "SHARED", SharedThreadCount())
 
 
 def count(threads: int, cores: int) -> ThreadCount:
@@ -114,7 +121,7 @@ def test_a_number_that_the_program_sets_is_the_most() -> None:
     assert chosen(two, 1, 1.0, 10.0)[-1] == 3
 
 
-def test_backends_share_the_number() -> None:
+def test_backends_share_the_number(no_other_backends: None) -> None:
     torch.set_num_threads(2)
     x = torch.ones(1, 4)
     with hal.open("cpu") as first, hal.open("cpu") as second:
@@ -131,7 +138,7 @@ def test_backends_share_the_number() -> None:
         assert third.threads is not first.threads
 
 
-def test_a_number_above_the_cores_is_the_programs_wish() -> None:
+def test_a_number_above_the_cores_is_the_programs_wish(no_other_backends: None) -> None:
     torch.set_num_threads((os.cpu_count() or 1) + 3)
     with hal.open("cpu") as backend:
         assert backend.threads.most == (os.cpu_count() or 1) + 3
@@ -178,7 +185,7 @@ def check_one_thread_is_soon_used(runner: hal.Runner) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts running threads")
-def test_steps_beside_busy_processes_use_fewer_threads(repository: Path) -> None:
+def test_steps_beside_busy_processes_use_fewer_threads(no_other_backends: None, repository: Path) -> None:
     torch.set_num_threads(2)
     with hal.open("cpu") as backend:
         runner = hal.Runner(hal.load_model(repository / "checkpoints/tiny-python", backend), backend)
@@ -190,7 +197,7 @@ def test_steps_beside_busy_processes_use_fewer_threads(repository: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts running threads")
-def test_a_backend_opened_beside_busy_processes_begins_with_fewer_threads() -> None:
+def test_a_backend_opened_beside_busy_processes_begins_with_fewer_threads(no_other_backends: None) -> None:
     torch.set_num_threads(2)
     with busy_processes():
         until = time.monotonic() + 60
