@@ -1,4 +1,4 @@
-"""Attention over the paged cache with torch's functions, and the choice between attention kernels for a step.
+"""Attention with torch's functions, and the choice between kernels of attention over the paged cache for a step.
 
 The choice depends only on values on the host, so nothing waits for the GPU. A capture uses only kernels that read
 lengths on the device, so one graph serves all lengths.
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import CaptureError
+from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
@@ -224,3 +225,19 @@ def one_by_one(
         )
         output[start:end] = attended[0].transpose(0, 1)
     return output
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """See :func:`hal.ops.scaled_dot_product_attention`.
+
+    On Hopper, torch uses cuDNN's attention for 16-bit types. It returns None for an empty query, and a nonzero row for
+    a query that attends to no key.
+    """
+    if not query.numel():
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
+    queries, keys = query.shape[2], key.shape[2]
+    if causal and (mask is not None or queries > keys):
+        own = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        mask, causal = own if mask is None else own & mask, False
+    attended = torch_kernels.scaled_dot_product_attention(query, key, value, mask, scale, causal)
+    return attended if mask is None else attended.masked_fill(~mask.any(-1, keepdim=True), 0.0)

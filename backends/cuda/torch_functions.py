@@ -11,6 +11,8 @@ from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
+from .attention import dense
+
 MIN_ROWS, MULTIPLE = 17, 8
 """torch._int_mm's limits: the minimum rows of the left matrix, and the divisor of its other dimensions."""
 
@@ -36,5 +38,6 @@ KERNELS: dict[str, Kernel] = {
     # torch's sort and elementwise functions, without a wait for the GPU. A library with its own random generator cannot
     # implement it: the operation's draw depends only on seed, step and token.
     "sample": ops.operation("sample").reference,
+    "scaled_dot_product_attention": dense,
 }
-"""Kernels by operation. Attention is in attention.py."""
+"""Kernels by operation. Attention over the paged cache is in attention.py."""

@@ -1,8 +1,8 @@
-"""Attention in a graph, with lengths that change between replays, for tests of devices' graphs."""
+"""Inputs of attention: in a graph, with lengths that change between replays, and with queries that attend to no key."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
+from hal.ops import Draw, Sample
 
 ROWS, HEADS, KV_HEADS, SCALE = 5, 4, 2, 0.2
 LENGTHS = [
@@ -56,3 +57,15 @@ class Attend:
 
     def host_values(self, lens: Sequence[int]) -> dict[str, Any]:
         return {"kv_lens_host": torch.tensor(lens, dtype=torch.int32), "query_start_loc_host": self.starts}
+
+
+def with_blind_queries(draw: Draw) -> Iterator[Sample]:
+    """Yield samples of ``scaled_dot_product_attention`` in which some queries attend to no key."""
+    for batch, heads, kv_heads, queries, keys, causal, masked in (
+        (2, 8, 2, 1, 9, False, True), (2, 4, 4, 70, 70, False, True), (1, 4, 2, 40, 33, True, False),
+        (2, 4, 2, 17, 33, True, True), (1, 8, 8, 200, 130, True, True),
+    ):  # fmt: skip
+        tensors = draw.normal(batch, heads, queries, 64), *(draw.normal(batch, kv_heads, keys, 64) for _ in range(2))
+        mask = draw.integers(0, 2, batch, 1, queries, keys).bool()
+        mask[0, :, : queries // 2 + 1] = False
+        yield *tensors, mask if masked else None, 0.125, causal

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attending import with_blind_queries
 from helpers.kernel_checks import check_kernel, draw_on
 
 import hal
@@ -115,6 +116,15 @@ def test_a_step_after_another_on_the_same_tensors(gpu: Opened, library: str | No
         for _ in range(2):  # the same lengths, with other blocks
             first[3].copy_(first[3].flip(0))
             check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, first, f"lengths {lengths}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
+def test_queries_that_attend_to_no_key(gpu: Opened, seed: int, dtype: torch.dtype) -> None:
+    """They return 0. cuDNN, which torch uses on Hopper, computes other rows for them."""
+    operation, backend = ops.operation("scaled_dot_product_attention"), gpu()
+    for number, sample in enumerate(with_blind_queries(Draw(dtype, "cuda", seed))):
+        check_kernel(operation, dtype, backend.ops.scaled_dot_product_attention, sample, f"{number}, seed {seed}")
 
 
 def test_int8_of_the_shapes_of_models(gpu: Opened) -> None:

@@ -10,6 +10,7 @@ import torch
 from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by_one
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
 from hal.backends.cuda.torch_functions import KERNELS, int8_product
+from helpers.attending import with_blind_queries
 from torch import Tensor
 
 from hal import ops
@@ -32,6 +33,16 @@ def test_it_meets_the_reference(seed: int, dtype: torch.dtype, name: str) -> Non
         with torch.inference_mode():
             found, expected = TABLE[name](*sample), operation.reference(*again)
         assert_agree(operation, dtype, (found, sample), (expected, again), f"seed {seed}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
+def test_queries_that_attend_to_no_key(seed: int, dtype: torch.dtype) -> None:
+    operation = ops.operation("scaled_dot_product_attention")
+    for sample in with_blind_queries(Draw(dtype, seed=seed)):
+        found, expected = TABLE[operation.name](*sample), operation.reference(*sample)
+        assert not expected.any(-1).all()
+        assert_agree(operation, dtype, found, expected, f"seed {seed}")
 
 
 @pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
