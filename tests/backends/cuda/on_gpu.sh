@@ -1,9 +1,10 @@
 #!/bin/sh
-# Everything of the CUDA driver that needs a GPU, in this order: tests, text, sanitizer, figures.
+# Everything of the CUDA driver that needs a GPU, in this order: tests, host-time, text, sanitizer, figures.
 # Run it from the root of the repository, with torch for CUDA, `pip install -e '.[test,cuda]'`, and an NVIDIA GPU.
 # Results go to the folder that the first argument names, or to ./on_gpu. It goes on after a failure, and ends with its
 # status: 0 only if every part succeeded. SKIP="sanitizer figures" leaves parts out, and ONLY="tests figures-decode-1"
-# runs no others: where a command may not take long, run it once for each. Each part takes minutes.
+# runs no others: where a command may not take long, run it once for each. Each part takes minutes. The tests run in 8
+# processes, or as many as WORKERS says; 17 ran at a time on a GPU with 80 GB.
 set -u
 python=${PYTHON:-python3}
 out=${1:-on_gpu}
@@ -40,7 +41,10 @@ nvidia-smi > "$out/nvidia-smi.txt" 2>&1
 hal backends
 "$python" -c 'from hal.backends.cuda.probe import probe; found = probe(); print(found); raise SystemExit(not found.available)' || exit 1
 
-part tests "$python" -m pytest -q -ra tests/backends/cuda
+timed=test_a_step_in_a_graph_takes_the_host_little_time
+part tests "$python" -m pytest -q -ra -n "${WORKERS:-8}" --dist worksteal tests/backends/cuda -k "not $timed"
+# By itself: beside the other processes a step takes the host longer than the test allows.
+part host-time "$python" -m pytest -q -ra tests/backends/cuda/test_cuda_gpu_models.py -k "$timed"
 part text hal generate checkpoints/tiny-python --backend cuda --dtype bfloat16 --compiler graph --prompt 'class Stack:'
 
 # Without torch's cache of memory each tensor is an allocation of its own, past whose end the sanitizer sees.
