@@ -216,13 +216,17 @@ $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	$(call WITH_TORCH_NPU,$(VLLM_VENV))
 	touch $@
 
-# SGLang names another torch, and CUDA's libraries. torchvision's kernels need the torch that it was built with.
+# SGLang names another torch, and CUDA's libraries. torchvision's kernels need the build of torch that it was built with.
 $(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
-$(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt
+$(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt tests/engines/torchvision_declarations.py
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torch==2.13.0+cpu torchvision==0.28.0+cpu || { \
-	  echo '== the CPU builds of torch and torchvision are not in $(TORCH_INDEX): the tests on the emulated NPU are skipped'; \
-	  $(PIP) torch===2.13.0 torchvision===0.28.0; }
+	$(INSTALL_TORCH)
+	$(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torchvision==0.28.0$(findstring +cpu,$(TORCH)) || { \
+	  echo '== no CPU build of torchvision was found: its build for CUDA is installed, whose kernels hal does not use'; \
+	  $(PIP) torchvision==0.28.0; \
+	  site=$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  cp tests/engines/torchvision_declarations.py "$$site"; \
+	  echo 'import torchvision_declarations' > "$$site/torchvision_declarations.pth"; }
 	$(PIP) triton
 	$(PIP) --no-deps sglang==$(SGLANG)
 	$(PIP) --requirement tests/engines/sglang-requirements.txt torch==2.13.0
