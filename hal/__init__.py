@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from hal.execution.replace_weights import replace_weights
     from hal.execution.runner import Runner
     from hal.execution.state_spec import state_spec
-    from hal.execution.steps import StepOutput
+    from hal.execution.step_output import StepOutput
     from hal.generation.generate import Token, generate
     from hal.generation.sampling_params import SamplingParams
     from hal.step import Batch, State, StateMemory, StateSpec, StepShape
@@ -100,7 +100,7 @@ _HOME = {
     "State": "hal.step",
     "StateMemory": "hal.step",
     "StateSpec": "hal.step",
-    "StepOutput": "hal.execution.steps",
+    "StepOutput": "hal.execution.step_output",
     "StepShape": "hal.step",
     "Stream": "hal.device.stream",
     "Token": "hal.generation.generate",

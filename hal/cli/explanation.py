@@ -101,7 +101,7 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
         between = [each for each in split.segments if not each.captured]
         names = sorted({name for each in between for name in each.operations})
         echo(f"\n{len(pieces)} pieces are captured; {len(between)} parts between them run eagerly, at "
-                   f"{', '.join(names)} and where lengths or rows of logits are read")  # fmt: skip
+                   f"{', '.join(names)} and where lengths are read; logits are computed after them")  # fmt: skip
     return (*step.stages, *later), split
 
 

@@ -110,10 +110,12 @@ def _calls(model: CausalLM, on: Backend, size: int) -> list[CollectiveCall]:
 
 def _traced(model: CausalLM, on: Backend, size: int, whole: Collection[str]) -> TracedStep:
     from hal.compile.trace import StepSizes, trace_step
-    from hal.step import StateSpec
+    from hal.step import ALL, NONE, StateSpec
 
+    rows = ALL if model.has_logits else NONE
     spec = StateSpec(tuple(model.states), next(model.parameters()).dtype, 2, on.block_size, num_slots=2)
-    return trace_step(model, on.allocate(spec), StepSizes(size, any_size=False), whole=whole, decompose=False)
+    sizes = StepSizes(size, any_size=False)
+    return trace_step(model, on.allocate(spec), sizes, whole=whole, decompose=False, rows=rows)
 
 
 def _without_numbers(path: str) -> str:

@@ -16,16 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal import ops
 from hal.compile.fx.make_graph import TRACING, make_graph
 from hal.compile.trace import TracedStep
+from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 
 
-def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
+def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Outputs]:
     """Compile a step.
 
     Returns:
-        A function from a batch's tensors, in the order of its fields, to logits.
+        A function from a batch's tensors, in the order of its fields, to what the step returns.
 
     Raises:
         CompileError: Inductor failed, for instance without a C++ compiler.
@@ -33,10 +34,8 @@ def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Tensor]:
     compiled = _compile(step.graph, step.fakes, step.mode, 'use the compiler "graph", which needs no C++ compiler')
     fixed = step.fixed
 
-    def run(batch: list[Tensor]) -> Tensor:
-        (logits,) = compiled([*batch, *fixed])
-        result: Tensor = logits
-        return result
+    def run(batch: list[Tensor]) -> Outputs:
+        return tuple(compiled([*batch, *fixed]))
 
     return run
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from hal import ops
 from hal.compile.collectives_of_one import collectives_of_one
@@ -19,9 +18,11 @@ from hal.compile.pass_manager import PassManager, Report
 from hal.compile.rewrite.rewrite import Rewrite, fusions
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.drivers.backend import Backend
+from hal.drivers.compiler import Outputs
 from hal.drivers.compiler_registry import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
+from hal.step.rows import NONE, Rows
 from hal.step.state import StateMemory
 
 PREPARATIONS = (collectives_of_one,)
@@ -67,8 +68,8 @@ class OptimizedStep:
         if hoist_preparations(graph.graph, backend, self.traced.mode, keep=keep):
             common_subexpressions(graph)
 
-    def lowered(self) -> Callable[..., tuple[Tensor]]:
-        """Return a function from a batch's tensors, in field order, to ``(logits,)``. Consumes the graph."""
+    def lowered(self) -> Callable[..., Outputs]:
+        """Return a function from a batch's tensors, in field order, to what the step returns. Consumes the graph."""
         inputs = [node for node in self.traced.graph.graph.nodes if node.op == "placeholder"]
         fixed = self.traced.fixed
         return lower(self.traced.graph.graph, dict(zip(inputs[len(inputs) - len(fixed) :], fixed, strict=True)))
@@ -82,8 +83,9 @@ def kept_whole(backend: Backend) -> frozenset[str]:
 
 
 def optimize_model(
-    model: CausalLM, states: StateMemory, sizes: StepSizes, backend: Backend, passes: Mapping[str, bool]
-) -> OptimizedStep:
+    model: CausalLM, states: StateMemory, sizes: StepSizes, backend: Backend, passes: Mapping[str, bool],
+    rows: Rows = NONE,
+) -> OptimizedStep:  # fmt: skip
     """Trace a model's step and rewrite it for a backend; see :func:`optimize`.
 
     Logs the warnings of :meth:`hal.compile.rewrite_report.Report.missed`.
@@ -94,8 +96,9 @@ def optimize_model(
         sizes: the sizes to trace for.
         backend: supplies the passes.
         passes: by name, False disables a pass, True warns if a rewrite is applied nowhere.
+        rows: the rows of logits that the step computes, too.
     """
-    trace = partial(trace_step, model, states, sizes, whole=kept_whole(backend), decompose=False)
+    trace = partial(trace_step, model, states, sizes, whole=kept_whole(backend), decompose=False, rows=rows)
     step = optimize(trace, backend, passes)
     log.info("optimized a step of %s:\n%s", type(model).__name__, step.report)
     for warning in step.report.missed(wanted_rewrites(backend, passes)):

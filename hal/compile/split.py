@@ -79,11 +79,11 @@ class SplitStep:
 
     Attributes:
         segments: in the order of execution.
-        logits: the name of the returned value.
+        returned: the names of the returned values.
     """
 
     segments: tuple[Segment, ...]
-    logits: str
+    returned: tuple[str, ...]
 
 
 def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
@@ -103,8 +103,7 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
     rows = {node for node, name in names.items() if step.fields[name].only_tokens and not step.fields[name].twin_of}
     tokens: Any = step.sizes["tokens"]
     tokens = tokens.node.expr
-    (returned,) = next(node for node in graph.nodes if node.op == "output").args
-    (logits,) = returned
+    returned = step.outputs
     captured = _captured(graph, rows | set(constants), tokens, at)
     groups = _groups(graph, captured, at)
     place = {node: index for index, nodes in enumerate(groups) for node in nodes}
@@ -114,7 +113,7 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
         outputs = [
             node for node in nodes
             if isinstance(value(node), Tensor)
-            and (node is logits or any(place.get(user, index) != index for user in readers_of(node)))
+            and (node in returned or any(place.get(user, index) != index for user in readers_of(node)))
         ]  # fmt: skip
         inputs, run = _function(nodes, outputs, constants)
         segments.append(Segment(
@@ -130,7 +129,7 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
                 for node in outputs
             ),
         ))  # fmt: skip
-    return SplitStep(tuple(segments), logits.name)
+    return SplitStep(tuple(segments), tuple(names.get(node, node.name) for node in returned))
 
 
 def _captured(graph: fx.Graph, inputs: set[fx.Node], tokens: Any, at: Collection[str]) -> set[fx.Node]:

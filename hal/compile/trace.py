@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from hal import ops
 from hal.compile.copy_model import copy_model
 from hal.compile.fx.make_graph import make_graph
+from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.nn import CausalLM
+from hal.nn.model import flat_outputs
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step.fields import Field, fields_of
+from hal.step.fields import Axis, Field, fields_of
+from hal.step.rows import ALL, NONE, Rows
 from hal.step.shape import StepShape
 from hal.step.state import StateMemory
 
@@ -63,13 +66,10 @@ class StepSizes:
             return {"blocks": blocks} | {name: _symbol(shapes, name, hint) for name, hint in hints.items()}
         opens = self.any_size and self.sequences > 1
         sequences = _symbol(shapes, "sequences", self.sequences) if opens else self.sequences
-        return {
-            "blocks": blocks, "sequences": sequences, "tokens": sequences * self.queries,
-            "rows": sequences * self.queries,
-        }  # fmt: skip
+        return {"blocks": blocks, "sequences": sequences, "tokens": sequences * self.queries}
 
 
-_HINTS = {"tokens": 11, "sequences": 3, "rows": 5}
+_HINTS = {"tokens": 11, "sequences": 3}
 
 
 def _symbol(shapes: ShapeEnv, name: str, hint: int) -> Size:
@@ -84,7 +84,8 @@ class TracedStep:
     """A traced step.
 
     Attributes:
-        graph: takes the batch's tensors, in the order of its fields, then the fixed ones; returns ``(logits,)``.
+        graph: takes the batch's tensors, in the order of its fields, then the fixed ones; returns hidden states, the
+            model's ``extra`` tensors, and logits if the trace includes them.
         fixed: weights, buffers and states: the same tensors at every call.
         sizes: a number or a symbol for each axis.
         queries: new tokens of each sequence; 0 for steps of any shape.
@@ -98,6 +99,12 @@ class TracedStep:
     queries: int
     fields: Mapping[str, Field]
     mode: FakeTensorMode
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The nodes that the step returns."""
+        (returned,) = next(node for node in self.graph.graph.nodes if node.op == "output").args
+        return list(returned)
 
     @property
     def fakes(self) -> list[Tensor]:
@@ -158,8 +165,9 @@ class TracedStep:
 
 
 def trace_step(
-    model: CausalLM, states: StateMemory, sizes: StepSizes, *, whole: Collection[str], decompose: bool = True
-) -> TracedStep:
+    model: CausalLM, states: StateMemory, sizes: StepSizes, *, whole: Collection[str], decompose: bool = True,
+    rows: Rows = NONE,
+) -> TracedStep:  # fmt: skip
     """Trace ``model(batch, states)``. Other threads can run the model meanwhile, but only one thread traces at a time.
 
     Args:
@@ -169,51 +177,97 @@ def trace_step(
         whole: names of the operations that stay nodes, and call the backend's kernel; the bodies of the others are
             traced.
         decompose: whether overloads are decomposed into those that Inductor supports.
+        rows: the rows of logits that the step computes, too.
 
     Raises:
         CompileError: the model cannot be traced, for instance because it reads a tensor's value.
     """
-    weights: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
     kept_states = dict(states.tensors())
-    fixed = [*weights.values(), *kept_states.values()]
     fields = fields_of(model.batch_type)
-    shapes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    of_axes = sizes.of_axes(shapes)
-    device = next(iter(fixed)).device
+    mode = _fake_mode()
+    of_axes = sizes.of_axes(mode.shape_env)  # type: ignore[arg-type]
+    device = next(iter((*model.parameters(), *kept_states.values()))).device
     with mode:
         fakes = [
             torch.empty(each.shape(of_axes), dtype=each.dtype, device="cpu" if each.twin_of else device)
             for each in fields.values()
         ]
-    fakes += [mode.from_tensor(tensor, static_shapes=True) for tensor in weights.values()]
+
+    def step(copied: CausalLM, given: Sequence[Tensor], kept: Iterator[Tensor]) -> Outputs:
+        layers = [dict(zip(layer, kept, strict=False)) for layer in states.layers]
+        batch = model.batch_type(**dict(zip(fields, given, strict=True)))
+        found = flat_outputs(model, copied(batch, layers))
+        if rows is NONE:
+            return found
+        return (*found, copied.logits(found[0] if rows is ALL else found[0][batch.query_start_loc[1:] - 1]))
+
+    graph, fixed = _trace(model, dict(zip(fields, fakes, strict=True)), kept_states, step, mode, whole, decompose)
+    return TracedStep(graph, fixed, of_axes, sizes.queries if sizes.sequences else 0, fields, mode)
+
+
+def trace_logits(model: CausalLM, hidden: Tensor, *, whole: Collection[str], decompose: bool = True) -> TracedStep:
+    """Trace ``model.logits(hidden)`` for any number of rows.
+
+    Args:
+        model: its weights become inputs.
+        hidden: its width and dtype are those of hidden states.
+        whole: as for :func:`trace_step`.
+        decompose: as for :func:`trace_step`.
+
+    Raises:
+        CompileError: as :func:`trace_step`.
+    """
+    mode = _fake_mode()
+    rows = _symbol(mode.shape_env, "rows", 5)  # type: ignore[arg-type]
+    with mode:
+        fake = torch.empty((rows, hidden.shape[-1]), dtype=hidden.dtype, device=hidden.device)
+
+    def step(copied: CausalLM, given: Sequence[Tensor], kept: Iterator[Tensor]) -> Outputs:
+        return (copied.logits(*given),)
+
+    graph, fixed = _trace(model, {"hidden": fake}, {}, step, mode, whole, decompose)
+    return TracedStep(graph, fixed, {"rows": rows}, 0, {"hidden": HIDDEN}, mode)
+
+
+HIDDEN = Field("hidden", (Axis("rows"), Axis(None)), torch.float32, 0, False, None, None)
+
+
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def _trace(
+    model: CausalLM, inputs: Mapping[str, Tensor], states: Mapping[str, Tensor],
+    step: Callable[[CausalLM, Sequence[Tensor], Iterator[Tensor]], Outputs], mode: FakeTensorMode,
+    whole: Collection[str], decompose: bool,
+) -> tuple[fx.GraphModule, list[Tensor]]:  # fmt: skip
+    """Trace ``step(copy of the model, inputs, states)``, and return its graph and fixed tensors."""
+    weights: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
+    fakes = [*inputs.values(), *(mode.from_tensor(tensor, static_shapes=True) for tensor in weights.values())]
     with torch.inference_mode(False), mode:  # The trace writes to the states, and runs outside inference mode.
         fakes += [
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
-            for each in kept_states.values()
+            for each in states.values()
         ]
 
-    def step(*flat: Tensor) -> tuple[Tensor]:
-        rest = iter(flat[len(fields) :])
+    def run(*flat: Tensor) -> Outputs:
+        rest = iter(flat[len(inputs) :])
         replaced = {id(weight): each for weight, each in zip(weights.values(), rest, strict=False)}
-        layers = [dict(zip(layer, rest, strict=False)) for layer in states.layers]
-        batch = model.batch_type(**dict(zip(fields, flat[: len(fields)], strict=True)))
-        logits: Tensor = copy_model(model, replaced)(batch, layers)
-        return (logits,)
+        return step(copy_model(model, replaced), flat[: len(inputs)], rest)  # type: ignore[arg-type]
 
     def kept(operation: Operation) -> Kernel:
         return operation.overload if operation.name in whole else operation.rebound(kept)
 
     try:
         with ops.intercepted(lambda each, _: kept(each)):
-            graph = make_graph(step, fakes, mode, select_decomp_table() if decompose else None)
+            graph = make_graph(run, fakes, mode, select_decomp_table() if decompose else None)
     except Exception as error:
         raise CompileError(
             f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",
             "remove Python code that depends on a tensor's value, or use the compiler eager",
         ) from error
-    _name_inputs(graph.graph, [*fields, *weights, *(f"state_{name}" for name in kept_states)])
-    return TracedStep(graph, fixed, of_axes, sizes.queries if sizes.sequences else 0, fields, mode)
+    _name_inputs(graph.graph, [*inputs, *weights, *(f"state_{name}" for name in states)])
+    return graph, [*weights.values(), *states.values()]
 
 
 def _name_inputs(graph: fx.Graph, names: list[str]) -> None:

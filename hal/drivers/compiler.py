@@ -7,29 +7,37 @@ driver passes its own compilers to :class:`hal.Backend`. A compiler makes one fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from hal.step import Batch, StepShape
 
+Outputs = tuple[Tensor, ...]
+"""What a step computes for its tokens: hidden states ``[tokens, width]``, the model's ``extra`` tensors, and, of a form
+that computes them, logits ``[tokens, vocab_size]``. All are valid until the next step."""
+Plan = Callable[[], Outputs]
+"""Runs a step that was planned. It is called at most once, before the next step is planned."""
+
 
 class Form(ABC):
-    """The compiled form of a model for one runner, which runs the steps of some shapes."""
+    """The compiled form of a model for one runner, which runs the steps of some shapes.
+
+    Attributes:
+        with_logits: whether its steps compute the logits of all their tokens. Otherwise the runner computes those that
+            are asked for.
+    """
+
+    with_logits: bool = False
 
     @abstractmethod
-    def refusal(self, batch: Batch, shape: StepShape) -> str | None:
-        """Return why the form cannot run a batch, or None if it can. Called before any launch.
-
-        The runner warns once for each distinct reason, so a reason must not contain values that change with each step.
-        """
-
-    @abstractmethod
-    def run(self, batch: Batch, shape: StepShape) -> Tensor:
-        """Run a batch that :meth:`refusal` accepted.
+    def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
+        """Decide whether and how the form runs a batch. Nothing is launched, and no memory of a graph is written.
 
         Returns:
-            Logits ``[rows, vocab_size]``; valid until the next step.
+            A function that runs the step, or why the form cannot run it. The runner warns once for each distinct
+            reason, so a reason must not contain values that change with each step.
         """
 
     def stages(self, shape: StepShape) -> tuple[Any, ...]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
 from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
+from hal.drivers.compiler import Outputs
 from hal.nn import CausalLM
-from hal.step import Batch, StateMemory, StaticBatch, StepShape
+from hal.nn.model import flat_outputs
+from hal.step import ALL, NONE, Batch, Rows, StateMemory, StaticBatch, StepShape
 
 Phase = Literal["decode", "prefill"]
 
@@ -56,7 +57,12 @@ class FormContext:
             block_size=self.states.spec.block_size, device=self.backend.device.torch,
         )  # fmt: skip
 
-    def eagerly(self, batch: Batch) -> Tensor:
-        """Run a step with the model's Python code."""
-        logits: Tensor = self.model(batch, self.states.layers)
-        return logits
+    @property
+    def rows(self) -> Rows:
+        """The rows of logits that graphs of whole steps compute: all, if the model has any."""
+        return ALL if self.model.has_logits else NONE
+
+    def eagerly(self, batch: Batch, rows: Rows = NONE) -> Outputs:
+        """Run a step with the model's Python code, with the logits of all tokens if ``rows`` is ALL."""
+        found = flat_outputs(self.model, self.model(batch, self.states.layers))
+        return found if rows is NONE else (*found, self.model.logits(found[0]))

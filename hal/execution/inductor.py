@@ -10,7 +10,7 @@ from torch import Tensor
 from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, trace_step
-from hal.drivers.compiler import Form
+from hal.drivers.compiler import Form, Outputs, Plan
 from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import capture_sizes, queries_to_capture
 from hal.execution.context import OTHER_RANK, FormContext
@@ -18,7 +18,7 @@ from hal.step import Batch, StepShape
 
 log = logging.getLogger("hal.execution")
 
-Step = Callable[[list[Tensor]], Tensor]
+Step = Callable[[list[Tensor]], Outputs]
 
 
 class InductorForm(Form):
@@ -54,32 +54,26 @@ class InductorForm(Form):
             self._many.clear()
             log.warning("%s batches run eagerly: %s", context.phase, problem or OTHER_RANK)
 
-    def refusal(self, batch: Batch, shape: StepShape) -> str | None:
-        queries, rows = shape.queries, batch.logits_indices.shape[0]
-        if queries in self._one and shape.sequences == 1 and rows == queries:
-            return None
+    def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
+        queries = shape.queries
+        if queries in self._one and shape.sequences == 1:
+            return lambda: self._one[queries](batch.tensors())
         if queries not in self._many:
             known = queries in self._one
             return "the compiled step takes a single sequence" if known else "no step is compiled for its query length"
-        if shape.sequences == 1:
-            pair = self._pairs[queries].batch
-            if batch.block_table.shape[1] > pair.block_table.shape[1] or rows > pair.logits_indices.shape[0]:
-                return "its block table or its logits rows exceed those of a padded batch"
-        elif rows != shape.tokens:
-            return "it requests some logits rows, and the compiled step computes those of all tokens"
-        return None
-
-    def run(self, batch: Batch, shape: StepShape) -> Tensor:
-        queries, rows = shape.queries, batch.logits_indices.shape[0]
         if shape.sequences > 1:
-            return self._many[queries](batch.tensors())
-        if queries in self._one and rows == queries:
-            return self._one[queries](batch.tensors())
+            return lambda: self._many[queries](batch.tensors())
         pair = self._pairs[queries]
-        pair.fill(batch)
-        for name, value in pair.host_values(batch).items():  # Graphs take host values as separate arguments.
-            getattr(pair.batch, name).copy_(value)
-        return self._many[queries](pair.batch.tensors())[:rows]
+        if batch.block_table.shape[1] > pair.batch.block_table.shape[1]:
+            return "its block table exceeds that of a padded batch"
+
+        def padded() -> Outputs:
+            pair.fill(batch)
+            for name, value in pair.host_values(batch).items():  # Graphs take host values as separate arguments.
+                getattr(pair.batch, name).copy_(value)
+            return self._many[queries](pair.batch.tensors())
+
+        return padded
 
     def _compile(self, sequences: int, queries: int) -> Step:
         context = self._context

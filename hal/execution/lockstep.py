@@ -28,13 +28,11 @@ class AlignedStep:
         batch: the rank's batch, extended by padding.
         shape: its shape, in which ``tokens`` is the same on all ranks.
         uniform: whether all sequences of all ranks have the same number of queries, one of ``compilation.queries``.
-        rows: the rows of logits that the rank asked for, which come first.
     """
 
     batch: Batch
     shape: StepShape
     uniform: bool
-    rows: int
 
 
 class Lockstep:
@@ -80,16 +78,11 @@ class Lockstep:
         uniform = queries in self._queries and all(each.queries == queries for each in busy)
         tokens = max(each.tokens for each in busy)
         lengths = self._lengths(tokens - mine.tokens, queries if uniform else self._max_length)
-        rows = 0 if batch is None else batch.logits_indices.shape[0]
         if lengths:
-            # Some forms run only decode steps in which all tokens have logits rows. Others compute no needless ones.
-            padding = padding_batch(
-                self._batch_type, lengths, all_logits=uniform and rows == mine.tokens, block_size=self._block_size,
-                device=self._device,
-            )  # fmt: skip
+            padding = padding_batch(self._batch_type, lengths, block_size=self._block_size, device=self._device)
             batch = padding if batch is None else extended(batch, padding)
         assert batch is not None, "a rank without a batch has padding"
-        return AlignedStep(batch, batch.shape, uniform, rows)
+        return AlignedStep(batch, batch.shape, uniform)
 
     def all_agree(self, yes: bool) -> bool:
         """Return whether all data ranks say yes. All of them call it."""

@@ -18,9 +18,11 @@ from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_
 from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, longest_sequence, spec_of
 from hal.nn import CausalLM
-from hal.step import StateSpec
+from hal.nn.model import flat_outputs
+from hal.step import LAST, StateSpec
 from hal.step.dummies import DUMMY_BLOCK
 from hal.step.padded_batch import padding_batch
+from hal.step.rows import taken
 
 
 @attrs.frozen
@@ -171,13 +173,13 @@ def _growths(model: CausalLM, backend: Backend, steps: Sequence[list[int]], long
     states = backend.allocate(spec)
     found = list[int | None]()
     for starts, lengths in zip(cached, steps, strict=True):
-        batch = padding_batch(
-            model.batch_type, lengths, all_logits=False, block_size=size, device=device.torch, cached=starts
-        )
+        batch = padding_batch(model.batch_type, lengths, block_size=size, device=device.torch, cached=starts)
         device.synchronize()
         device.empty_cache()
         measured, before = device.reset_peak(), device.memory_stats().allocated
-        model(batch, states.layers)
+        (hidden, *_) = flat_outputs(model, model(batch, states.layers))
+        if model.has_logits:
+            model.logits(taken(hidden, LAST, batch, batch.shape))
         device.synchronize()
         found.append(max(0, device.memory_stats().peak - before) if measured else None)
     return found

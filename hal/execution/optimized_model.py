@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from hal.compile.optimize import OptimizedStep, optimize_model
 from hal.compile.trace import StepSizes
+from hal.drivers.compiler import Outputs
 from hal.execution.context import FormContext
 from hal.step import Batch, StepShape
 
-Lowered = Callable[..., tuple[Tensor]]
+Lowered = Callable[..., Outputs]
 
 
 class OptimizedModel:
@@ -34,7 +33,7 @@ class OptimizedModel:
         """Trace and optimize the step for ``shape``, unless a previous one serves it.
 
         Returns:
-            A function from a batch's tensors, in the order of its fields, to ``(logits,)``.
+            A function from a batch's tensors, in the order of its fields, to what the step returns.
         """
         if shape not in self._steps:
             known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
@@ -47,11 +46,12 @@ class OptimizedModel:
     def _optimize(self, shape: StepShape) -> tuple[OptimizedStep, Lowered]:
         context = self._context
         sizes = StepSizes(shape.sequences, shape.queries)
-        step = optimize_model(context.model, context.states, sizes, context.backend, context.config.passes)
+        step = optimize_model(
+            context.model, context.states, sizes, context.backend, context.config.passes, context.rows
+        )
         step.hoist(context.backend)
         return step, step.lowered()
 
-    def __call__(self, batch: Batch, shape: StepShape) -> Tensor:
-        """Return the logits of a batch."""
-        (logits,) = self.prepare(shape)(*batch.tensors())
-        return logits
+    def __call__(self, batch: Batch, shape: StepShape) -> Outputs:
+        """Return what the step of a batch computes, logits included."""
+        return self.prepare(shape)(*batch.tensors())

@@ -20,17 +20,21 @@ from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
+from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, longest_sequence, spec_of
-from hal.execution.steps import StepOutput, Steps
+from hal.execution.step_output import StepOutput
+from hal.execution.steps import Steps
+from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM
-from hal.step import Batch, Bounds, StateMemory
+from hal.step import LAST, NONE, Batch, Bounds, StateMemory, Wanted
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
 from hal.step.dummies import DUMMY_BLOCK
 from hal.step.input_batch import InputBatch
 from hal.step.prefix_cache import PrefixCache
+from hal.step.rows import check_rows
 
 log = logging.getLogger("hal.execution")
 
@@ -40,7 +44,8 @@ class Runner(Closable):
 
     A step holds any mix of new prompts and running sequences. The compiler of ``decode`` captures or compiles steps
     whose sequences all have the same small number of new tokens; that of ``prefill`` the others. A batch that no form
-    accepts runs eagerly, with one warning per reason. All modes give the same tokens, up to rounding.
+    accepts runs optimized code that is not captured, with one warning per reason; only the compiler ``eager`` runs the
+    model's Python code. All modes give the same tokens, up to rounding.
 
     A runner is a context manager that closes it. :meth:`close` waits for a running step, frees the graphs, their
     streams and the states, and releases the model; the caller keeps the weights. Logits may lie in graph memory, so do
@@ -107,9 +112,16 @@ class Runner(Closable):
         lockstep = None
         if backend.lockstep:
             lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
-        self._steps = Steps(model, states, frozenset(backend.config.compilation.queries), lockstep)
         phases: tuple[Phase, ...] = ("decode", "prefill")
-        chosen = [phase for phase in phases if backend.config.compilation.of(phase).compiler != EAGER]
+        compilation = backend.config.compilation
+        chosen = [phase for phase in phases if compilation.of(phase).compiler != EAGER]
+        uncaptured: dict[Phase, Uncaptured] = {
+            phase: Uncaptured(model, states, backend, compilation.of(phase).passes if chosen else None)
+            for phase in phases
+        }
+        if uncaptured["prefill"].passes == uncaptured["decode"].passes:
+            uncaptured["prefill"] = uncaptured["decode"]
+        self._steps = Steps(model, frozenset(compilation.queries), uncaptured, lockstep, debug=compilation.debug)
         if not chosen:
             return
         all_agree = agreement(backend, lockstep)
@@ -165,7 +177,6 @@ class Runner(Closable):
         block_ids: Sequence[Sequence[int]],
         *,
         cached: Sequence[int] | None = None,
-        all_logits: bool = False,
         **fields: Any,
     ) -> Any:
         """Build a batch for this runner's cache and device, with every number checked; see :meth:`hal.Batch.build`.
@@ -174,7 +185,6 @@ class Runner(Closable):
             token_ids: the new tokens of each sequence.
             block_ids: all blocks of each sequence, in order.
             cached: the tokens of each sequence that the cache holds already; None for none.
-            all_logits: request the logits of every token, not only of each sequence's last.
             fields: tensors of the further fields of the model's batch class; see ``CausalLM.batch_type``.
 
         Raises:
@@ -189,7 +199,6 @@ class Runner(Closable):
                 block_ids,
                 block_size=self.spec.block_size,
                 cached=cached,
-                all_logits=all_logits,
                 device=self.backend.device.torch,
                 bounds=self.bounds,
                 fields=fields,
@@ -214,7 +223,7 @@ class Runner(Closable):
             window=self.spec.window,
         )  # fmt: skip
 
-    def step(self, batch: Batch) -> StepOutput:
+    def step(self, batch: Batch, rows: Wanted = LAST) -> StepOutput:
         """Run the new tokens of all sequences, in steps of at most ``max_prefill_tokens``.
 
         If the layers of data ranks exchange tokens (``parallel.experts``), the ranks step together: each waits for the
@@ -222,18 +231,19 @@ class Runner(Closable):
 
         Args:
             batch: any mix of new prompts, chunks of long ones, and running sequences.
+            rows: the tokens to compute logits for: ``LAST``, ``ALL`` or ``NONE`` of :mod:`hal.step`, or their numbers
+                in the batch, in any order. On a device, numbers are not checked: the host would wait in each step.
 
         Raises:
-            BatchError: the shapes of the tensors are inconsistent, a logits index is out of range, or the batch takes
-                several steps and its logits_indices are not sorted.
-            ModelError: the model returned no logits, or another number of rows.
+            BatchError: the shapes of the tensors are inconsistent, or a row is out of range.
+            ModelError: the model returned tensors of other shapes, or computes no logits, and ``rows`` is not ``NONE``.
             CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
         with self.uses:
             token = self.backend.enter()
             try:
-                return self._step(batch)
+                return self._step(batch, rows)
             finally:
                 self.backend.leave(token)
 
@@ -258,15 +268,19 @@ class Runner(Closable):
             finally:
                 self.backend.leave(token)
 
-    def _step(self, batch: Batch) -> StepOutput:
+    def _step(self, batch: Batch, rows: Wanted) -> StepOutput:
         batch.check()
         with self.backend.explaining(), torch.inference_mode():
+            rows = check_rows(rows, batch)
+            if rows is not NONE and not self.model.has_logits:
+                raise ModelError(
+                    f"{type(self.model).__name__} computes no logits, and rows is {rows}",
+                    "pass rows=hal.step.NONE, and read hidden_states",
+                )
             most = self.backend.config.max_prefill_tokens
             if batch.num_tokens <= most or batch.num_tokens == batch.num_sequences:
-                return StepOutput(self._running.run(batch))
-            parts = batch.split(most)
-            # The logits of a step are valid until the next step.
-            return StepOutput(torch.cat([self._running.run(part).clone() for part in parts]))
+                return self._running.run(batch, rows)
+            return self._running.run_parts(batch, rows, most)
 
     def _check_closable(self) -> None:
         super()._check_closable()

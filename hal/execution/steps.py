@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import attrs
+import torch
 from torch import Tensor
 
-from hal.drivers.compiler import Form
-from hal.execution.check_logits import check_logits
+from hal.drivers.compiler import Form, Plan
+from hal.execution.check_outputs import check_hidden, check_logits
 from hal.execution.context import Phase
-from hal.execution.lockstep import Lockstep
+from hal.execution.lockstep import AlignedStep, Lockstep
+from hal.execution.step_output import StepOutput
+from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM
-from hal.step import Batch, StateMemory, StepShape
+from hal.step import NONE, Batch, StepShape, Wanted
+from hal.step.rows import parts_of, taken
 
 log = logging.getLogger("hal.execution")
 
 
 @attrs.frozen(eq=False)
-class StepOutput:
-    """The result of a step.
+class _Planned:
+    """A step that was decided on: how it runs, whether that computes logits, and what computes them otherwise."""
 
-    Attributes:
-        logits: ``[rows, vocab_size]``, in the weights' dtype, one row for each of the batch's ``logits_indices``. Valid
-            until the runner's next step.
-    """
-
-    logits: Tensor
+    plan: Plan
+    with_logits: bool
+    uncaptured: Uncaptured
 
 
 class Steps:
@@ -35,79 +38,138 @@ class Steps:
 
     Args:
         model: the model.
-        states: its states.
         queries: the numbers of queries per sequence of decode steps.
+        uncaptured: what runs the steps of each phase that no form accepts.
         lockstep: keeps the steps of data ranks alike; None if this rank steps alone.
+        debug: whether a step invalidates what the one before returned.
 
     Attributes:
         forms: the form of each phase that is not eager.
+        uncaptured: as given.
     """
 
     def __init__(
-        self, model: CausalLM, states: StateMemory, queries: AbstractSet[int], lockstep: Lockstep | None
-    ) -> None:
+        self, model: CausalLM, queries: AbstractSet[int], uncaptured: Mapping[Phase, Uncaptured],
+        lockstep: Lockstep | None, *, debug: bool,
+    ) -> None:  # fmt: skip
         self.forms: dict[Phase, Form] = {}
-        self._model, self._states, self._queries, self._lockstep = model, states, queries, lockstep
+        self.uncaptured = uncaptured
+        self._model, self._queries, self._lockstep, self._debug = model, queries, lockstep, debug
         self._warned: set[str] = set()
-        self._checked = False
+        self._checked = self._checked_logits = False
+        self._returned: tuple[Tensor, ...] = ()
 
-    def run(self, batch: Batch) -> Tensor:
-        """Run one step, and return its logits."""
+    def run(self, batch: Batch, rows: Wanted) -> StepOutput:
+        """Run one step."""
+        if self._debug:
+            self._invalidate(batch)
+        shape = batch.shape
         if self._lockstep is None:
-            shape = batch.shape
-            return self._run_in(self._form_for(batch, shape), batch, shape)
-        logits = self._run_together(self._lockstep, batch)
-        assert logits is not None, "this rank has a batch"
-        return logits
+            output = self._finish(self._plan(batch, shape, rows), batch, shape, rows)
+        else:
+            step = self._lockstep.align(batch)
+            assert step is not None, "this rank has a batch"
+            output = self._finish(self._plan_together(self._lockstep, step), batch, shape, rows)
+        if self._debug:
+            self._returned = (output.hidden_states, *output.extra.values(), *(() if rows is NONE else (output.logits,)))
+        return output
+
+    def run_parts(self, batch: Batch, rows: Wanted, max_tokens: int) -> StepOutput:
+        """Run a batch in steps of at most ``max_tokens`` tokens."""
+        parts, order = parts_of(batch, rows, max_tokens)
+        found: list[tuple[Tensor, ...]] = []
+        logits = []
+        for part, wanted in parts:
+            output = self.run(part, wanted)
+            found.append(tuple(each.clone() for each in (output.hidden_states, *output.extra.values())))
+            if wanted is not NONE:
+                logits.append(output.logits.clone())
+        hidden, *extra = (torch.cat(each) for each in zip(*found, strict=True))
+        joined = torch.cat(logits) if logits else None
+        if joined is not None and order is not None:
+            joined = joined.index_select(0, order.to(joined.device))
+        return StepOutput(hidden, dict(zip(self._model.extra, extra, strict=True)), joined)
 
     def idle(self) -> bool:
         """Run a step without a batch of this rank, and return whether another rank had one."""
-        return self._lockstep is not None and self._run_together(self._lockstep, None) is not None
+        step = None if self._lockstep is None else self._lockstep.align(None)
+        if self._lockstep is None or step is None:
+            return False
+        self._plan_together(self._lockstep, step).plan()
+        return True
 
-    def _run_together(self, lockstep: Lockstep, batch: Batch | None) -> Tensor | None:
-        """Run a step of all data ranks, and return the logits of ``batch``; None if no rank has a batch."""
-        step = lockstep.align(batch)
-        if step is None:
-            return None
-        form = self.forms.get("decode" if step.uniform else "prefill")
+    def _finish(self, planned: _Planned, batch: Batch, shape: StepShape, rows: Wanted) -> StepOutput:
+        """Run a step, which may have more tokens than ``batch``, and return what the batch asks for."""
+        tokens, found = batch.num_tokens, planned.plan()
+        if found[0].shape[0] > tokens:
+            found = tuple(each[:tokens] for each in found)
+        logits: Tensor | None = None
+        if planned.with_logits:
+            *found_first, logits = found
+            found = tuple(found_first)
+        if not self._checked:  # Once suffices: the check finds errors of the model's code only.
+            check_hidden(self._model, found, tokens)
+            self._checked = True
+        if rows is NONE:
+            logits = None
+        elif logits is not None:
+            logits = taken(logits, rows, batch, shape)
+        else:
+            hidden = taken(found[0], rows, batch, shape)
+            logits = planned.uncaptured.logits(hidden)
+            if not self._checked_logits:
+                check_logits(self._model, logits, hidden.shape[0])
+                self._checked_logits = True
+        return StepOutput(found[0], dict(zip(self._model.extra, found[1:], strict=True)), logits)
+
+    def _plan_together(self, lockstep: Lockstep, step: AlignedStep) -> _Planned:
+        """Plan a step of all data ranks."""
+        phase: Phase = "decode" if step.uniform else "prefill"
+        form = self.forms.get(phase)
         if form is not None:
-            refusal = form.refusal(step.batch, step.shape)
-            if refusal is not None:
-                self._warn(refusal, step.shape)
+            plan = form.plan(step.batch, step.shape)
+            if isinstance(plan, str):
+                self._warn(plan, step.shape)
             # Forms may pad a step further, so that the ranks use the same one.
-            form = form if lockstep.all_agree(refusal is None) else None
-        return self._run_in(form, step.batch, step.shape)[: step.rows]
+            if lockstep.all_agree(not isinstance(plan, str)):
+                return _Planned(plan, form.with_logits, self.uncaptured[phase])  # type: ignore[arg-type]
+        return self._without_form(phase, step.batch)
 
-    def _run_in(self, form: Form | None, batch: Batch, shape: StepShape) -> Tensor:
-        if form is not None:
-            logits = form.run(batch, shape)
-            if not self._checked:  # Once suffices: the check finds errors of the model's code only.
-                check_logits(self._model, logits, batch)
-                self._checked = True
-            return logits
-        return check_logits(self._model, self._model(batch, self._states.layers), batch)
-
-    def _form_for(self, batch: Batch, shape: StepShape) -> Form | None:
-        """Return the first form that accepts a batch, or None for the model's Python code."""
-        if not self.forms:
-            return None
-        refusal = None
+    def _plan(self, batch: Batch, shape: StepShape, rows: Wanted) -> _Planned:
+        """Plan a step on the first form that accepts the batch, or without one."""
         decodes = shape.queries in self._queries
-        for phase in ("decode", "prefill") if decodes else ("prefill", "decode"):
+        own: Phase = "decode" if decodes else "prefill"
+        refusal = None
+        phases: tuple[Phase, Phase] = ("decode", "prefill") if decodes else ("prefill", "decode")
+        for phase in phases if self.forms else ():
             form = self.forms.get(phase)
             if form is None:
-                if (phase == "decode") == decodes:
-                    return None  # The configuration makes these steps eager.
+                if phase == own:
+                    break  # The configuration makes these steps uncaptured.
                 continue
-            why = form.refusal(batch, shape)
-            if why is None:
-                return form
-            refusal = refusal or why
+            if form.with_logits and rows is NONE:
+                continue  # Its graphs would compute them.
+            plan = form.plan(batch, shape)
+            if not isinstance(plan, str):
+                return _Planned(plan, form.with_logits, self.uncaptured[own])
+            refusal = refusal or plan
         if refusal is not None:
             self._warn(refusal, shape)
-        return None
+        return self._without_form(own, batch)
+
+    def _without_form(self, phase: Phase, batch: Batch) -> _Planned:
+        uncaptured = self.uncaptured[phase]
+        return _Planned(partial(uncaptured.run, batch), False, uncaptured)
 
     def _warn(self, refusal: str, shape: StepShape) -> None:
         if refusal not in self._warned:
             self._warned.add(refusal)
-            log.warning("a step of %s runs eagerly: %s", shape, refusal)
+            log.warning("a step of %s runs uncaptured: %s", shape, refusal)
+
+    def _invalidate(self, batch: Batch) -> None:
+        """Fill what the last step returned with NaN, except what the batch reads."""
+        read = {tensor.untyped_storage().data_ptr() for tensor in batch.tensors()}
+        for tensor in self._returned:
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in read:
+                tensor.fill_(float("nan"))
+        self._returned = ()

@@ -231,7 +231,9 @@ class DecoderLM(CausalLM):
         self.states = [each.states for each in self._attention]
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        hidden = self.model(batch, states)[batch.logits_indices]
+        return self.model(batch, states)
+
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
 
     if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hal.device.group import Group
-from hal.errors import ConfigError
+from hal.errors import ConfigError, ModelError
 from hal.step.batch import Batch
 from hal.step.state import LayerStates
 
@@ -19,12 +19,16 @@ LayerState = Mapping[str, Tensor]
 
 
 class CausalLM(nn.Module):
-    """Base of all causal language models. A model sets the attributes and implements the two methods.
+    """Base of all causal language models. A model sets the attributes and implements the methods.
+
+    :meth:`forward` computes hidden states, and :meth:`logits` maps those that a step asks for to logits. A model
+    without ``logits``, such as one that computes embeddings, runs like any other, with ``rows=NONE``.
 
     It is registered in the entry-point group ``hal.models`` under the architecture name in config.json.
 
     Attributes:
         vocab_size: the size of the vocabulary, and of the last dimension of the logits.
+        extra: names of further tensors that ``forward`` returns, each with a row per token.
         max_length: the maximum sequence length, in tokens.
         states: the states of each layer, by name; an empty mapping for a layer without state.
         batch_type: the class of its batches: :class:`hal.Batch`, or a subclass with more fields.
@@ -40,6 +44,7 @@ class CausalLM(nn.Module):
     vocab_size: int
     max_length: int
     states: Sequence[LayerStates]
+    extra: tuple[str, ...] = ()
     batch_type: type[Batch] = Batch
     output_projection: str = "lm_head"
     tied: Mapping[str, str] = MappingProxyType({})
@@ -59,7 +64,7 @@ class CausalLM(nn.Module):
         """
 
     @abstractmethod
-    def forward(self, batch: Any, states: Sequence[LayerState]) -> Tensor:
+    def forward(self, batch: Any, states: Sequence[LayerState]) -> Any:
         """Run one step.
 
         Args:
@@ -67,8 +72,26 @@ class CausalLM(nn.Module):
             states: the state tensors of each layer, by name; written in place.
 
         Returns:
-            Logits ``[len(batch.logits_indices), vocab_size]``, of the weights' dtype.
+            Hidden states ``[tokens, width]``. If ``extra`` names further tensors, a tuple of the hidden states and
+            these, in the same order, each ``[tokens, ...]``.
         """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states of some tokens, ``[rows, width]``, to logits ``[rows, vocab_size]``.
+
+        It is no part of :meth:`forward`, because a step computes logits for the rows that its caller asks for.
+
+        Raises:
+            ModelError: the model has no output projection, which is the default.
+        """
+        raise ModelError(
+            f"{type(self).__name__} computes no logits", "pass rows=hal.step.NONE to Runner.step, or override logits"
+        )
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the model computes logits."""
+        return type(self).logits is not CausalLM.logits
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part from now on, after the model's layers were split.
@@ -90,3 +113,19 @@ class CausalLM(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+
+def flat_outputs(model: CausalLM, found: Any) -> tuple[Tensor, ...]:
+    """Return what a model's ``forward`` returned as a tuple: hidden states, then the ``extra`` tensors.
+
+    Raises:
+        ModelError: it is not one tensor, or one for each name in ``extra`` beside it.
+    """
+    flat = found if isinstance(found, tuple) else (found,)
+    if len(flat) == 1 + len(model.extra) and all(isinstance(each, Tensor) for each in flat):
+        return flat
+    kinds = ", ".join(type(each).__name__ for each in flat)
+    raise ModelError(
+        f"{type(model).__name__}.forward returned {kinds}",
+        f"return hidden states, and a tensor for each name in `extra`, {list(model.extra)}",
+    )

@@ -8,12 +8,14 @@ from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
+from hal.step.rows import ALL, LAST, NONE, Rows, Wanted, last_rows
 from hal.step.shape import StepShape
 from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
 from hal.step.static_batch import StaticBatch
 
 __all__ = [
-    "SEQUENCE", "TOKEN", "Batch", "Bounds", "Field", "InputBatch", "SlotBatch", "State", "StateMemory", "StateSpec",
-    "StaticBatch", "StepShape", "field", "fields_of", "host_twin", "to_device",
+    "ALL", "LAST", "NONE", "SEQUENCE", "TOKEN", "Batch", "Bounds", "Field", "InputBatch", "Rows", "SlotBatch", "State",
+    "StateMemory", "StateSpec", "StaticBatch", "StepShape", "Wanted", "field", "fields_of", "host_twin", "last_rows",
+    "to_device",
 ]  # fmt: skip

@@ -35,9 +35,6 @@ class Batch:
         block_table: ``[sequences, max_blocks]``, int32: the blocks of each sequence, in order, padded with 0.
         query_start_loc: ``[sequences + 1]``, int32: the first token of each sequence, then ``tokens``.
         kv_lens: ``[sequences]``, int32: the length of each sequence, including new tokens.
-        logits_indices: ``[rows]``, int64: the tokens to compute logits for; by default the last of each sequence.
-            Indices must not be negative, because steps are padded at the end. A runner checks them if the tensor is on
-            the CPU. On a device it does not, because the host would wait for the device in each step.
         query_start_loc_host: a CPU copy of ``query_start_loc``.
         kv_lens_host: a CPU copy of ``kv_lens``.
     """
@@ -48,7 +45,6 @@ class Batch:
     block_table: Tensor = field("sequences blocks", torch.int32)
     query_start_loc: Tensor = field("sequences+1", torch.int32, pad=equal_starts, by_shape=True)
     kv_lens: Tensor = field("sequences", torch.int32)
-    logits_indices: Tensor = field("rows", torch.int64)
     query_start_loc_host: Tensor = host_twin("query_start_loc")
     kv_lens_host: Tensor = host_twin("kv_lens")
 
@@ -70,14 +66,12 @@ class Batch:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the axes, by name."""
-        rows, blocks = self.logits_indices.shape[0], self.block_table.shape[1]
-        return {"tokens": self.num_tokens, "sequences": self.num_sequences, "rows": rows, "blocks": blocks}
+        return {"tokens": self.num_tokens, "sequences": self.num_sequences, "blocks": self.block_table.shape[1]}
 
     def check(self) -> None:
         """Raise BatchError unless every tensor has the shape that its field declares.
 
-        Kernels would read past the end of a tensor that is too short. ``logits_indices`` are checked on the CPU only:
-        reading them from a device would wait for all work enqueued before, in each step.
+        Kernels would read past the end of a tensor that is too short.
         """
         sizes = self.sizes
         check_not_empty(sizes)
@@ -88,14 +82,6 @@ class Batch:
                     f"the batch's {name} has the shape {list(found)}, not {list(wanted)}, for {sizes['sequences']} "
                     f"sequences of {sizes['tokens']} tokens",
                     f"give it the shape {declared} that {type(self).__name__} declares",
-                )
-        if self.logits_indices.is_cpu:
-            indices, tokens = self.logits_indices.tolist(), sizes["tokens"]  # a list is faster than a small tensor
-            if indices and not (min(indices) >= 0 and max(indices) < tokens):
-                wrong = next(each for each in indices if not 0 <= each < tokens)
-                raise BatchError(
-                    f"the batch's logits_indices has {wrong}, out of the range 0 to {tokens - 1}",
-                    "index tokens from the start; negative indices would select the padding at the end",
                 )
 
     def tensors(self) -> list[Tensor]:
@@ -111,21 +97,14 @@ class Batch:
         """Split the batch into steps of at most ``max_tokens`` tokens, to run in order.
 
         A sequence that does not fit into a step continues in the next, which reads the earlier tokens from the cache.
-        Each step computes the requested logits of its own tokens.
 
         Raises:
-            BatchError: ``max_tokens`` is not an integer of 1 or more, or ``logits_indices`` are negative or not sorted.
+            BatchError: ``max_tokens`` is not an integer of 1 or more.
         """
         if type(max_tokens) is not int or max_tokens < 1:
             raise BatchError(f"max_tokens is {max_tokens!r:.70}", "set max_tokens to an integer of 1 or more")
         if self.num_tokens <= max_tokens:
             return [self]
-        wanted = self.logits_indices
-        if bool((wanted.diff() < 0).any() or (wanted < 0).any()):
-            raise BatchError(
-                "logits_indices are negative or not sorted, and the batch must be split into several steps",
-                "sort logits_indices, and index tokens from the start",
-            )
         return [self._between(start, start + max_tokens) for start in range(0, self.num_tokens, max_tokens)]
 
     def _between(self, start: int, end: int) -> Self:
@@ -136,10 +115,8 @@ class Batch:
         # A sequence's length in this step excludes the tokens of later steps.
         lengths = (self.kv_lens_host - (starts[1:] - clipped[1:])).to(torch.int32)[first:last]
         offsets = (clipped[first : last + 1] - start).to(torch.int32)
-        asked = (self.logits_indices >= start) & (self.logits_indices < end)
         cut = {
             "query_start_loc": offsets, "query_start_loc_host": offsets, "kv_lens": lengths, "kv_lens_host": lengths,
-            "logits_indices": self.logits_indices[asked] - start,
         }  # fmt: skip
         for name, declared in fields_of(type(self)).items():
             tensor = getattr(self, name)
@@ -150,8 +127,6 @@ class Batch:
                 tensor = tensor.narrow(dim, start, min(end, self.num_tokens) - start)
             if (dim := declared.dim("sequences")) is not None:
                 tensor = tensor.narrow(dim, first, last - first + declared.axes[dim].extra)
-            if (dim := declared.dim("rows")) is not None:
-                tensor = tensor.index_select(dim, asked.nonzero().flatten())
             cut[name] = tensor
         return type(self)(**cut)
 
@@ -163,7 +138,6 @@ class Batch:
         *,
         block_size: int,
         cached: Sequence[int] | None = None,
-        all_logits: bool = False,
         device: torch.device | str = "cpu",
         bounds: Bounds | None = None,
         fields: Mapping[str, Any] = MappingProxyType({}),
@@ -175,7 +149,6 @@ class Batch:
             block_ids: all blocks of each sequence, in order.
             block_size: tokens per block of the cache.
             cached: the number of tokens of each sequence that are already cached; None for 0.
-            all_logits: compute the logits of every token instead of the last of each sequence.
             device: the device of all fields except host twins.
             bounds: ranges to check the numbers against; :meth:`hal.Runner.batch` passes those of its model and cache.
             fields: tensors of the fields that a subclass declares; fields with a default may be left out.
@@ -228,7 +201,6 @@ class Batch:
         kv_lens = (torch.tensor(cached) + lengths).to(torch.int32)
         width = max(map(len, block_ids))
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in block_ids], dtype=torch.int32)
-        rows = torch.arange(int(lengths.sum())) if all_logits else starts[1:].long() - 1
         base = Batch(
             token_ids=torch.tensor([token for tokens in token_ids for token in tokens]).to(device),
             positions=torch.tensor(positions).to(device),
@@ -236,7 +208,6 @@ class Batch:
             block_table=table.to(device),
             query_start_loc=starts.to(device),
             kv_lens=kv_lens.to(device),
-            logits_indices=rows.to(device),
             query_start_loc_host=starts,
             kv_lens_host=kv_lens,
         )

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hal.errors import BatchError, nearest
 
-AXES = ("tokens", "sequences", "rows", "blocks")
-"""The axes of a batch whose sizes vary between steps; ``rows`` are the rows of the logits."""
+AXES = ("tokens", "sequences", "blocks")
+"""The axes of a batch whose sizes vary between steps."""
 
 _KEY = "hal.step"
 
@@ -123,8 +123,8 @@ def field(
     """Declare a tensor of a batch, on the device.
 
     Args:
-        axes: one word for each dimension: ``tokens``, ``sequences``, ``rows`` (of logits) or ``blocks`` (columns of the
-            block table), each optionally with ``+n`` for ``n`` more elements; or a number, for a fixed size.
+        axes: one word for each dimension: ``tokens``, ``sequences`` or ``blocks`` (columns of the block table), each
+            optionally with ``+n`` for ``n`` more elements; or a number, for a fixed size.
         dtype: the tensor's dtype.
         pad: the value of padding rows; see :class:`Field`.
         by_shape: see :class:`Field`.

@@ -58,7 +58,6 @@ class InputBatch(SequenceRows):
         *,
         rows: Sequence[int] | None = None,
         cached: Sequence[int] | None = None,
-        num_logits: Sequence[int] | None = None,
         **fields: Any,
     ) -> Any:
         """Make the batch of a step from the tokens of each row that follow those in the cache.
@@ -71,8 +70,6 @@ class InputBatch(SequenceRows):
             rows: the rows of the sequences, in the order of the batch; None for all.
             cached: the number of tokens of each sequence in the cache, which is set as by :meth:`set_cached`; None for
                 the present one.
-            num_logits: the number of last new tokens of each sequence to compute logits for, such as 0 in the middle
-                of a prompt; None for 1 each.
             fields: tensors of the further fields of the batch class.
 
         Raises:
@@ -84,8 +81,7 @@ class InputBatch(SequenceRows):
         size = len(numbers)
         before = self._cached[index] if cached is None else int64_of("cached", cached)
         counts = self._ones[:size] if num_tokens is None else int64_of("num_tokens", num_tokens)
-        asked = self._ones[:size] if num_logits is None else int64_of("num_logits", num_logits)
-        ends = self._check_step(index, before, counts, asked)
+        ends = self._check_step(index, before, counts)
         starts = self._numbers[: size + 1] if num_tokens is None else np.concatenate(([0], counts.cumsum()))
         total = int(starts[-1])
         if total == size:
@@ -93,14 +89,9 @@ class InputBatch(SequenceRows):
         else:
             of_token = numbers.repeat(counts)
             positions = np.arange(total) - (starts[:-1] - before).repeat(counts)
-        if num_logits is None:
-            logits = starts[1:] - 1
-        else:
-            behind = asked.cumsum()
-            logits = np.arange(behind[-1]) - (behind - starts[1:]).repeat(asked)
         longest = max(ends.tolist())
         columns = min(-(-longest // (_COLUMNS * self._block_size)) * _COLUMNS, self._columns)
-        layout = self._staging.layout({"tokens": total, "sequences": size, "rows": len(logits), "blocks": columns})
+        layout = self._staging.layout({"tokens": total, "sequences": size, "blocks": columns})
         host = layout.host
         host["token_ids"][:] = tokens = self._tokens[of_token, positions]
         host["positions"][:] = positions
@@ -114,7 +105,6 @@ class InputBatch(SequenceRows):
         host["block_table"][:] = table
         host["query_start_loc"][:] = starts
         host["kv_lens"][:] = ends
-        host["logits_indices"][:] = logits
         if self._slotted:
             host["slots"][:] = self._slots[index]
         self._staging.send(layout)
@@ -139,33 +129,28 @@ class InputBatch(SequenceRows):
         index = slice(self._size) if rows is None else self._rows_of(rows)
         cached = self._cached[index]
         counts = self._ones[: len(cached)] if num_tokens is None else int64_of("num_tokens", num_tokens)
-        self._cached[index] = self._check_step(index, cached, counts, self._ones[: len(cached)])
+        self._cached[index] = self._check_step(index, cached, counts)
 
-    def _check_step(self, index: Any, cached: Any, counts: Any, asked: Any) -> Any:
+    def _check_step(self, index: Any, cached: Any, counts: Any) -> Any:
         """Return the number of tokens of each row in the cache after the step."""
         size = len(self._lengths[index])
-        if not size or not size == len(cached) == len(counts) == len(asked):
+        if not size or not size == len(cached) == len(counts):
             raise BatchError(
-                f"a batch has {size} rows, {len(counts)} numbers of tokens, {len(cached)} of cached ones and "
-                f"{len(asked)} of logits",
+                f"a batch has {size} rows, {len(counts)} numbers of tokens and {len(cached)} of cached ones",
                 "pass one of each per sequence, and at least one sequence",
             )
         ends = cached + counts
         room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
         # A sum beyond int64 is negative, and so not above the cached number.
-        wrong = (ends > room) | (cached < 0) | (ends <= cached) | (asked < 0) | (asked > counts)
+        wrong = (ends > room) | (cached < 0) | (ends <= cached)
         if np.count_nonzero(wrong):
             at = int(wrong.argmax())
-            self._refuse(int(self._numbers[index][at]), int(cached[at]), int(counts[at]), int(asked[at]))
+            self._refuse(int(self._numbers[index][at]), int(cached[at]), int(counts[at]))
         return ends
 
-    def _refuse(self, row: int, cached: int, count: int, asked: int) -> None:
+    def _refuse(self, row: int, cached: int, count: int) -> None:
         if count < 1:
             raise BatchError(f"row {row} has no new token", "leave it out, or pass at least one token")
-        if not 0 <= asked <= count:
-            raise BatchError(
-                f"{asked} logits are asked of the {count} new tokens of row {row}", "ask for 0 up to all new tokens"
-            )
         end, length, blocks = cached + count, int(self._lengths[row]), int(self._blocks[row])
         if cached < 0 or end > length:
             raise BatchError(

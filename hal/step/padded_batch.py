@@ -14,7 +14,7 @@ from hal.step.fields import Field, Padding, fields_of
 
 
 def padding_batch(
-    batch_type: type[Batch], lengths: Sequence[int], *, all_logits: bool, block_size: int, device: torch.device,
+    batch_type: type[Batch], lengths: Sequence[int], *, block_size: int, device: torch.device,
     cached: Sequence[int] | None = None,
 ) -> Batch:  # fmt: skip
     """Return a batch of padding only: sequences of token 0, which write to the dummy block.
@@ -24,7 +24,6 @@ def padding_batch(
     Args:
         batch_type: the class of the batch.
         lengths: the number of new tokens of each sequence, 1 or more.
-        all_logits: whether each token has a row of logits; otherwise each sequence's last.
         block_size: tokens per block of the cache.
         device: the device of all fields except host twins.
         cached: the number of tokens before the new ones of each sequence; None for 0.
@@ -34,18 +33,13 @@ def padding_batch(
     ends = torch.tensor(lengths).cumsum(0)
     tokens = int(ends[-1])
     positions = torch.cat([torch.arange(*each) for each in zip(starts, kv_lens, strict=True)])
-    rows = torch.arange(tokens) if all_logits else ends - 1
-    sizes = {
-        "tokens": tokens, "sequences": len(lengths), "rows": rows.shape[0],
-        "blocks": -(-max(kv_lens) // block_size),
-    }  # fmt: skip
+    sizes = {"tokens": tokens, "sequences": len(lengths), "blocks": -(-max(kv_lens) // block_size)}
     own = {
         "positions": positions,
         "slot_mapping": (DUMMY_BLOCK * block_size + positions % block_size).to(torch.int32),
         "block_table": torch.full((len(lengths), sizes["blocks"]), DUMMY_BLOCK, dtype=torch.int32),
         "query_start_loc": functional.pad(ends, (1, 0)).to(torch.int32),
         "kv_lens": torch.tensor(kv_lens, dtype=torch.int32),
-        "logits_indices": rows,
     }
     padding = Padding(sizes, lengths[0] if len(set(lengths)) == 1 else 0, block_size)
     made = {}
@@ -57,11 +51,8 @@ def padding_batch(
 
 
 def extended(batch: Batch, padding: Batch) -> Batch:
-    """Return ``batch`` followed by the sequences of ``padding``, a batch of the same class.
-
-    The logits rows of ``batch`` come first.
-    """
-    shifts = {"query_start_loc": batch.num_tokens, "logits_indices": batch.num_tokens}
+    """Return ``batch`` followed by the sequences of ``padding``, a batch of the same class."""
+    shifts = {"query_start_loc": batch.num_tokens}
     return type(batch)(**{
         name: _joined(
             declared, getattr(batch, name), getattr(padding, name), shifts.get(declared.twin_of or name, 0)
@@ -71,12 +62,12 @@ def extended(batch: Batch, padding: Batch) -> Batch:
 
 
 def _joined(declared: Field, first: Tensor, second: Tensor, shift: int) -> Tensor:
-    """Concatenate two tensors of a field along its tokens, sequences or rows; ``shift`` is added to the second."""
+    """Concatenate two tensors of a field along its tokens or sequences; ``shift`` is added to the second."""
     width = declared.dim("blocks")
     if width is not None:
         most = max(first.shape[width], second.shape[width])
         first, second = (_widened(each, width, most) for each in (first, second))
-    for name in ("tokens", "sequences", "rows"):
+    for name in ("tokens", "sequences"):
         if (dim := declared.dim(name)) is not None:
             extra = declared.axes[dim].extra  # the elements before a second tensor's own, such as the first start
             own = second.narrow(dim, extra, second.shape[dim] - extra)

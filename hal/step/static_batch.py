@@ -28,7 +28,6 @@ class StaticBatch:
         max_blocks: columns of the block table.
         block_size: tokens per block.
         device: the device of all fields except host twins.
-        rows: rows of logits; by default one per token.
         length: initial length of every sequence; by default the first has as many tokens as queries, the others 0.
 
     Attributes:
@@ -38,14 +37,11 @@ class StaticBatch:
 
     def __init__(
         self, batch_type: type[Batch], shape: StepShape, *, max_blocks: int, block_size: int, device: torch.device,
-        rows: int | None = None, length: int | None = None,
+        length: int | None = None,
     ) -> None:  # fmt: skip
         self.shape, self._block_size = shape, block_size
         self._fields = fields_of(batch_type)
-        sizes = {
-            "tokens": shape.tokens, "sequences": shape.sequences, "blocks": max_blocks,
-            "rows": shape.tokens if rows is None else rows,
-        }  # fmt: skip
+        sizes = {"tokens": shape.tokens, "sequences": shape.sequences, "blocks": max_blocks}
         padding = Padding(sizes, shape.queries, block_size)
         whole = {name: each.padding(padding) for name, each in self._fields.items()}
         lens = whole["kv_lens"].clone()
@@ -65,8 +61,7 @@ class StaticBatch:
 
     def first(self, shape: StepShape) -> Self:
         """Return a smaller batch that shares the memory of this one's first rows."""
-        rows = shape.tokens if self.batch.logits_indices.shape[0] == self.shape.tokens else shape.sequences
-        sizes = {"tokens": shape.tokens, "sequences": shape.sequences, "rows": rows}
+        sizes = {"tokens": shape.tokens, "sequences": shape.sequences}
 
         def cut(each: Field, tensor: Tensor) -> Tensor:
             for dim, axis in enumerate(each.axes):

@@ -83,7 +83,6 @@ def check_values(batch: Any, block_size: int, bounds: Bounds) -> None:
         "token_ids": (batch.token_ids, 0, bounds.vocab_size),
         "positions": (batch.positions, 0, bounds.max_length),
         "slot_mapping": (batch.slot_mapping, bounds.first_block * block_size, bounds.num_blocks * block_size),
-        "logits_indices": (batch.logits_indices, 0, batch.num_tokens),
     }
     if batch.block_table.is_cpu:
         ranges["block_table"] = (batch.block_table[needed], bounds.first_block, bounds.num_blocks)

@@ -19,6 +19,7 @@ from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
 from hal.device.host_values import HostValue
 from hal.device.stream import Stream
+from hal.drivers.compiler import Outputs
 from hal.errors import CaptureError, HalError
 from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
 from hal.execution.context import FormContext
@@ -109,7 +110,7 @@ class CompiledGraph(NpuGraph):
         # Held weakly, as in NpuGraph: their memory belongs to the pool.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
         self._failures = self._device.count_failures()
-        return captured.retained_outputs[0], info.pool
+        return tuple(captured.retained_outputs), info.pool
 
     def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
         """Return why attention does not support these lengths in a replay; None if it does."""
@@ -181,7 +182,7 @@ class ExGraphs(GraphMaker):
     def __init__(self, context: FormContext, backend: NpuBackend) -> None:
         self._context, self._npu = context, backend
         self._code = CodeCache(context.config.cache_dir, compiler_options(backend.options))
-        self._lowered: list[tuple[OptimizedStep, Callable[..., tuple[Tensor]]]] = []
+        self._lowered: list[tuple[OptimizedStep, Callable[..., Outputs]]] = []
         self.optimized: dict[StepShape, OptimizedStep] = {}
 
     @property
@@ -190,7 +191,7 @@ class ExGraphs(GraphMaker):
         return self._code.hits
 
     def walk(self, static: StaticBatch) -> Callable[[], Any]:
-        return partial(self._context.eagerly, static.batch)
+        return partial(self._context.eagerly, static.batch, self._context.rows)
 
     def capture(self, static: StaticBatch, pool: Any) -> CompiledGraph:
         batch = static.batch
@@ -217,7 +218,7 @@ class ExGraphs(GraphMaker):
         known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
         if known is None:
             sizes = StepSizes(shape.sequences, shape.queries)
-            step = optimize_model(context.model, context.states, sizes, self._npu, context.config.passes)
+            step = optimize_model(context.model, context.states, sizes, self._npu, context.config.passes, context.rows)
             step.hoist(self._npu)
             known = step, lower(step.traced.graph.graph)
             self._lowered.append(known)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from hal.compile.fx.make_graph import make_graph
+from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.step import Batch, StaticBatch, StepShape, fields_of
 
@@ -34,7 +35,7 @@ class NativeStep:
 
     Attributes:
         graph: takes the batch's tensors on the device, the fixed tensors, the tensor of lengths, and each length as an
-            integer; returns ``(logits,)``. Caches are written in place.
+            integer; returns what the step returns. Caches are written in place.
         examples: a fake tensor or symbolic integer for each input. Tensors are marked as having static addresses.
         fixed: the tensors that are the same at every call: weights, buffers, caches, and constants of kernels.
         mode: the mode of the fake tensors.
@@ -80,12 +81,12 @@ def on_device(batch: Batch) -> list[Tensor]:
     return [getattr(batch, name) for name, each in fields_of(type(batch)).items() if each.twin_of is None]
 
 
-def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], static: StaticBatch) -> NativeStep:
+def native_step(step: Callable[..., Outputs], fixed: Sequence[Tensor], static: StaticBatch) -> NativeStep:
     """Lower a step for batches of one size.
 
     Args:
         step: the optimized step, which calls the active backend's kernels. It takes the tensors of a batch, in the
-            order of its fields, then the fixed tensors, and returns ``(logits,)``.
+            order of its fields, then the fixed tensors.
         fixed: weights, buffers and caches.
         static: a batch of that size, on the static memory of all batches.
 
@@ -99,7 +100,7 @@ def native_step(step: Callable[..., tuple[Tensor]], fixed: Sequence[Tensor], sta
     tensors = [_fake(mode, tensor) for tensor in (*device, *fixed, batch.kv_lens_host)]
     lengths = [_symbol(shapes, number) for number in range(sequences)]
 
-    def run(*inputs: Any) -> tuple[Tensor]:
+    def run(*inputs: Any) -> Outputs:
         given, last = iter(inputs), len(tensors) - 1
         host = {STARTS: _Starts(shape), LENGTHS: _Lengths(inputs[last], inputs[last + 1 :])}
         first: list[Any] = [host[name] if name in host else next(given) for name in names]

@@ -18,6 +18,7 @@ from hal.compile.pass_manager import PassManager
 from hal.compile.rewrite.rewrite import derived
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.nn import CausalLM
+from hal.step import LAST, NONE
 from hal.step.state import StateSpec, canonical_states
 
 
@@ -46,7 +47,7 @@ class TracedCounts:
 
     def at(self, expression: Any, tokens: int, sequences: int) -> int:
         """Return the value of an expression for a step of these sizes."""
-        sizes = {"tokens": tokens, "sequences": sequences, "rows": sequences}
+        sizes = {"tokens": tokens, "sequences": sequences}
         known = {self.symbols[name]: size for name, size in sizes.items()}
         return expression if isinstance(expression, int) else int(expression.subs(known))
 
@@ -57,7 +58,8 @@ def traced_counts(model: CausalLM, fused: Sequence[str]) -> TracedCounts:
     states = canonical_states(spec, torch.device("meta"))
     # A model calls no fused operation, so that each collective is by itself before the rewrites.
     whole = whole_without_fusion() | set(fused)
-    step = trace_step(model, states, StepSizes(None), whole=whole, decompose=False)
+    rows = LAST if model.has_logits else NONE
+    step = trace_step(model, states, StepSizes(None), whole=whole, decompose=False, rows=rows)
     calls = tuple(collective_calls(step, model))
     manager = PassManager(step.graph, step.mode)
     for rewrite in derived([ops.operation(name) for name in fused]):

@@ -20,14 +20,13 @@ def num_logits(forward_batch: Any) -> list[int]:
     return [max(length - start, 1) for length, start in pairs]
 
 
-def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner, asked: list[int]) -> hal.Batch:
+def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner) -> hal.Batch:
     """Return the batch of a step.
 
     Args:
         forward_batch: SGLang's batch, on the host: prompts, chunks of prompts and running sequences.
         req_to_token: ``[requests, max_length]``: the slot of each token of each request.
         runner: runs the batch. Its blocks are SGLang's pages, and its dummy block is the page that SGLang leaves free.
-        asked: the number of last new tokens of each sequence to compute logits for.
 
     Raises:
         BatchError: as :meth:`hal.Batch.from_tensors`.
@@ -39,11 +38,10 @@ def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner, asked
     columns = -(-int(lengths.max()) // size)
     pages = req_to_token[:, : columns * size : size][forward_batch.req_pool_indices] // size
     used = torch.arange(columns) * size < lengths.unsqueeze(1)  # The rest is left from earlier requests.
-    rows = [torch.arange(end - count, end) for end, count in zip(ends.tolist(), asked, strict=True)]
     return hal.Batch.from_tensors(
         block_size=size, bounds=runner.bounds, token_ids=forward_batch.input_ids.long(),
         positions=forward_batch.positions.long(), slot_mapping=forward_batch.out_cache_loc.to(torch.int32),
-        block_table=(pages * used).to(torch.int32), kv_lens=lengths, logits_indices=torch.cat(rows),
+        block_table=(pages * used).to(torch.int32), kv_lens=lengths,
         query_start_loc=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
     ).to(runner.backend.device.torch)  # fmt: skip
 

@@ -17,6 +17,7 @@ from hal.engines.sglang.batches import batch_of, num_logits, output_of
 from hal.engines.sglang.requests import UNREAD
 from hal.engines.sglang.server_args import configuration
 from hal.errors import BatchError, ConfigError, ModelError
+from hal.step import last_rows
 
 
 class HalSteps:
@@ -72,8 +73,9 @@ class HalSteps:
             if getattr(forward_batch, name, None) is not None:
                 raise _unread(what)
         asked = num_logits(forward_batch)
-        batch = batch_of(forward_batch, self._req_to_token, self._runner, asked)
-        logits = self._runner.step(batch).logits
+        batch = batch_of(forward_batch, self._req_to_token, self._runner)
+        counts = batch.query_start_loc_host.diff().tolist()
+        logits = self._runner.step(batch, last_rows(counts, asked)).logits
         with self.backend.explaining():
             # float32 on the host is copied, too: SGLang's sampler writes into it, which torch forbids for the runner's,
             # an inference tensor.

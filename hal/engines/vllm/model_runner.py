@@ -16,16 +16,20 @@ import hal
 from hal.engines.vllm.request import Request, Requests
 from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs
 from hal.engines.vllm.step_output import StepOutput
+from hal.step import NONE, last_rows
 
 
 @attrs.frozen(eq=False)
 class _Step:
-    """A step that ran, and whose tokens are not chosen yet. ``logits`` are those of the requests that get a token."""
+    """A step that ran, and whose tokens are not chosen yet.
+
+    ``logits`` are those of the requests that get a token; None if none does.
+    """
 
     scheduled: Any
     requests: list[Request]
     finishes: list[bool]
-    logits: Tensor
+    logits: Tensor | None
 
 
 class HalModelRunner:
@@ -71,10 +75,11 @@ class HalModelRunner:
             None if set(counts) == {1} else counts,
             rows=None if len(requests) == len(inputs) else [each.row for each in requests],
             cached=[each.computed for each in requests],
-            num_logits=None if set(asked) == {1} else asked,
         )
-        logits = self.runner.step(batch).logits
-        if any(scores):
+        wanted = last_rows(counts, asked)
+        found = self.runner.step(batch, wanted)
+        logits = None if wanted is NONE else found.logits
+        if logits is not None and any(scores):
             logits = self._score(requests, scores, asked, finishes, logits)
         self._step = _Step(scheduled, requests, finishes, logits)
         return None
@@ -123,7 +128,7 @@ class HalModelRunner:
         ending = [each for each, last in zip(step.requests, step.finishes, strict=True) if last]
         with self.runner.backend.explaining(), torch.inference_mode():
             sampled = nans = None
-            if ending:
+            if step.logits is not None and ending:
                 if self._counts_nans:
                     nans = step.logits.isnan().sum(-1)
                 if grammar is not None:

@@ -14,11 +14,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from hal.config.bounds import CAPTURES
 from hal.device.graph import Graph
-from hal.drivers.compiler import Form
+from hal.drivers.compiler import Form, Plan
 from hal.errors import CaptureError, CompileError, ConfigError, DeviceOutOfMemory
 from hal.execution.capture.address_checks import Addresses
 from hal.execution.capture.capture_budget import CaptureBudget
@@ -56,7 +55,7 @@ class Bucket:
 class CapturedForm(Form):
     """Runs steps on graphs of several sizes, captured largest first into one pool. Smaller batches are padded.
 
-    A subclass chooses the shapes, captures a bucket, and runs a bucket.
+    A subclass chooses the shapes, captures a bucket, and plans a step on a bucket.
 
     Attributes:
         context: the form's arguments.
@@ -117,8 +116,8 @@ class CapturedForm(Form):
         """Capture the graphs of a bucket into a pool, and return the pool."""
 
     @abstractmethod
-    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
-        """Run a batch on a bucket that it fits."""
+    def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan | str:
+        """Plan a batch on the bucket of its size, or return the reason why it does not fit; see :meth:`Form.plan`."""
 
     @abstractmethod
     def size_of(self, shape: StepShape) -> tuple[int, int]:
@@ -142,8 +141,8 @@ class CapturedForm(Form):
         place = bisect_left(found, size, key=lambda bucket: self.size_of(bucket.shape)[1])
         return found[place] if place < len(found) else None
 
-    def refusal(self, batch: Batch, shape: StepShape) -> str | None:
-        """Return the reason why no bucket holds the batch, or None."""
+    def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
+        """Plan a batch on the smallest bucket that holds it."""
         bucket = self.bucket_for(shape)
         if bucket is None:
             key, _ = self.size_of(shape)
@@ -151,19 +150,9 @@ class CapturedForm(Form):
             if not found:
                 return self._missing
             return f"it is larger than the largest captured size ({found[-1].shape})"
-        return self.bucket_refusal(bucket, batch)
-
-    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
-        """Return the reason why a batch does not fit a bucket of its size, or None."""
-        return None
-
-    def run(self, batch: Batch, shape: StepShape) -> Tensor:
-        """Replay the bucket that holds the batch."""
-        bucket = self.bucket_for(shape)
-        assert bucket is not None, "refusal() was not asked"
         if self._addresses is not None:
             self._addresses.check()
-        return self.run_bucket(bucket, batch)
+        return self.plan_bucket(bucket, batch)
 
     def close(self) -> None:
         """Free all graphs."""
@@ -201,7 +190,9 @@ class CapturedForm(Form):
                 f"compilation asks for {number} sizes of {context.phase} steps, and the limit is {CAPTURES}",
                 "shorten compilation.capture_sizes; smaller batches run in the next larger size",
             )
-        logits = biggest.batch.logits_indices.shape[0] * context.model.vocab_size * context.states.spec.dtype.itemsize
+        if not self.with_logits:
+            return
+        logits = biggest.shape.tokens * context.model.vocab_size * context.states.spec.dtype.itemsize
         if logits > (free := free_memory(context.backend.device, logits)):
             raise CaptureError(
                 f"the logits of a step of {biggest.shape} take {logits >> 20} MiB, and {free >> 20} MiB are free",

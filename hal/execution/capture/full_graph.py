@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from hal.device.graph import Graph
+from hal.drivers.compiler import Outputs, Plan
 from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import queries_to_capture, sequences_to_capture
 from hal.execution.capture.captured_form import Bucket, CapturedForm
@@ -19,7 +18,10 @@ from hal.step import Batch, StaticBatch, StepShape
 
 
 class GraphMaker(ABC):
-    """Captures the step of one shape. A driver's compiler can replace it and reuse :class:`FullGraphForm`."""
+    """Captures the step of one shape, with the logits of all its tokens if the model computes any.
+
+    A driver's compiler can replace it and reuse :class:`FullGraphForm`.
+    """
 
     @abstractmethod
     def walk(self, static: StaticBatch) -> Callable[[], Any]:
@@ -52,17 +54,17 @@ class OptimizedGraphs(GraphMaker):
         except CompileError:
             if self._context.config.on_capture_error == "raise":
                 raise
-            return partial(self._context.eagerly, static.batch)  # capture() reports the error.
+            return partial(self._context.eagerly, static.batch, self._context.rows)  # capture() reports the error.
 
     def capture(self, static: StaticBatch, pool: Any) -> Graph:
         graph = self._context.backend.graph()
         graph.capture(self._call(static), pool=pool)
         return graph
 
-    def _call(self, static: StaticBatch) -> Callable[[], Tensor]:
+    def _call(self, static: StaticBatch) -> Callable[[], Outputs]:
         limit, shape = self._context.config.torch_compile_max_bs, static.shape
         if limit is not None and shape.sequences > limit:
-            return partial(self._context.eagerly, static.batch)
+            return partial(self._context.eagerly, static.batch, self._context.rows)
         self.optimized.prepare(shape)
         return partial(self.optimized, static.batch, shape)
 
@@ -79,6 +81,7 @@ class FullGraphForm(CapturedForm):
 
     def __init__(self, context: FormContext, maker: GraphMaker) -> None:
         self.maker = maker
+        self.with_logits = context.model.has_logits
         super().__init__(context)
 
     def prepare(self) -> Sequence[StaticBatch]:
@@ -106,23 +109,20 @@ class FullGraphForm(CapturedForm):
         bucket.graphs.append(graph)
         return graph.pool
 
-    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
-        rows, columns = bucket.static.batch.logits_indices.shape[0], bucket.static.batch.block_table.shape[1]
-        if batch.logits_indices.shape[0] > rows:
-            return f"it requests more logits rows than the {rows} captured"
+    def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan | str:
+        columns = bucket.static.batch.block_table.shape[1]
         if batch.block_table.shape[1] > columns:
             return f"its block table has more columns than the {columns} captured"
         graph = bucket.graphs[0]
-        return graph.refusal(self._host_values(bucket, batch)) if graph.may_refuse else None
+        known = graph.host_values  # A model without attention takes none.
+        values = {name: each for name, each in bucket.static.host_values(batch).items() if name in known}
+        if graph.may_refuse and (refusal := graph.refusal(values)) is not None:
+            return refusal
 
-    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
-        bucket.static.fill(batch)
-        graph = bucket.graphs[0]
-        graph.replay(**self._host_values(bucket, batch))
-        outputs: Tensor = graph.outputs
-        return outputs[: batch.logits_indices.shape[0]]
+        def run() -> Outputs:
+            bucket.static.fill(batch)
+            graph.replay(**values)
+            outputs: Outputs = graph.outputs
+            return outputs
 
-    def _host_values(self, bucket: Bucket, batch: Batch) -> dict[str, Tensor]:
-        # A model without attention takes no host values.
-        known = bucket.graphs[0].host_values
-        return {name: each for name, each in bucket.static.host_values(batch).items() if name in known}
+        return run

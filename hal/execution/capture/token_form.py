@@ -25,8 +25,7 @@ class TokenForm(CapturedForm):
         # Some kernels reject a sequence longer than the cache. The rows beyond it are not used.
         length = min(most // sequences, spec.num_tokens)
         return [self.context.static_batch(
-            StepShape(most, sequences, length), max_blocks=1 if decodes else spec.blocks_for(most), rows=sequences,
-            length=length,
+            StepShape(most, sequences, length), max_blocks=1 if decodes else spec.blocks_for(most), length=length,
         )]  # fmt: skip
 
     def shapes_to_capture(self) -> Sequence[StepShape]:

@@ -15,6 +15,7 @@ from hal.compile.optimize import OptimizedStep, optimize_model
 from hal.compile.split import SplitStep, operation_of, split
 from hal.compile.trace import StepSizes
 from hal.device.graph import Graph
+from hal.drivers.compiler import Outputs, Plan
 from hal.errors import ConfigError
 from hal.execution.capture.captured_form import Bucket
 from hal.execution.capture.token_form import TokenForm
@@ -76,7 +77,10 @@ class PiecewiseForm(TokenForm):
 
         return run
 
-    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
+    def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan:
+        return partial(self._run, bucket, batch)
+
+    def _run(self, bucket: Bucket, batch: Batch) -> Outputs:
         assert self.split is not None
         bucket.static.fill_tokens(batch)
         tokens = batch.num_tokens
@@ -94,7 +98,7 @@ class PiecewiseForm(TokenForm):
                 if (row := part.rows.get(output.name)) is not None:
                     result = row[:tokens].copy_(result)  # Later pieces read the result, and any writes to it, here.
                 values[output.name] = result
-        return values[self.split.logits]
+        return tuple(values[name] for name in self.split.returned)
 
     def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
         assert self.split is not None

@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from hal.device.graph import Graph
+from hal.drivers.compiler import Outputs, Plan
 from hal.errors import CaptureError, ConfigError
 from hal.execution.capture.captured_form import Bucket
 from hal.execution.capture.token_form import TokenForm
-from hal.execution.check_logits import check_logits
+from hal.execution.check_outputs import check_hidden
 from hal.execution.pieces.split_calls import Cut, Kind, SplitCall, cut_to, record_calls, tensors_of
 from hal.execution.pieces.splitting_capture import Part, Splitter
-from hal.ops.declaration.axes import ROWS, TOKENS
+from hal.ops.declaration.axes import TOKENS
 from hal.ops.declaration.operation import Operation
 from hal.step import Batch, StaticBatch, StepShape, fields_of
 
-MOST_ROWS = 64
-"""The most logits rows of a prefill run; a step that requests more runs again for the others."""
 Read = Callable[[Operation, Mapping[str, Any]], SplitCall]
 
 
@@ -42,12 +41,11 @@ class PiecewiseEagerForm(TokenForm):
         self._largest = largest
         self._of_steps = [
             name for name, each in fields_of(context.model.batch_type).items()
-            if name != "logits_indices" and (each.twin_of is not None or not each.only_tokens)
+            if each.twin_of is not None or not each.only_tokens
         ]  # fmt: skip
         self._at = context.backend.splitting_ops(context.config)
         states = (tensor for _, tensor in context.states.tensors())
         self._kept = {id(each) for each in (*context.model.parameters(), *context.model.buffers(), *states)}
-        self._wanted: dict[int, Tensor] = {}
         batch = self._batch(most)
         with torch.inference_mode():
             self._calls = record_calls(partial(context.eagerly, batch), self._at, self._reader(batch))
@@ -68,12 +66,10 @@ class PiecewiseEagerForm(TokenForm):
         sequences = size if decodes else 1
         length = min(size // sequences, spec.num_tokens)
         made = self.context.static_batch(
-            StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), rows=sequences,
-            length=length,
+            StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), length=length,
         )  # fmt: skip
         fixed = self._largest.first(StepShape(size, 0, 0)).by_token
-        wanted = torch.arange(size if decodes else min(size, MOST_ROWS)).to(self.context.backend.device.torch)
-        return attrs.evolve(made.batch, **fixed, logits_indices=wanted)
+        return attrs.evolve(made.batch, **fixed)
 
     def _fields(self, batch: Batch) -> dict[int, str]:
         """Return the fields that differ between steps, by the ids of their tensors."""
@@ -85,7 +81,6 @@ class PiecewiseEagerForm(TokenForm):
     def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
         context = self.context
         batch = self._batch(bucket.shape.tokens)
-        self._wanted[bucket.shape.tokens] = batch.logits_indices
 
         def new_graph() -> Graph:
             bucket.graphs.append(context.backend.graph())
@@ -97,7 +92,7 @@ class PiecewiseEagerForm(TokenForm):
         bucket.parts, pool = splitter.capture(partial(context.eagerly, batch), pool)
         if len(bucket.parts) <= len(self._calls):
             raise self._different_call(batch, None, len(bucket.parts) - 1)
-        check_logits(context.model, bucket.graphs[-1].outputs, batch)  # A step takes as many rows as it requests.
+        check_hidden(context.model, bucket.graphs[-1].outputs, batch.num_tokens)
         return pool
 
     def _keep(self, batch: Batch, index: int, call: SplitCall, results: list[Tensor]) -> tuple[tuple[Tensor, Cut], ...]:
@@ -123,28 +118,12 @@ class PiecewiseEagerForm(TokenForm):
             'make it call the same operations for all sizes, or use the compiler "eager"',
         )
 
-    def bucket_refusal(self, bucket: Bucket, batch: Batch) -> str | None:
-        """Reject a batch that takes several runs where each step must be one."""
-        rows = self._wanted[bucket.shape.tokens].shape[0]
-        if batch.logits_indices.shape[0] <= rows:
-            return None
-        if self.context.states.spec.num_slots:
-            return f"it requests more than the {rows} captured logits rows, and a second run would advance states twice"
-        if self.context.backend.lockstep:
-            return f"it requests more than the {rows} captured logits rows, and data ranks step together, in one run"
-        return None
+    def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan:
+        return partial(self._run, bucket, batch)
 
-    def run_bucket(self, bucket: Bucket, batch: Batch) -> Tensor:
+    def _run(self, bucket: Bucket, batch: Batch) -> Outputs:
         bucket.static.fill_tokens(batch)
-        wanted, memory = batch.logits_indices, self._wanted[bucket.shape.tokens]
-        if wanted.shape[0] <= memory.shape[0]:
-            return self._run_for(bucket, batch, wanted)
-        # Run once per group of rows. If all states are per token, repeating a step with the same tokens is harmless.
-        return torch.cat([self._run_for(bucket, batch, rows).clone() for rows in wanted.split(memory.shape[0])])
-
-    def _run_for(self, bucket: Bucket, batch: Batch, wanted: Tensor) -> Tensor:
-        sizes = {TOKENS: batch.num_tokens, ROWS: wanted.shape[0]}
-        self._wanted[bucket.shape.tokens][: sizes[ROWS]] = wanted
+        sizes = {TOKENS: batch.num_tokens}
         part: Part
         for part in bucket.parts:
             part.graph.replay()
@@ -155,8 +134,8 @@ class PiecewiseEagerForm(TokenForm):
             results = tensors_of(call.operation.function(**call.fixed, **given))
             for (memory, cut), result in zip(part.results, results, strict=True):
                 cut_to(memory, cut, sizes).copy_(result)
-        logits: Tensor = part.graph.outputs[: sizes[ROWS]]
-        return logits
+        outputs: Outputs = part.graph.outputs
+        return outputs
 
     def _check_called(self) -> None:
         called = {each.operation for each in self._calls}
@@ -177,4 +156,4 @@ class PiecewiseEagerForm(TokenForm):
 
 
 def _sizes(batch: Batch) -> dict[str, int]:
-    return {TOKENS: batch.num_tokens, ROWS: batch.logits_indices.shape[0]}
+    return {TOKENS: batch.num_tokens}

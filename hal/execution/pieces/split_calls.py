@@ -126,7 +126,7 @@ class SplitCall:
             raise CompileError(f"{what}`{declared.text}`, which does not say if they have a row per token", remedy)
         for dim, axis in enumerate(declared.axes):
             names = {axis.name, *(each for size in axis.sizes for each in size.names)}
-            if axis.name in (TOKENS, ROWS) and not axis.sizes:
+            if axis.name == TOKENS and not axis.sizes:
                 if shape[dim] != sizes[axis.name]:
                     raise CompileError(
                         f"{operation} is called with {name} {format_shape(shape)}, declared `{declared.text}`, in a "

@@ -15,6 +15,7 @@ from hal import ops
 from hal.device.captures import Captures
 from hal.device.graph import Graph
 from hal.drivers.backend import Backend
+from hal.drivers.compiler import Outputs
 from hal.errors import CaptureError
 from hal.execution.pieces.split_calls import Cut, SplitCall, tensors_of
 from hal.ops.declaration.operation import Operation
@@ -56,7 +57,7 @@ class Splitter:
     keep: Callable[[int, SplitCall, list[Tensor]], tuple[tuple[Tensor, Cut], ...]]
     new_graph: Callable[[], Graph]
 
-    def capture(self, function: Callable[[], Tensor], pool: Any) -> tuple[list[Part], Any]:
+    def capture(self, function: Callable[[], Outputs], pool: Any) -> tuple[list[Part], Any]:
         """Run ``function`` once, and return the parts, the last of which outputs its result, and the pool."""
         run = _Run(self, pool)
         device = self.backend.device

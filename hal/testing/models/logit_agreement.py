@@ -16,6 +16,7 @@ from hal.checkpoint.loading import load_model
 from hal.drivers.backend import active_backend
 from hal.execution.runner import Runner
 from hal.ops.rounding import ReferenceLogits
+from hal.step import ALL
 from hal.testing.models.random_checkpoint import checkpoint
 from hal.testing.target import reference_backend
 
@@ -46,6 +47,6 @@ def _logits(family: str, head_dim: int, loaded: torch.dtype, computed: torch.dty
     free = iter(range(1, 1 + sum(needed)))
     blocks = [[next(free) for _ in range(count)] for count in needed]
     return [
-        runner.step(runner.batch([text], [owned], all_logits=True)).logits.double()
+        runner.step(runner.batch([text], [owned]), ALL).logits.double()
         for text, owned in zip(texts, blocks, strict=True)
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hal.execution.runner import Runner
+from hal.step import ALL, LAST
 from hal.step.dummies import DUMMY_BLOCK
 from hal.testing.models.logit_agreement import Texts
 
@@ -93,10 +94,10 @@ def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
         several = index > 0 and plan.queries > 1
         batch = runner.batch(
             [texts[row][done[row] : end] for row, end in step], [blocks[row] for row, _ in step],
-            cached=[done[row] for row, _ in step], all_logits=several,
+            cached=[done[row] for row, _ in step],
         )  # fmt: skip
         with torch.inference_mode():
-            logits = runner.step(batch).logits.cpu().clone()
+            logits = runner.step(batch, ALL if several else LAST).logits.cpu().clone()
         asked = [(row, at) for row, end in step for at in range(done[row] if several else end - 1, end)]
         found |= dict(zip(asked, logits, strict=True))
         done |= dict(step)
