@@ -52,7 +52,7 @@ class InductorForm(Form):
         if config.on_capture_error == "eager" and not context.all_agree(problem is None):
             self._one.clear()
             self._many.clear()
-            log.warning("%s batches run eagerly: %s", context.phase, problem or OTHER_RANK)
+            log.warning("%s batches run uncaptured: %s", context.phase, problem or OTHER_RANK)
 
     def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
         queries = shape.queries

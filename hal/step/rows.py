@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hal.errors import BatchError
 from hal.step.batch import Batch
+from hal.step.batch_inputs import int64_of
 from hal.step.host_copies import to_device
 from hal.step.shape import StepShape
 
@@ -73,25 +75,27 @@ def last_rows(num_tokens: Sequence[int], num_logits: Sequence[int]) -> Wanted:
     Raises:
         BatchError: there are not as many numbers, or a sequence has fewer tokens.
     """
-    if len(num_tokens) != len(num_logits):
+    counts, asked = int64_of("num_tokens", num_tokens), int64_of("num_logits", num_logits)
+    if len(counts) != len(asked):
         raise BatchError(
-            f"num_tokens has {len(num_tokens)} numbers, and num_logits {len(num_logits)}", "pass one for each sequence"
+            f"num_tokens has {len(counts)} numbers, and num_logits {len(asked)}", "pass one for each sequence"
         )
-    found: list[int] = []
-    end = 0
-    for row, (count, asked) in enumerate(zip(num_tokens, num_logits, strict=True)):
-        if not 0 <= asked <= count:
-            raise BatchError(
-                f"{asked} logits are asked of the {count} new tokens of sequence {row}",
-                "ask for 0 up to all new tokens",
-            )
-        end += count
-        found += range(end - asked, end)
-    if set(num_logits) == {1}:
+    wrong = (asked < 0) | (asked > counts)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise BatchError(
+            f"{asked[row]} logits are asked of the {counts[row]} new tokens of sequence {row}",
+            "ask for 0 up to all new tokens",
+        )
+    if (asked == 1).all():
         return LAST
-    if len(found) in (0, end):
-        return ALL if found else NONE
-    return torch.tensor(found)
+    if not asked.any():
+        return NONE
+    if (asked == counts).all():
+        return ALL
+    ends = counts.cumsum()
+    behind = asked.cumsum()
+    return torch.from_numpy(np.arange(behind[-1]) - (behind - ends).repeat(asked))
 
 
 def taken(values: Tensor, rows: Wanted, batch: Batch, shape: StepShape) -> Tensor:

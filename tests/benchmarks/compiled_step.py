@@ -76,8 +76,7 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
             normed, hidden = add_rms_norm(linear(attended.view(-1, queries), out, None), hidden, post, eps)
             normed, hidden = add_rms_norm(linear(silu_and_mul(linear(normed, gate_up, None)), down, None), hidden,
                                           following, eps)  # fmt: skip
-        logits: Tensor = linear(normed.index_select(0, batch.logits_indices), projection, None)
-        return logits
+        return normed, linear(normed, projection, None)
 
     return step
 

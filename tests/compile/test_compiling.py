@@ -60,8 +60,10 @@ class Toy(CausalLM):
             hidden = hidden + norm(hidden).relu()
         if self.doubles_above is not None and batch.num_tokens > self.doubles_above:
             hidden = hidden * 2
-        logits: Tensor = self.out(hidden[batch.logits_indices])
-        return logits
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.out(hidden)
 
 
 def opened(**compilation: Any) -> hal.Backend:
@@ -262,7 +264,10 @@ class TestTraces:
                 hidden = self.embedding(batch.token_ids)
                 for each in self.all_norms:
                     hidden = hidden + each["norm"][0](hidden)
-                return self.project(hidden[batch.logits_indices])
+                return hidden
+
+            def logits(self, hidden: Tensor) -> Tensor:
+                return self.project(hidden)
 
         def self_of(module: nn.Module) -> Any:
             return module
@@ -299,8 +304,7 @@ class Attending(Toy):
         hidden = hidden + attended.flatten(1)
         if self.doubles_above is not None and batch.num_tokens > self.doubles_above:
             hidden = hidden * 2
-        logits: Tensor = self.out(hidden[batch.logits_indices])
-        return logits
+        return hidden
 
 
 class TestDriversOwn:

@@ -32,6 +32,7 @@ from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn.rotary import KEYS_BESIDE, ROPE_TYPES
 from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
+from hal.step import ALL
 
 VALUES: dict[str, Any] = {
     "Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan"), "1e308": 1e308, "-1e308": -1e308,
@@ -85,7 +86,7 @@ def computes(folder: Path, backend: hal.Backend) -> None:
     opened = Checkpoint.open(folder)
     assert all(type(each) is int for each in opened.stop_token_ids)
     runner = hal.Runner(hal.load_model(opened, backend), backend)
-    logits = runner.step(runner.batch([[5, 6, 7, 8, 9]], [[1]], all_logits=True)).logits.float()
+    logits = runner.step(runner.batch([[5, 6, 7, 8, 9]], [[1]]), ALL).logits.float()
     assert logits.isfinite().all()
     assert (logits.std(-1) > 1e-3).all(), "all tokens have the same logit"
     assert len(set(logits[:, 0].tolist())) == 5, "all positions are alike"

@@ -17,6 +17,7 @@ from typing import Any
 import sglang
 
 import hal
+from hal.step import ALL
 
 LONGEST, CACHED, CHUNK = 704, 1024, 128
 
@@ -24,7 +25,7 @@ LONGEST, CACHED, CHUNK = 704, 1024, 128
 def scores(runner: hal.Runner, tokens: list[int]) -> list[float]:
     """Return the log-probability of each token of a prompt but the first."""
     blocks = list(range(1, 1 + runner.spec.blocks_for(len(tokens))))
-    logits = runner.step(runner.batch([tokens], [blocks], all_logits=True)).logits.float().cpu()
+    logits = runner.step(runner.batch([tokens], [blocks]), ALL).logits.float().cpu()
     rows = logits.log_softmax(-1)[:-1]
     return [float(row[token]) for row, token in zip(rows, tokens[1:], strict=True)]
 

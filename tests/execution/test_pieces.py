@@ -25,6 +25,7 @@ from hal import ops
 from hal.errors import CaptureError, CompileError, ConfigError, GraphError
 from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
+from hal.step import ALL, LAST, Rows
 
 DECODE, PREFILL = [2, 4, 8], [8, 16, 40]
 EVERYTHING = ("paged_attention", "store_kv_cache", "linear")
@@ -68,7 +69,10 @@ class Toy(CausalLM):
         hidden = hidden + self.out(self.attention(query, key, value, batch, states[0]))
         if self.between is not None:
             hidden = self.between(self, hidden, batch)
-        return self.embedding.as_linear(self.norm(hidden)[batch.logits_indices])
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.embedding.as_linear(hidden)
 
 
 def check(runner: hal.Runner, sizes: Sequence[int] = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 39, 40, 41)) -> None:
@@ -109,21 +113,21 @@ class TestSameAsEager:
         assert form_of(runner, "prefill").num_graphs == len(runner.model.states) + 1
         check(runner)
 
-    @pytest.mark.parametrize("all_logits", [False, True])
+    @pytest.mark.parametrize("rows", [LAST, ALL])
     @pytest.mark.parametrize("seed", range(8))
-    def test_mixed_prefill(self, runner: hal.Runner, seed: int, all_logits: bool) -> None:
+    def test_mixed_prefill(self, runner: hal.Runner, seed: int, rows: Rows) -> None:
         draw = random.Random(seed)
         count = draw.randint(2, 6)
         lengths, cached = ([draw.randint(low, 12) for _ in range(count)] for low in (1, 0))
-        batch = drawn(runner, seed, lengths, cached, all_logits=all_logits)
-        assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
+        batch = drawn(runner, seed, lengths, cached)
+        assert_same(runner.step(batch, rows).logits.clone(), eagerly(runner, batch, rows))
 
     @pytest.mark.parametrize("most", [3, 16, 23])
     def test_a_prefill_in_steps(self, runner: hal.Runner, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        batch = drawn(runner, most, [40, 1, 17], [0, 9, 4], all_logits=True)
-        expected = eagerly(runner, batch)
+        batch = drawn(runner, most, [40, 1, 17], [0, 9, 4])
+        expected = eagerly(runner, batch, ALL)
         monkeypatch.setattr(runner.backend, "config", attrs.evolve(runner.backend.config, max_prefill_tokens=most))
-        assert_same(runner.step(batch).logits, expected)
+        assert_same(runner.step(batch, ALL).logits, expected)
 
     def test_padding_writes_to_nobody(self, runner: hal.Runner) -> None:
         for lengths, cached in (([5, 4], [3, 0]), ([1, 1, 1], [3, 0, 20]), ([1, 6, 1], [9, 2, 20])):
@@ -154,7 +158,8 @@ def test_above_the_largest_bucket_is_said_once(caplog: pytest.LogCaptureFixture)
         assert_same(runner.step(batch).logits, eagerly(runner, batch))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == [
-        "a step of 1 sequence of 41 tokens each runs eagerly: it is larger than the largest captured size (40 tokens)"
+        "a step of 1 sequence of 41 tokens each runs uncaptured: it is larger than the largest captured size "
+        "(40 tokens)"
     ]
 
 
@@ -189,7 +194,7 @@ class TestSplitting:
                 hidden = self.embedding(batch.token_ids)
                 hidden = hidden + ops.silu_and_mul(torch.cat([hidden, hidden], -1))
                 normed = self.norm(hidden)
-                return self.embedding.as_linear((normed + hidden)[batch.logits_indices])
+                return normed + hidden
 
         with pytest.raises(ConfigError, match="splitting_ops has rms_norm, which") as caught:
             hal.Runner(Added(), opened(splitting_ops=["rms_norm"]))
@@ -200,8 +205,8 @@ class TestSplitting:
     def test_nothing_is_left(self) -> None:
         class Late(Toy):
             def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-                hidden = self.embedding(batch.token_ids[batch.logits_indices])
-                return self.embedding.as_linear(hidden)
+                hidden = self.embedding(batch.token_ids)
+                return hidden.index_select(0, batch.query_start_loc[1:] - 1)
 
         with pytest.raises(ConfigError, match="nothing can be captured between"):
             hal.Runner(Late(), opened(splitting_ops=["embedding"]))
@@ -329,7 +334,10 @@ class Deep(Toy):
             query, key = ops.rotary_embedding(query, key, cos, sin)
             hidden = hidden + self.out(self.attention(query, key, value, batch, state))
             hidden = hidden + (hidden @ self.wide.t()).sin() @ self.wide
-        return self.embedding.as_linear(self.norm(hidden)[batch.logits_indices])
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.embedding.as_linear(hidden)
 
 
 class TestMemory:
@@ -384,7 +392,7 @@ class TestErrors:
         runner = hal.Runner(Toy(), with_it(on_capture_error="eager"))
         assert tokens_of(runner, "decode") == []
         for size in PREFILL:
-            assert f"prefill batches of {size} tokens run in a larger bucket or eagerly" in caplog.text
+            assert f"prefill batches of {size} tokens run in a larger bucket or uncaptured" in caplog.text
         check(runner)
 
     def test_what_cannot_be_traced(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -394,7 +402,7 @@ class TestErrors:
         with pytest.raises(CompileError, match=r"Toy cannot be traced, in reads at .*test_pieces\.py:\d+: "):
             hal.Runner(Toy(reads), opened())
         runner = hal.Runner(Toy(reads), opened(on_capture_error="eager"))
-        assert "decode batches run eagerly: Toy cannot be traced" in caplog.text
+        assert "decode batches run uncaptured: Toy cannot be traced" in caplog.text
         check(runner)
 
     def test_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,13 +469,8 @@ class TestMarkers:
         assert graphs_of(runner, "prefill") == 1 + sum(calls[name] for name in at)
         check(runner)
         for seed in range(4):
-            batch = drawn(runner, seed, [10, 1, 20], [0, 30, 5], all_logits=seed > 1)
-            assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))
-
-    def test_more_logits_than_a_step_gives(self) -> None:
-        runner = marked(Toy(), opened([100]))
-        batch = drawn(runner, 1, [60, 37], [5, 0], all_logits=True)
-        assert_same(runner.step(batch).logits, eagerly(runner, batch))
+            batch, rows = drawn(runner, seed, [10, 1, 20], [0, 30, 5]), ALL if seed > 1 else LAST
+            assert_same(runner.step(batch, rows).logits.clone(), eagerly(runner, batch, rows))
 
     def test_of_a_checkpoint(self, tmp_path: Path) -> None:
         backend = opened(debug=True)
@@ -515,7 +518,7 @@ class TestMarkers:
         with pytest.raises(CaptureError, match=said):
             marked(Toy(_other_sizes), opened(splitting_ops=at))
         runner = marked(Toy(_other_sizes), opened(splitting_ops=at, on_capture_error="eager"))
-        assert f"decode batches of 4 tokens run in a larger bucket or eagerly: {said}" in caplog.text
+        assert f"decode batches of 4 tokens run in a larger bucket or uncaptured: {said}" in caplog.text
         assert tokens_of(runner, "decode") == [8]
         batch = drawn(runner, 1, [1] * 8, [3] * 8)
         assert_same(runner.step(batch).logits.clone(), eagerly(runner, batch))

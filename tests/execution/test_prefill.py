@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,15 @@ from hypothesis import strategies as st
 
 import hal
 from hal.errors import BatchError
+from hal.step import ALL, LAST, NONE, Wanted
+from hal.step.rows import parts_of, taken
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=6)
 
 
-@given(LENGTHS, st.integers(1, 50), st.booleans())
-def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, all_logits: bool) -> None:
-    """Check the tokens that each token attends to and its cache slot, derived from the steps alone."""
+@given(LENGTHS, st.integers(1, 50), st.integers(0, 100))
+def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, seed: int) -> None:
+    """Check the tokens that each token attends to, its cache slot and its row, derived from the steps alone."""
     block_size, used = 4, 1
     blocks = []
     for cached, new in lengths:
@@ -32,12 +35,25 @@ def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, 
         used += count
     tokens = [[100 * row + index for index in range(new)] for row, (_, new) in enumerate(lengths)]
     cached = [each for each, _ in lengths]
-    batch = hal.Batch.build(tokens, blocks, block_size=block_size, cached=cached, all_logits=all_logits)
+    batch = hal.Batch.build(tokens, blocks, block_size=block_size, cached=cached)
+    asked = random.Random(seed).choices(range(batch.num_tokens), k=seed % 7)
+    last = [end - 1 for end in batch.query_start_loc.tolist()[1:]]
+    choices: list[tuple[Wanted, list[int]]] = [
+        (LAST, last), (ALL, list(range(batch.num_tokens))), (NONE, []), (torch.tensor(asked, dtype=torch.int64), asked)
+    ]  # fmt: skip
+    for rows, expected in choices:
+        parts, order = parts_of(batch, rows, most)
+        found, before = [], 0
+        for part, wanted in parts:
+            shown = torch.arange(before, before + part.num_tokens)
+            found += taken(shown, wanted, part, part.shape).tolist()
+            before += part.num_tokens
+        assert (found if order is None else [found[place] for place in order.tolist()]) == expected
     steps = batch.split(most)
     assert all(1 <= step.num_tokens <= most for step in steps)
     assert sum(step.num_tokens for step in steps) == batch.num_tokens
 
-    seen, wanted, first = [], [], 0
+    seen = []
     for step in steps:
         starts, kv_lens = step.query_start_loc.tolist(), step.kv_lens.tolist()
         assert (starts, kv_lens) == (step.query_start_loc_host.tolist(), step.kv_lens_host.tolist())
@@ -49,38 +65,30 @@ def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, 
                 block = int(step.block_table[row, position // block_size])
                 assert block * block_size + position % block_size == step.slot_mapping[index]
                 seen.append((int(step.token_ids[index]), position))
-        wanted += [first + index for index in step.logits_indices.tolist()]
-        first += step.num_tokens
     assert seen == [
         (token, start + index) for row, start in enumerate(cached) for index, token in enumerate(tokens[row])
     ]
-    assert wanted == batch.logits_indices.tolist()
 
 
 @pytest.mark.parametrize("most", [1, 3, 16, 59])
-@pytest.mark.parametrize("all_logits", [False, True])
-def test_logits_do_not_depend_on_the_steps(most: int, all_logits: bool, trained: Path) -> None:
+@pytest.mark.parametrize("rows", [LAST, ALL, torch.tensor([59, 0, 18, 18, 57])], ids=["last", "all", "some"])
+def test_logits_do_not_depend_on_the_steps(most: int, rows: Wanted, trained: Path) -> None:
     runner = open_runner(trained)
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(0, 4096, (length,), generator=generator).tolist() for length in (1, 17, 40, 2)]
     blocks = [runner.blocks.take(runner.spec.blocks_for(len(each))) or [] for each in tokens]
-    batch = runner.batch(tokens, blocks, all_logits=all_logits)
-    expected = runner.step(batch).logits
+    batch = runner.batch(tokens, blocks)
+    whole = runner.step(batch, rows)
+    expected = whole.logits
     runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=most))
-    found = runner.step(batch).logits
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    parts = runner.step(batch, rows)
+    for found, one in ((parts.logits, expected), (parts.hidden_states, whole.hidden_states)):
+        assert found.shape == one.shape
+        assert (found - one).abs().max() <= 1e-4 * one.abs().max()
 
 
-def test_unsorted_logits_are_refused_where_they_cannot_be_given(trained: Path) -> None:
-    runner = open_runner(trained)
-    batch = runner.batch([[1, 2, 3]], [runner.blocks.take(1) or []], all_logits=True)
-    turned = attrs.evolve(batch, logits_indices=batch.logits_indices.flip(0))
-    assert torch.equal(runner.step(turned).logits, runner.step(batch).logits.flip(0))
-    runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=2))
-    for wrong in (turned, attrs.evolve(batch, logits_indices=torch.tensor([-1]))):
-        with pytest.raises(BatchError, match="logits_indices"):
-            runner.step(wrong)
+def test_steps_of_no_tokens_are_refused() -> None:
+    batch = hal.Batch.build([[1, 2, 3]], [[1]], block_size=4)
     wrong_steps: tuple[Any, ...] = (0, -1, 1.5, "2", None)
     for steps in wrong_steps:
         with pytest.raises(BatchError, match="set max_tokens to an integer of 1 or more"):

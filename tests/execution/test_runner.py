@@ -41,9 +41,12 @@ class Toy(CausalLM):
         return cls()
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        hidden = self.embedding(batch.token_ids[batch.logits_indices])
+        hidden = self.embedding(batch.token_ids)
         if batch.num_sequences > self.reads_above:
             hidden = hidden * float(hidden.abs().max())
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.embedding.as_linear(hidden)
 
 
@@ -53,21 +56,15 @@ class ToyWithWindow(Toy):
     states = (key_value_states(1, 8, window=8),)
 
 
-class ToyOfRows(Toy):
-    """A model that only uses tokens."""
-
-    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        return self.embedding.as_linear(self.embedding(batch.token_ids)[batch.logits_indices])
-
-
 def opened(**compilation: Any) -> hal.Backend:
     return hal.open({"backend": "cpu", "compilation": {"compiler": "graph", **compilation}})
 
 
 @torch.inference_mode()
 def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
-    """Run the model's own Python code."""
-    return runner.model(batch, runner.states.layers)
+    """Return the logits of the last tokens, by the model's own Python code."""
+    hidden: Tensor = runner.model(batch, runner.states.layers)
+    return runner.model.logits(hidden[batch.query_start_loc[1:] - 1])
 
 
 def decode_batch(runner: hal.Runner, size: int) -> Batch:
@@ -106,7 +103,9 @@ def test_above_the_largest_bucket_is_eager_and_said_once(caplog: pytest.LogCaptu
     for _ in range(3):
         runner.step(decode_batch(runner, 3))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["a step of 3 sequences runs eagerly: it is larger than the largest captured size (2 sequences)"]
+    assert warnings == [
+        "a step of 3 sequences runs uncaptured: it is larger than the largest captured size (2 sequences)"
+    ]
 
 
 def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
@@ -116,7 +115,7 @@ def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
 
 def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixture) -> None:
     runner = hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4], on_capture_error="eager"))
-    assert "decode batches of 4 sequences run in a larger bucket or eagerly" in caplog.text
+    assert "decode batches of 4 sequences run in a larger bucket or uncaptured" in caplog.text
     for size in (1, 2, 3, 4):
         batch = decode_batch(runner, size)
         torch.testing.assert_close(runner.step(batch).logits, eagerly(runner, batch))
@@ -262,11 +261,10 @@ def test_any_rows_of_logits_in_any_order(compiler: str) -> None:
     batch = decode_batch(runner, 3)
     expected = runner.step(batch).logits.clone()
     order = torch.tensor([2, 0, 1])
-    torch.testing.assert_close(runner.step(attrs.evolve(batch, logits_indices=order)).logits, expected[order])
-    two = attrs.evolve(batch, logits_indices=order[:2])
-    torch.testing.assert_close(runner.step(two).logits, expected[order[:2]])
-    more = attrs.evolve(batch, logits_indices=torch.tensor([0, 0, 1, 2, 1]))
-    torch.testing.assert_close(runner.step(more).logits, expected[[0, 0, 1, 2, 1]])
+    torch.testing.assert_close(runner.step(batch, order).logits, expected[order])
+    torch.testing.assert_close(runner.step(batch, order[:2]).logits, expected[order[:2]])
+    more = torch.tensor([0, 0, 1, 2, 1], dtype=torch.int32)
+    torch.testing.assert_close(runner.step(batch, more).logits, expected[[0, 0, 1, 2, 1]])
     with pytest.raises(BatchError, match=r"kv_lens_host has the shape \[2\], not \[3\], for 3 sequences of 3 tokens"):
         runner.step(attrs.evolve(batch, kv_lens_host=batch.kv_lens_host[:2]))
 
@@ -283,31 +281,30 @@ def test_any_rows_of_logits_in_any_order(compiler: str) -> None:
 @pytest.mark.parametrize("wrong", [-1, 1, 3])
 def test_rows_of_logits_outside_the_step_are_refused(config: dict[str, Any], wrong: int) -> None:
     """In every mode: with padding, the rows would be those of padding."""
-    runner = hal.Runner(ToyOfRows(), hal.open({"backend": "cpu", "compilation": config}))
-    batch = attrs.evolve(decode_batch(runner, 1), logits_indices=torch.tensor([wrong]))
-    with pytest.raises(BatchError, match=f"logits_indices has {wrong}, out of the range 0 to 0"):
-        runner.step(batch)
+    runner = hal.Runner(Toy(), hal.open({"backend": "cpu", "compilation": config}))
+    with pytest.raises(BatchError, match=f"rows has {wrong}, out of the range 0 to 0"):
+        runner.step(decode_batch(runner, 1), torch.tensor([wrong]))
 
 
 class TestModelsThatForget:
     """Requirements on models are checked where it costs nothing per step."""
 
-    class EveryRow(Toy):
+    class LastRow(Toy):
         def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-            return self.embedding.as_linear(self.embedding(batch.token_ids))
+            return self.embedding(batch.token_ids)[-1:]
 
     class Nothing(Toy):
         forward = CausalLM.forward
 
-    def test_the_wanted_rows(self, cpu: hal.Backend) -> None:
-        runner = hal.Runner(self.EveryRow(), cpu)
-        with pytest.raises(ModelError, match=r"EveryRow.forward returned logits of \[3, 11\], not \[1, 11\]"):
+    def test_a_row_for_each_token(self, cpu: hal.Backend) -> None:
+        runner = hal.Runner(self.LastRow(), cpu)
+        with pytest.raises(ModelError, match=r"LastRow.forward returned hidden states of \[1, 8\], not \[3, width\]"):
             runner.step(runner.batch([[1, 2, 3]], [[1]]))
 
-    def test_the_wanted_rows_at_markers(self) -> None:
+    def test_a_row_for_each_token_at_markers(self) -> None:
         config = {"compiler": "piecewise_eager", "splitting_ops": ["embedding"]}
-        with pytest.raises(ModelError, match=r"EveryRow.forward returned logits of \[\d+, 11\].*\n.*logits_indices"):
-            hal.Runner(self.EveryRow(), hal.open({"backend": "cpu", "compilation": config}))
+        with pytest.raises(ModelError, match=r"LastRow.forward returned hidden states of \[1, 8\]"):
+            hal.Runner(self.LastRow(), hal.open({"backend": "cpu", "compilation": config}))
 
     def test_the_vocabulary(self, cpu: hal.Backend) -> None:
         model = Toy()
@@ -377,7 +374,7 @@ def test_a_block_table_wider_than_captured_runs_eagerly_with_one_warning(caplog:
         wide = runner.batch([[1]], [blocks])
         torch.testing.assert_close(runner.step(wide).logits, eagerly(runner, wide))
     (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert said == "a step of 1 sequence runs eagerly: its block table has more columns than the 1 captured"
+    assert said == "a step of 1 sequence runs uncaptured: its block table has more columns than the 1 captured"
 
 
 def test_capture_sizes_and_tables_of_an_engines_largest_batch() -> None:
@@ -408,7 +405,7 @@ def test_an_engine_that_frees_blocks_has_sequences_longer_than_the_cache(
         inputs.add([1] * longest, blocks, cached=longest - 1)
         batch = inputs.batch()
         assert batch.positions.tolist() == [longest - 1]
-        torch.testing.assert_close(runner.step(batch).logits, runner.model(batch, runner.states.layers))
+        torch.testing.assert_close(runner.step(batch).logits, eagerly(runner, batch))
         with pytest.raises(BatchError, match=f"a row takes {longest}"):
             inputs.add([1] * (longest + 1), [1], cached=longest)
 
@@ -420,9 +417,6 @@ def test_slots_and_positions_of_a_batch() -> None:
     assert batch.block_table.tolist() == [[3, 9], [4, 0]]
     assert batch.query_start_loc.tolist() == batch.query_start_loc_host.tolist() == [0, 3, 4]
     assert batch.kv_lens.tolist() == batch.kv_lens_host.tolist() == [5, 1]
-    assert batch.logits_indices.tolist() == [2, 3]
-    everything = Batch.build([[5, 6, 7], [8]], [[3, 9], [4]], block_size=4, cached=[2, 0], all_logits=True)
-    assert everything.logits_indices.tolist() == [0, 1, 2, 3]
 
 
 class TestCacheLayout:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import hal
+from hal.step import ALL
 from helpers.reference import open_runner
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
@@ -148,10 +149,8 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
     def run(starts: Sequence[int], stops: Sequence[int]) -> None:
         rows = [row for row in range(count) if starts[row] < stops[row]]
         new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
-        batch = runner.batch(
-            new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], all_logits=True
-        )
-        logits = runner.step(batch).logits.clone()  # The logits of a replay are valid until the next one.
+        batch = runner.batch(new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows])
+        logits = runner.step(batch, ALL).logits.clone()  # The logits of a replay are valid until the next one.
         for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
             parts[row].append(part)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hal
+from hal.step import ALL
 from helpers import ROOT
 
 TRAINING = ROOT / "checkpoints" / "train.py"
@@ -48,7 +49,7 @@ def perplexity(runner: hal.Runner, stream: list[int], window: int = 1024) -> flo
     """Compute the perplexity of all tokens but the first, in separate windows, with prefills."""
 
     def logits(piece: list[int]) -> Tensor:
-        return runner.step(runner.batch([piece], [blocks], all_logits=True)).logits
+        return runner.step(runner.batch([piece], [blocks]), ALL).logits
 
     blocks = runner.blocks.take(runner.spec.blocks_for(window))
     assert blocks is not None

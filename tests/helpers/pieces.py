@@ -15,6 +15,9 @@ from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.context import Phase
 from hal.execution.pieces.piecewise import PiecewiseForm
 from hal.nn import Batch, CausalLM
+from hal.nn.model import flat_outputs
+from hal.step import LAST, Rows
+from hal.step.rows import taken
 
 
 def form_of(runner: hal.Runner, phase: Phase) -> PiecewiseForm:
@@ -60,9 +63,10 @@ def configured(model: CausalLM, backend: hal.Backend, compilation: hal.Compilati
 
 
 @torch.inference_mode()
-def eagerly(runner: hal.Runner, batch: Batch) -> Tensor:
-    """Run the model's own Python code on the same cache."""
-    return runner.model(batch, runner.states.layers)
+def eagerly(runner: hal.Runner, batch: Batch, rows: Rows = LAST) -> Tensor:
+    """Return the logits of the model's own Python code on the same cache."""
+    hidden, *_ = flat_outputs(runner.model, runner.model(batch, runner.states.layers))
+    return runner.model.logits(taken(hidden, rows, batch, batch.shape))
 
 
 def drawn(runner: hal.Runner, seed: int, lengths: Sequence[int], cached: Sequence[int], **more: Any) -> Batch:

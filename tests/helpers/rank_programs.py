@@ -23,7 +23,7 @@ from helpers import rank_faults
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
 
 
-class _EagerSteps(logging.Handler):
+class _UncapturedSteps(logging.Handler):
     """Collects the runner's warnings of steps that no compiled form accepts."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _EagerSteps(logging.Handler):
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "runs eagerly" in record.getMessage():
+        if "runs uncaptured" in record.getMessage():
             self.found.append(record.getMessage())
 
 
@@ -50,7 +50,7 @@ def tokens(
 
     Launches are under ``launches of`` the compiler, logits under ``logits of`` it.
 
-    Steps that ``graph`` should replay must not run eagerly, which would give the same tokens.
+    Steps that ``graph`` should replay must not run uncaptured, which would give the same tokens.
 
     Args:
         checkpoint: the folder.
@@ -65,8 +65,8 @@ def tokens(
     """
     found: dict[str, Any] = {}
     for compiler in compilers:
-        eager, log = _EagerSteps(), logging.getLogger("hal.execution")
-        log.addHandler(eager)
+        uncaptured, log = _UncapturedSteps(), logging.getLogger("hal.execution")
+        log.addHandler(uncaptured)
         config = {
             **(on or {"backend": "cpu"}), "dtype": dtype, "parallel": parallel,
             "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
@@ -85,8 +85,8 @@ def tokens(
                 if continuations is not None:
                     found[f"logits of {compiler}"] = _logits_along(runner, given, continuations)
             found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)
-        log.removeHandler(eager)
-        assert compiler != "graph" or not eager.found, eager.found
+        log.removeHandler(uncaptured)
+        assert compiler != "graph" or not uncaptured.found, uncaptured.found
     return found
 
 

@@ -438,7 +438,7 @@ CASES = (
     ("engines/test_transformers.py", r"test_models_stop\w*\[order1", DRAW),
     ("engines/test_transformers.py", r"test_the_python_of_the_page_runs", PROCESSES),
     ("execution/test_compiled.py", r"test_nothing_kept_whole", MODE),
-    ("execution/test_pieces.py", r"test_mixed_prefill\[.*-[2-7]-(False|True)\]", DRAW),
+    ("execution/test_pieces.py", r"test_mixed_prefill\[.*-[2-7]-Rows.(LAST|ALL)\]", DRAW),
     ("execution/test_pieces.py", r"test_around_every_bucket\[(sliding|untied)|between\[.*-everything", MODE),
     ("execution/test_pieces.py", r"TestMemory::test_eight_buckets|test_two_threads\w+\[graph", MODE),
     ("execution/test_prefill.py", r"test_a_long_prompt_takes_bounded_memory", LONG),

@@ -18,6 +18,7 @@ from torch import Tensor
 import hal
 from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.weight_bindings import bindings_of
+from hal.step import ALL
 from helpers import TESTS
 
 PACKAGE = TESTS / "project" / "outside"
@@ -124,10 +125,10 @@ def alone(runner: hal.Runner, schedule: Schedule, architecture: str) -> list[Ten
         blocks = runner.blocks.take(runner.spec.blocks_for(len(text))) or []
         slots = runner.slots.take(1) if runner.slots.needed else None
         batch = runner.batch(
-            [text], [blocks], all_logits=True, **({"slots": slots} if slots else {}),
+            [text], [blocks], **({"slots": slots} if slots else {}),
             **fields_of(architecture, [(row, 0, len(text))]),
         )  # fmt: skip
-        found.append(runner.step(batch).logits.float().cpu())
+        found.append(runner.step(batch, ALL).logits.float().cpu())
         runner.blocks.give_back(blocks)
         runner.slots.give_back(slots or ())
     return found

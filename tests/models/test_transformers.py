@@ -29,6 +29,7 @@ from helpers.reference import TEXTS, open_runner, prompts
 from torch import Tensor
 
 import hal
+from hal.step import ALL
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
@@ -186,8 +187,8 @@ def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path:
 
     model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     runner, tokens = open_runner(tmp_path), list(range(40))
-    batch = runner.batch([tokens], [[1, 2, 3]], all_logits=True)
-    assert difference([runner.step(batch).logits], [their_logits(model, tokens)]) <= TOLERANCE
+    batch = runner.batch([tokens], [[1, 2, 3]])
+    assert difference([runner.step(batch, ALL).logits], [their_logits(model, tokens)]) <= TOLERANCE
 
 
 NEW_TOKENS = 64

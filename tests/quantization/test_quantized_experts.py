@@ -18,6 +18,7 @@ from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, StaticQuanti
 from hal.quantization.scheme import Scheme
 from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
 from hal.quantize.quantize_checkpoint import Format, quantize_checkpoint
+from hal.step import ALL
 
 FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")
 SCHEMES = {"w8a8": StaticQuantizedGroupedLinear, "w8a8_dynamic": DynamicQuantizedGroupedLinear}
@@ -41,7 +42,7 @@ def quantized(request: pytest.FixtureRequest, plain: Path) -> tuple[str, str, Pa
 
 def logits(path: Path) -> torch.Tensor:
     runner = open_runner(path)
-    return runner.step(runner.batch([TOKENS], [list(range(1, 11))], all_logits=True)).logits.clone()
+    return runner.step(runner.batch([TOKENS], [list(range(1, 11))]), ALL).logits.clone()
 
 
 def test_all_experts_of_a_layer_share_a_layer(quantized: tuple[str, str, Path]) -> None:

@@ -79,7 +79,6 @@ CALLS: Mapping[str, tuple[str, Callable[[InputBatch, Any], Any]]] = {
     "batch: num_tokens": ("num_tokens", lambda it, wrong: it.batch([1, wrong])),
     "batch: rows": ("row", lambda it, wrong: it.batch(rows=[0, wrong])),
     "batch: cached": ("cached", lambda it, wrong: it.batch(cached=[1, wrong])),
-    "batch: num_logits": ("num_logits", lambda it, wrong: it.batch(num_logits=[1, wrong])),
     "batch: fields": ("nothing", lambda it, wrong: it.batch(cached=[1, 0], nothing=wrong)),
     "advance: num_tokens": ("num_tokens", lambda it, wrong: it.advance([1, wrong])),
     "advance: rows": ("row", lambda it, wrong: it.advance(rows=[0, wrong])),
@@ -106,7 +105,7 @@ def test_what_is_refused_is_named_and_changes_nothing(call: str, wrong: Any) -> 
         (np.array, lambda it, kind: it.batch(kind([1, 1]), rows=kind([1, 0]), cached=kind([1, 2]))),
         (np.array, lambda it, kind: it.reorder(kind([1, 0]))),
         (np.array, lambda it, kind: it.extend_each(kind([0, 1]), kind([1, 1]))),
-        (tuple, lambda it, kind: it.batch(kind([1, 1]), rows=kind([1, 0]), num_logits=kind([1, 0]))),
+        (tuple, lambda it, kind: it.batch(kind([1, 1]), rows=kind([1, 0]))),
         (lambda values: [*map(np.int32, values)], lambda it, kind: it.batch(kind([1, 1]), rows=kind([1, 0]))),
         (range, lambda it, kind: it.batch(rows=kind(2))),
     ],
@@ -304,12 +303,11 @@ def test_tensors_that_contradict_each_other(kind: str) -> None:
 
 def test_batches_of_padding_are_taken() -> None:
     """Rows of an engine that pads its tensors: all write to the dummy block, to whatever slot."""
-    found = {name: getattr(hal.Batch.build([[5, 6]], [[1]], block_size=BLOCK), name) for name in fields_of(hal.Batch)}
     padded = {
         "token_ids": torch.tensor([5, 6, 0, 0]), "positions": torch.tensor([0, 1, 0, 0]),
         "slot_mapping": torch.tensor([4, 5, 3, 3], dtype=torch.int32),
         "block_table": torch.tensor([[1], [0], [0]], dtype=torch.int32),
-        "kv_lens": torch.tensor([2, 1, 1], dtype=torch.int32), "logits_indices": found["logits_indices"],
+        "kv_lens": torch.tensor([2, 1, 1], dtype=torch.int32),
         "query_start_loc": torch.tensor([0, 2, 3, 4], dtype=torch.int32),
     }  # fmt: skip
     assert hal.Batch.from_tensors(block_size=BLOCK, **padded).num_sequences == 3

@@ -37,16 +37,13 @@ class Expected:
     slot: int
 
 
-def built(batch_type: type[hal.Batch], sequences: list[Expected], counts: list[int], logits: list[int]) -> Any:
+def built(batch_type: type[hal.Batch], sequences: list[Expected], counts: list[int]) -> Any:
     """Return the batch that Batch.build makes of the same sequences."""
-    batch = batch_type.build(
+    return batch_type.build(
         [each.tokens[each.cached : each.cached + count] for each, count in zip(sequences, counts, strict=True)],
         [each.blocks for each in sequences], block_size=BLOCK, cached=[each.cached for each in sequences],
         fields={"slots": [each.slot for each in sequences]} if batch_type is SlotBatch else {}, bounds=BOUNDS,
     )  # fmt: skip
-    ends = batch.query_start_loc_host[1:].tolist()
-    rows = [index for end, asked in zip(ends, logits, strict=True) for index in range(end - asked, end)]
-    return attrs.evolve(batch, logits_indices=torch.tensor(rows, dtype=torch.int64))
 
 
 def check_equal(found: hal.Batch, expected: hal.Batch) -> None:
@@ -122,18 +119,13 @@ def test_random_steps_are_those_of_lists(batch_type: type[hal.Batch], seed: int)
             stepped = [sequences[row] for row in rows]
             every = draw.random() < 0.5
             counts = [1 if every else draw.randint(1, len(each.tokens) - each.cached) for each in stepped]
-            logits = [1 if draw.random() < 0.7 else draw.randint(0, count) for count in counts]
             given = {} if rows != list(range(len(sequences))) or draw.random() < 0.5 else {"all": True}
-            batch = inputs.batch(
-                None if every else counts,
-                rows=None if given else rows,
-                num_logits=None if set(logits) == {1} else logits,
-            )
-            check_equal(batch, built(batch_type, stepped, counts, logits))
+            batch = inputs.batch(None if every else counts, rows=None if given else rows)
+            check_equal(batch, built(batch_type, stepped, counts))
             if draw.random() < 0.2:  # an engine that counts what is cached
                 inputs.set_cached(rows[0], 0)
-                again = inputs.batch(counts, rows=rows, cached=[each.cached for each in stepped], num_logits=logits)
-                check_equal(again, built(batch_type, stepped, counts, logits))
+                again = inputs.batch(counts, rows=rows, cached=[each.cached for each in stepped])
+                check_equal(again, built(batch_type, stepped, counts))
             inputs.advance(None if every else counts, rows=None if given else rows)
             for each, count in zip(stepped, counts, strict=True):
                 each.cached += count
@@ -183,7 +175,7 @@ def test_the_tokens_of_a_step_extend_their_rows() -> None:
     inputs.extend_each([0], [8])
     with pytest.raises(BatchError, match="row 0 has 400 tokens, the most"):
         inputs.extend_each([1, 0], [1, 2])
-    assert inputs.batch([400, 2, 2], num_logits=[1, 1, 1]).token_ids[-5:].tolist() == [8, 7, 31, 7, 22]
+    assert inputs.batch([400, 2, 2]).token_ids[-5:].tolist() == [8, 7, 31, 7, 22]
 
 
 def test_blocks_before_the_window_are_given_away() -> None:
@@ -243,10 +235,9 @@ def test_fields_of_a_model() -> None:
         (lambda it: it.batch([4, 1]), "row 0 has 3 tokens, 0 of them cached, and 4 are to run"),
         (lambda it: it.batch([1, 0]), "row 1 has no new token"),
         (lambda it: it.batch([1, 17]), "row 1 would have 17 tokens in the cache, but its 1 blocks hold 16"),
-        (lambda it: it.batch([1]), "2 rows, 1 numbers of tokens, 2 of cached ones and 2 of logits"),
+        (lambda it: it.batch([1]), "2 rows, 1 numbers of tokens, 2 of cached ones"),
         (lambda it: it.batch([1], rows=[2]), r"the rows \[2\] are not different ones of the 2"),
         (lambda it: it.batch([1, 1], rows=[1, 1]), r"the rows \[1, 1\] are not different"),
-        (lambda it: it.batch(num_logits=[1, 2]), "2 logits are asked of the 1 new tokens of row 1"),
         (lambda it: it.batch(rows=[]), "0 rows"),
         (lambda it: it.batch(cached=[0]), "1 of cached ones"),
         (lambda it: it.batch(cached=[0, -1]), "row 1 has 20 tokens, -1 of them cached, and 1 are to run"),
@@ -312,7 +303,6 @@ class TestFromTensors:
             ("block_table", torch.tensor([[1], [2]], dtype=torch.int32), "sequence 1 has the length 21.* take 16"),
             ("kv_lens", torch.tensor([1, 21], dtype=torch.int32), "sequence 0 has the length 1, with 2 new tokens"),
             ("query_start_loc", torch.tensor([0, 3, 3], dtype=torch.int32), r"query_start_loc is \[0, 3, 3\]"),
-            ("logits_indices", torch.tensor([1, 3]), "logits_indices has 3, out of the range 0 to 2"),
             ("sots", torch.tensor([1]), "Batch has no field 'sots'"),
         ],
     )  # fmt: skip

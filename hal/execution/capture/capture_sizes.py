@@ -80,7 +80,7 @@ def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int 
     if sizes[-1] > LARGEST:
         raise ConfigError(
             f"capture_sizes has {sizes[-1]}, and the largest graph has {LARGEST}",
-            "leave that size out; larger batches run eagerly",
+            "leave that size out; larger batches run uncaptured",
         )
     return sizes
 

@@ -88,7 +88,7 @@ class CapturedForm(Form):
             self._capture(largest)
         else:
             self._missing = problem or OTHER_RANK
-            log.warning("%s batches run eagerly: %s", phase, self._missing)
+            log.warning("%s batches run uncaptured: %s", phase, self._missing)
         for found in self._buckets.values():
             found.sort(key=lambda bucket: bucket.shape.tokens)
         first = next((found[-1] for found in self._buckets.values()), None)
@@ -218,7 +218,7 @@ class CapturedForm(Form):
             if not self._all_agree(problem is None):
                 bucket.drop()
                 log.warning(
-                    "%s batches of %s run in a larger bucket or eagerly: %s", context.phase, shape,
+                    "%s batches of %s run in a larger bucket or uncaptured: %s", context.phase, shape,
                     problem or OTHER_RANK,
                 )  # fmt: skip
                 continue

@@ -20,6 +20,7 @@ from torch import Tensor
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.ops.rounding import MANY_TOKENS, Agreement, ReferenceLogits, check_choice, check_logits, rms
+from hal.step import ALL
 from helpers import checkpoints, reference
 
 BLOCK = 128
@@ -269,12 +270,12 @@ def run(
     for number, call in enumerate(plan.calls):
         source = texts or chosen
         new = [source[row][start:stop] for row, start, stop in zip(call.rows, call.starts, call.stops, strict=True)]
-        batch = runner.batch(new, call.blocks, cached=call.starts, all_logits=True)
+        batch = runner.batch(new, call.blocks, cached=call.starts)
         if tamper is not None:
             batch = tamper(number, batch)
         # A copy: a replay's logits are valid until the next one. Under inference mode, like the original.
         with torch.inference_mode():
-            logits = runner.step(batch).logits.clone()
+            logits = runner.step(batch, ALL).logits.clone()
         results.append(logits.cpu() if call.waits else logits)
         if texts is None:
             ends = torch.tensor([len(tokens) for tokens in new]).cumsum(0) - 1

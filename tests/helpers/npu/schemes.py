@@ -30,6 +30,7 @@ import torch  # noqa: E402
 
 import hal  # noqa: E402
 from hal.errors import CompileError  # noqa: E402
+from hal.step import ALL  # noqa: E402
 from helpers import held_out  # noqa: E402
 
 TRAINED = TESTS.parent / "checkpoints" / "tiny-python"
@@ -109,7 +110,7 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
     blocks = on.blocks.take(on.spec.blocks_for(window))
     assert blocks is not None
     with torch.inference_mode():
-        logits = on.step(on.batch([stream[:window]], [blocks], all_logits=True)).logits.float().cpu()
+        logits = on.step(on.batch([stream[:window]], [blocks]), ALL).logits.float().cpu()
     on.blocks.give_back(blocks)
     best = logits.topk(2).values
     return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])

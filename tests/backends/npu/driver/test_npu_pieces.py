@@ -21,6 +21,7 @@ from hal import ops
 from hal.errors import CaptureError, ConfigError, GraphError
 from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
+from hal.step import ALL, LAST
 
 Opened = Callable[..., hal.Backend]
 DECODE, PREFILL = [2, 4], [8, 16, 140]
@@ -56,7 +57,10 @@ class Deep(CausalLM):
             query, key = ops.rotary_embedding(query, key, cos, sin)
             hidden = hidden + self.out(self.attention(query, key, value, batch, state))
             hidden = hidden + self.down(ops.silu_and_mul(self.up(self.norm(hidden))))
-        return self.embedding.as_linear(self.norm(hidden)[batch.logits_indices])
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.embedding.as_linear(hidden)
 
 
 @pytest.fixture
@@ -119,8 +123,8 @@ class TestSameAsEager:
             draw = random.Random(seed)
             count = draw.randint(2, 6)
             lengths, cached = ([draw.randint(low, 100) for _ in range(count)] for low in (1, 0))
-            batch = drawn(runner, seed, lengths, cached, all_logits=seed % 2 == 0)
-            assert_same(runner.step(batch).logits, eagerly(runner, batch))
+            batch, rows = drawn(runner, seed, lengths, cached), LAST if seed % 2 else ALL
+            assert_same(runner.step(batch, rows).logits, eagerly(runner, batch, rows))
 
     @pytest.mark.parametrize("at", [["store_kv_cache", "paged_attention"], ["linear", "paged_attention"]])
     def test_at_several_operations(self, opened: Opened, at: list[str]) -> None:
@@ -230,7 +234,7 @@ class TestFaults:
         check(runner, (9,))
         caplog.clear()
         runner = hal.Runner(Deep(), opened({"max_streams": 8}, on_capture_error="eager"))
-        assert "prefill batches run eagerly: graphs of 3 sizes need 12 streams, and 0 are left" in caplog.text
+        assert "prefill batches run uncaptured: graphs of 3 sizes need 12 streams, and 0 are left" in caplog.text
         check(runner, (9,))
 
     def test_out_of_streams(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +244,7 @@ class TestFaults:
         caplog.set_level(logging.WARNING)
         with emulator.faults.streams(first=6):
             runner = hal.Runner(model, opened(on_capture_error="eager"))
-        assert "decode batches of 2 tokens run in a larger bucket or eagerly" in caplog.text
+        assert "decode batches of 2 tokens run in a larger bucket or uncaptured" in caplog.text
         check(runner, (9,))
 
     def test_out_of_memory_in_a_capture(self, opened: Opened) -> None:
@@ -271,8 +275,8 @@ class TestMarkers:
         runner = marked(Deep(), opened(splitting_ops=at))
         check(runner)
         for seed in range(3):
-            batch = drawn(runner, seed, [60, 9, 30], [0, 130, 5], all_logits=seed != 0)
-            assert_same(runner.step(batch).logits, eagerly(runner, batch))
+            batch, rows = drawn(runner, seed, [60, 9, 30], [0, 130, 5]), ALL if seed else LAST
+            assert_same(runner.step(batch, rows).logits, eagerly(runner, batch, rows))
 
     def test_attention_is_launched_and_the_rest_replayed(self, opened: Opened) -> None:
         assert_attention_is_launched(marked(Deep(), opened()))

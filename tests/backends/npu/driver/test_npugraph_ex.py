@@ -176,9 +176,9 @@ class TestTokens:
             for _ in range(2):
                 same(runner.step(three).logits.cpu(), eagerly(runner, three).cpu())
         assert not trace.ran(kind="graph")
-        told = [each.getMessage() for each in caplog.records if "runs eagerly" in each.getMessage()]
+        told = [each.getMessage() for each in caplog.records if "runs uncaptured" in each.getMessage()]
         assert len(told) == 1
-        assert told[0].startswith("a step of 3 sequences runs eagerly: its attention was captured over 4 blocks")
+        assert told[0].startswith("a step of 3 sequences runs uncaptured: its attention was captured over 4 blocks")
         same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
 
     def test_as_it_is_written(self, npu: Opened, small: Path) -> None:
@@ -381,12 +381,10 @@ class TestErrors:
             return
         runner = hal.Runner(model, backend)
         for size in SIZES:
-            told = (
-                f"decode batches of {size} sequences run in a larger bucket or eagerly: npugraph_ex failed: this pass"
-            )
+            told = f"decode batches of {size} sequences run in a larger bucket or uncaptured: npugraph_ex failed: this pass"
             assert f"{told} is broken" in caplog.text
         check(runner, steps=4)
-        assert caplog.text.count("runs eagerly: no size was captured") == 1
+        assert caplog.text.count("runs uncaptured: no size was captured") == 1
 
     @pytest.mark.parametrize("policy", ["raise", "eager"])
     def test_a_failing_capture(
@@ -401,7 +399,7 @@ class TestErrors:
                     hal.Runner(model, backend)
             else:
                 check(hal.Runner(model, backend), steps=4)
-                assert "decode batches of 4 sequences run in a larger bucket or eagerly" in caplog.text
+                assert "decode batches of 4 sequences run in a larger bucket or uncaptured" in caplog.text
         check(hal.Runner(model, opened()), steps=4)
 
     def test_lengths_that_a_kernel_reads_as_numbers(self) -> None:
