@@ -106,7 +106,7 @@ def test_no_head_runs_for_no_rows(compiler: str) -> None:
     backend = opened(compiler)
     width, rows = Scorer.vocab_size, list[int]()
 
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.shape[0] == width:
             rows.append(x.shape[0])
         return torch.nn.functional.linear(x, weight, bias)
@@ -125,7 +125,7 @@ def test_a_prefill_computes_the_asked_rows_only() -> None:
     for compiler in COMPILERS:
         backend, rows = opened(compiler), list[int]()
 
-        def counted(x: Tensor, weight: Tensor, bias: Tensor | None, rows: list[int] = rows) -> Tensor:
+        def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None, rows: list[int] = rows) -> Tensor:
             if weight.shape[0] == Scorer.vocab_size:
                 rows.append(x.shape[0])
             return torch.nn.functional.linear(x, weight, bias)
