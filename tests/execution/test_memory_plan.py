@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class Wasteful(CausalLM):
-    """A model without attention, whose step takes 1 MiB per token, and 1 MiB per row of logits."""
+    """A model without attention, whose step takes 1 MiB per token, and then 8 MiB per row of logits."""
 
     vocab_size, max_length, states = 11, 64, (key_value_states(1, 8),)
 
@@ -43,7 +43,7 @@ class Wasteful(CausalLM):
         return self.embedding(batch.token_ids) + 0 * taken[:1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        taken = torch.ones(hidden.shape[0] * MIB, dtype=torch.uint8)
+        taken = torch.ones(hidden.shape[0] * 8 * MIB, dtype=torch.uint8)
         return self.embedding.as_linear(hidden) + 0 * taken[:1]
 
 
@@ -85,7 +85,7 @@ def check_plan(rank: int, kind: type[Wasteful], compiler: str, captures: float, 
     assert plan.step is not None
     assert plan.captures is not None
     assert plan.held < before + 50 * MIB, str(plan)
-    assert 45.5 <= plan.step / MIB <= 46 + 4, str(plan)
+    assert 47.5 <= plan.step / MIB <= 48 + 4, str(plan)
     assert captures - 0.5 <= plan.captures / MIB <= captures + 4, str(plan)
     assert model.seen[1] == (40, [64, 7, 7, 7, 6, 6])
     assert plan.weights == 11 * 8 * 4
@@ -98,7 +98,7 @@ def check_plan(rank: int, kind: type[Wasteful], compiler: str, captures: float, 
 
 @pytest.mark.parametrize(
     ("kind", "compiler", "captures", "garbage"),
-    [(Wasteful, "eager", 0, 0), (Wasteful, "graph", 8 * 1.15, 0), (Collecting, "eager", 0, 100)],
+    [(Wasteful, "eager", 0, 0), (Wasteful, "graph", 32 * 1.15, 0), (Collecting, "eager", 0, 100)],
 )
 def test_the_largest_step_is_measured(kind: type[Wasteful], compiler: str, captures: float, garbage: int) -> None:
     # In a new process: the C library may use memory for a step that earlier tests have freed and it has kept.

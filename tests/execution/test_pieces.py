@@ -465,7 +465,7 @@ class TestMarkers:
     @pytest.mark.parametrize("at", [("paged_attention",), ("paged_attention", "store_kv_cache"), EVERYTHING])
     def test_around_every_bucket(self, at: Sequence[str]) -> None:
         runner = marked(Deep(2), opened(splitting_ops=list(at)))
-        calls = {"paged_attention": 2, "store_kv_cache": 2, "linear": 5}
+        calls = {"paged_attention": 2, "store_kv_cache": 2, "linear": 4}
         assert graphs_of(runner, "prefill") == 1 + sum(calls[name] for name in at)
         check(runner)
         for seed in range(4):
