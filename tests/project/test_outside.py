@@ -20,6 +20,7 @@ from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, Linear, WeightUse
 from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
+from hal.step import ALL
 
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
 
@@ -85,7 +86,7 @@ def test_generate_hands_out_slots_and_resets_them(tmp_path: Path) -> None:
 
 
 def test_states_move_on_once_whatever_rows_of_logits_are_asked_for(tmp_path: Path) -> None:
-    """More rows than were captured would take several runs of pieces, but states must advance only once."""
+    """The head runs once for all rows, after the pieces that advance the states."""
     folder = toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM")
     text = [index % 61 for index in range(80)]
     found = []
@@ -95,7 +96,7 @@ def test_states_move_on_once_whatever_rows_of_logits_are_asked_for(tmp_path: Pat
         runner = hal.Runner(hal.load_model(folder, backend), backend)
         blocks = runner.blocks.take(runner.spec.blocks_for(81)) or []
         slots = runner.slots.take(1)
-        first = runner.step(runner.batch([text], [blocks], all_logits=True, slots=slots)).logits.clone()
+        first = runner.step(runner.batch([text], [blocks], slots=slots), ALL).logits.clone()
         second = runner.step(runner.batch([[5]], [blocks], cached=[80], slots=slots)).logits.clone()
         found.append(torch.cat([first, second]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from hal.drivers.compiler import Compiler, Form
+from hal.drivers.compiler import Compiler, Form, Outputs, Plan
 from hal.execution.context import FormContext
 from hal.execution.optimized_model import OptimizedModel
 from hal.step import Batch, StepShape
@@ -17,15 +15,17 @@ class CountingForm(Form):
         self.steps: list[StepShape] = []
         self._queries = context.config.queries
         self._model = OptimizedModel(context)
+        self.with_logits = context.model.has_logits
 
-    def refusal(self, batch: Batch, shape: StepShape) -> str | None:
-        if shape.queries not in self._queries or batch.logits_indices.shape[0] != shape.tokens:
+    def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
+        if shape.queries not in self._queries:
             return f"a step of {shape} is not counted"
-        return None
 
-    def run(self, batch: Batch, shape: StepShape) -> Tensor:
-        self.steps.append(shape)
-        return self._model(batch, shape)
+        def run() -> Outputs:
+            self.steps.append(shape)
+            return self._model(batch, shape)
+
+        return run
 
 
 class CountingCompiler(Compiler):

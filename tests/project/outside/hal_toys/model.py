@@ -52,5 +52,7 @@ class ToyLM(CausalLM):
         hidden = self.embed_tokens(batch.token_ids)
         for layer, state in zip(self.layers, states, strict=True):
             hidden = layer(hidden, batch, state)
-        logits: Tensor = self.lm_head(hidden[batch.logits_indices])
-        return logits
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)

@@ -73,5 +73,4 @@ class PicturesForCausalLM(ToyLM):
         cos, sin = angles.cos().to(text.dtype), angles.sin().to(text.dtype)
         for layer, state in zip(self.layers, states, strict=True):
             hidden = layer(hidden, cos, sin, batch, state)
-        logits: Tensor = self.lm_head(hidden[batch.logits_indices])
-        return logits
+        return hidden
