@@ -247,7 +247,7 @@ class TestPrefill:
         assert found.difference < 1e-4
 
     def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
-        """The default sizes, up to 1,024 tokens, would run a longer prompt eagerly under another name."""
+        """The default sizes, up to 1,024 tokens, would run a longer prompt uncaptured under another name."""
         measurement.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
         assert not [each for each in caplog.messages if "runs uncaptured" in each]
         assert any(each.endswith("pieces: 1200 tokens") for each in caplog.messages), "the only size"
