@@ -147,7 +147,7 @@ class CpuDriver(Driver):
     """The CPU driver. It is always available, and ``auto`` tries it last."""
 
     name = "cpu"
-    api_version = (2, 0)
+    api_version = (3, 0)
     priority = 0
 
     def probe(self) -> Probe:

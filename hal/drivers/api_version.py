@@ -12,10 +12,7 @@ from hal.errors import DriverIncompatible
 from hal.version import API_VERSION
 
 CHANGED = MappingProxyType({
-    2: (
-        ": a backend takes graphs=True and compilers as objects, `allocate` and `state_layout` replace `kv_cache` and "
-        "`cache_layout`, and `decoder` is gone"
-    ),
+    3: ": a form's `plan` replaces `refusal` and `run`, and a step returns hidden states",
 })  # fmt: skip
 """Summary of the changes in each major version of the driver API; ``docs/how-to/moving-to-N.md`` has the details."""
 
@@ -54,7 +51,7 @@ def check_driver(name: str, group: str, cls: Any) -> None:
     except (TypeError, ValueError):
         raise DriverIncompatible(
             f"the driver {name} has api_version = {cls.api_version!r}, which is not two integers",
-            "set api_version to two integers, such as (2, 0)",
+            "set api_version to two integers, such as (3, 0)",
         ) from None
     if major != API_VERSION[0]:
         changed = CHANGED.get(major + 1, "")

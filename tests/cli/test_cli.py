@@ -31,7 +31,7 @@ DRIVERS = """
 import hal, torch
 
 class Good(hal.Driver):
-    name, api_version, priority = "good", (2, 0), 5
+    name, api_version, priority = "good", (3, 0), 5
     def probe(self):
         return hal.Probe(True)
     def open(self, options):
@@ -72,7 +72,7 @@ EMULATING = """
 import hal
 
 class Emulating(hal.Driver):
-    name, api_version = "emulating", (2, 0)
+    name, api_version = "emulating", (3, 0)
     def probe(self):
         return hal.Probe(True)
     def open(self, options):
@@ -376,7 +376,7 @@ class TestLists:
         drivers = {each["name"]: each for each in found["drivers"]}
         assert found["auto"] == "good"
         assert drivers["good"] == {
-            "name": "good", "available": True, "priority": 5, "api_version": "2.0", "reason": "", "hint": ""
+            "name": "good", "available": True, "priority": 5, "api_version": "3.0", "reason": "", "hint": ""
         }  # fmt: skip
         assert (drivers["absent"]["available"], drivers["absent"]["reason"]) == (False, "there is no [card]")
         assert (drivers["misspelt"]["available"], drivers["misspelt"]["priority"]) == (False, None)

@@ -35,7 +35,7 @@ class Options:
     emulator: bool = False
 
 class Acme(hal.Driver):
-    name, api_version, priority = "acme", (2, 0), 7
+    name, api_version, priority = "acme", (3, 0), 7
     requires = ("torch>=2", "a-package-that-is-not-there==1.0")
     variables = ("ACME_",)
 
@@ -125,7 +125,7 @@ class Talkative(Acme):
         return super().open(options)
 
 class NextMinor(Acme):
-    api_version = (2, 99)
+    api_version = (3, 99)
 """
 BROKEN = {
     "raises": "raise RuntimeError('no libacme.so')",
@@ -239,7 +239,7 @@ def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) ->
     assert cpu["status"] == acme["status"] == "works"
     assert (absent["status"], absent["reason"], absent["hint"]) == ("unavailable", "there is no Acme card", "buy one")
     assert "no_such_module" in of(everything, "missing")["reason"]
-    assert "needs driver API 2.99" in of(everything, "NextMinor")["reason"]
+    assert "needs driver API 3.99" in of(everything, "NextMinor")["reason"]
     assert of(everything, "NextMinor")["status"] == "broken"
 
 
@@ -323,7 +323,7 @@ def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
 
 def test_versions(everything: dict[str, Any]) -> None:
     acme, cpu = of(everything, "acme"), of(everything, "cpu")
-    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "2.0", 7)
+    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "3.0", 7)
     assert (cpu["package"], cpu["version"]) == ("torch-hal", hal.__version__)
     assert everything["hal"] == hal.__version__
     assert everything["driver_api"] == ".".join(map(str, hal.API_VERSION))

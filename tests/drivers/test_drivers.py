@@ -49,7 +49,7 @@ class Card:
 
 class Acme(hal.Driver):
     name = "acme"
-    api_version = (2, 0)
+    api_version = (3, 0)
     priority = 10
 
     def probe(self):
@@ -70,19 +70,19 @@ class Raising(Acme):
         raise OSError("bus error")
 
 class NextMinor(Acme):
-    api_version = (2, 3)
+    api_version = (3, 3)
     def prefetch(self):
         return None
 
 class NextMajor(Acme):
-    api_version = (3, 0)
+    api_version = (4, 0)
 
 class LastMajor(Acme):
-    api_version = (1, 1)
+    api_version = (2, 1)
 
 class Unfinished(hal.Driver):
     name = "unfinished"
-    api_version = (2, 0)
+    api_version = (3, 0)
     def probe(self):
         return hal.Probe(True)
 
@@ -218,7 +218,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
     assert found["absent"] == hal.Probe(False, "there is no Acme card", "buy one")
     assert "bus error" in found["raising"].reason
     assert "a_library_that_is_not_there" in found["broken"].reason
-    assert "2.1" in found["newer"].reason
+    assert "3.1" in found["newer"].reason
     assert "Nothing" in found["typo"].reason
     assert all(probe.reason and probe.hint for name, probe in found.items() if name != "cpu")
 
@@ -227,12 +227,12 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
     ("target", "error", "message"),
     [
         ("acme_driver:NextMinor", DriverIncompatible,
-         r"needs driver API 2\.3; .* has 2\.0 and lacks the additions of 2\.1, 2\.2, 2\.3; .* never call its prefetch"),
+         r"needs driver API 3\.3; .* has 3\.0 and lacks the additions of 3\.1, 3\.2, 3\.3; .* never call its prefetch"),
         ("acme_driver:NextMajor", DriverIncompatible,
-         r"written for driver API 3\.x; this torch-hal has 2\.0\n.* for API 2\.x, or a torch-hal with API 3\.x \(acme "
+         r"written for driver API 4\.x; this torch-hal has 3\.0\n.* for API 3\.x, or a torch-hal with API 4\.x \(acme "
          r"is registered by acme 1\.0\)$"),
         ("acme_driver:LastMajor", DriverIncompatible,
-         r"API 1\.x; this torch-hal has 2\.0: .*`allocate` and `state_layout` .*\n.* docs/how-to/moving-to-2\.md "),
+         r"API 2\.x; this torch-hal has 3\.0: .*`plan` replaces .*\n.* docs/how-to/moving-to-3\.md "),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
         ("acme_driver:Lettered", DriverIncompatible, r"variables = 'ACME_', .* not a tuple\n  remedy: .*\('ACME_',\)"),
@@ -349,7 +349,7 @@ def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: P
 
 
 def test_a_later_hal_loads_todays_drivers(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_version, "API_VERSION", (2, 3))
+    monkeypatch.setattr(api_version, "API_VERSION", (3, 3))
     vendor.install(acme="acme_driver:NextMinor")
     assert hal.open("acme", activate=False).name == "acme"
 

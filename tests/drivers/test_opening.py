@@ -26,7 +26,7 @@ import hal
 
 class Acme(hal.Driver):
     name = "acme"
-    api_version = (2, 0)
+    api_version = (3, 0)
     priority = 100
 
     def probe(self):

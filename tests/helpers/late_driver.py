@@ -9,7 +9,7 @@ from hal.errors import DeviceError
 from hal.parallel import collectives
 
 class Late(hal.Driver):
-    name, api_version, priority = "late", (2, 0), -5
+    name, api_version, priority = "late", (3, 0), -5
 
     def probe(self):
         return hal.Probe(True, "")

@@ -176,7 +176,7 @@ from {__name__} import Own, OwnNorm
 from hal.nn import RMSNorm
 
 class Driver(hal.Driver):
-    name, api_version = "own", (2, 0)
+    name, api_version = "own", (3, 0)
 
     def probe(self):
         return hal.Probe(True)

@@ -35,7 +35,7 @@ WITHOUT_LIBRARY = """
 import sys, types, hal
 
 class Acme(hal.Driver):
-    name, api_version = "acme", (2, 0)
+    name, api_version = "acme", (3, 0)
     def probe(self):
         return hal.Probe(True)
     def open(self, options):

@@ -231,5 +231,5 @@ class TestAskingForAnEmulatedOne:
         assert lines[-1] == "* selected by auto: cpu"
 
         lines = processes.hal("backends", HAL_NPU_EMULATOR="1").stdout.splitlines()
-        assert lines[1].split(maxsplit=5) == ["npu", "*", "yes", "20", "2.0", "an emulated NPU"]
+        assert lines[1].split(maxsplit=5) == ["npu", "*", "yes", "20", "3.0", "an emulated NPU"]
         assert lines[-1] == "* selected by auto: npu"
