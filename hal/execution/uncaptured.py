@@ -83,5 +83,8 @@ class Uncaptured:
             return make()
         except CompileError as error:
             self.passes = None
-            log.warning("steps that no graph holds run the Python code of %s: %s", type(self.model).__name__, error)
+            # A record may be kept, and the error's traceback would keep the runner.
+            log.warning(
+                "steps that no graph holds run the Python code of %s: %s", type(self.model).__name__, str(error)
+            )
             return None

@@ -181,7 +181,7 @@ def test_a_step_of_prompts_and_running_sequences_replays(opened: Opened, markers
         torch.npu.synchronize()
     assert sum(record.kind == "graph" for record in trace.records) == 4
     assert trace.counts(phase="eager")["FusedInferAttentionScoreV3"] == 3 * 3
-    assert of_layers(trace) == (0 if markers else 1)  # The logits, which have as many rows as the batch asks for.
+    assert of_layers(trace) == 1  # The logits, which have as many rows as the step asks for.
     assert_same(found, expected)
 
 

@@ -147,9 +147,10 @@ class TestBudget:
         runner = hal.Runner(Toy(), opened({"max_streams": 2}, on_capture_error="eager"))
         check(runner)
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert len(warnings) == 2, warnings
+        assert len(warnings) == 3, warnings
         assert "decode batches run uncaptured: graphs of 3 sizes need 3 streams" in warnings[0]
-        assert "a step of 4 sequences runs uncaptured: graphs of 3 sizes need 3 streams" in warnings[1]
+        assert "steps that no graph holds run the Python code of Toy: Toy depends on sizes" in warnings[1]
+        assert "a step of 4 sequences runs uncaptured: graphs of 3 sizes need 3 streams" in warnings[2]
 
 
 class Wasteful(torch.nn.Module):

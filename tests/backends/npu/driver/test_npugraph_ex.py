@@ -407,7 +407,7 @@ class TestErrors:
         from hal.backends.npu.npugraph_ex.native_nodes import native_step
 
         def reads(token_ids: Tensor, *rest: Any) -> tuple[Tensor]:
-            return (token_ids + rest[7].tolist()[0],)
+            return (token_ids + rest[6].tolist()[0],)
 
         with pytest.raises(
             CompileError, match=r"the lengths of only 0 of the \d operations that read them \(aten\.add"
