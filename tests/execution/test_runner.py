@@ -321,7 +321,7 @@ class TestModelsThatForget:
 
     def test_to_compute_anything(self, cpu: hal.Backend) -> None:
         runner = hal.Runner(self.Nothing(), cpu)
-        with pytest.raises(ModelError, match="Nothing.forward returned NoneType"):
+        with pytest.raises(ModelError, match=r"Nothing.forward returned NoneType"):
             runner.step(decode_batch(runner, 2))
 
 
