@@ -115,6 +115,8 @@ def taken(values: Tensor, rows: Wanted, batch: Batch, shape: StepShape) -> Tenso
         return values[:0]
     if isinstance(rows, Tensor):
         return values.index_select(0, rows)
+    if shape.queries == 1:
+        return values
     if shape.queries:
         return values[shape.queries - 1 :: shape.queries]
     if shape.sequences == 1:

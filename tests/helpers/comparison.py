@@ -137,22 +137,39 @@ def their_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
+def their_hidden(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Return the hidden states ``[tokens, width]`` of one sequence, of which its logits are computed."""
+    with torch.inference_mode():
+        hidden: Tensor = model.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    return hidden
+
+
 def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None) -> list[Tensor]:
-    """Return our logits of every sequence of ``case``, batched: prefill (from ``cuts`` on, if given), then decode.
+    """Return our logits of every sequence of ``case``; see :func:`our_outputs`."""
+    return our_outputs(runner, case, cuts=cuts)[0]
+
+
+def our_outputs(
+    runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return our logits and hidden states of every sequence, batched: prefill (from ``cuts`` on, if given), then decode.
 
     Each sequence starts to decode one step after the previous one, so that batches of all sizes occur and rows move.
     """
     count = len(case.sequences)
     ends = [len(sequence) - STEPS for sequence in case.sequences]
-    parts: list[list[Tensor]] = [[] for _ in range(count)]
+    logits: list[list[Tensor]] = [[] for _ in range(count)]
+    hidden: list[list[Tensor]] = [[] for _ in range(count)]
 
     def run(starts: Sequence[int], stops: Sequence[int]) -> None:
         rows = [row for row in range(count) if starts[row] < stops[row]]
         new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
         batch = runner.batch(new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows])
-        logits = runner.step(batch, ALL).logits.clone()  # The logits of a replay are valid until the next one.
-        for row, part in zip(rows, logits.split([len(tokens) for tokens in new]), strict=True):
-            parts[row].append(part)
+        output = runner.step(batch, ALL)
+        for parts, tensor in ((logits, output.logits), (hidden, output.hidden_states)):
+            # A copy: those of a replay are valid until the next one.
+            for row, part in zip(rows, tensor.clone().split([len(tokens) for tokens in new]), strict=True):
+                parts[row].append(part)
 
     starts = [0] * count
     if cuts is not None:
@@ -163,7 +180,7 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
         decoding = [0 <= step - row < STEPS for row in range(count)]
         starts = [end + step - row for row, end in enumerate(ends)]
         run(starts, [start + new for start, new in zip(starts, decoding, strict=True)])
-    return [torch.cat(part) for part in parts]
+    return [torch.cat(part) for part in logits], [torch.cat(part) for part in hidden]
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

@@ -21,8 +21,10 @@ from helpers.comparison import (
     difference,
     draw_rope,
     our_logits,
+    our_outputs,
     randomize,
     spell_as_before_version_5,
+    their_hidden,
     their_logits,
 )
 from helpers.reference import TEXTS, open_runner, prompts
@@ -90,16 +92,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return build(request.param, tmp_path_factory.mktemp("qwen3"))
 
 
+def check(case: Case, compiler: str) -> None:
+    """Compare the logits and the hidden states of all tokens."""
+    logits, hidden = our_outputs(case.runner(compiler), case)
+    assert difference(logits, [their_logits(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
+    assert difference(hidden, [their_hidden(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
+
+
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
+    check(case, compiler)
 
 
 @pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)
 def test_logits_through_inductor(case: Case) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner("inductor"), case), theirs) <= TOLERANCE
+    check(case, "inductor")
 
 
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
