@@ -152,7 +152,7 @@ def our_logits(runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = N
 def our_outputs(
     runner: hal.Runner, case: Case, *, cuts: Sequence[int] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return our logits and hidden states of every sequence, batched: prefill (from ``cuts`` on, if given), then decode.
+    """Return our logits and hidden states of every sequence, batched: prefill, from ``cuts`` on if given, then decode.
 
     Each sequence starts to decode one step after the previous one, so that batches of all sizes occur and rows move.
     """
