@@ -44,7 +44,7 @@ if "torch" not in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"
             del os.environ[_name]
 
 if TYPE_CHECKING:
-    from hal import nn, ops
+    from hal import errors, nn, ops, step
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.loading import load_model
     from hal.checkpoint.model_registry import architectures
@@ -114,7 +114,7 @@ _HOME = {
     "replace_weights": "hal.execution.replace_weights",
     "state_spec": "hal.execution.state_spec",
 }
-_MODULES = ("nn", "ops")
+_MODULES = ("errors", "nn", "ops", "step")
 
 __all__ = [
     "API_VERSION",
@@ -152,6 +152,7 @@ __all__ = [
     "__version__",
     "active_backend",
     "architectures",
+    "errors",
     "generate",
     "load_model",
     "nn",
@@ -161,6 +162,7 @@ __all__ = [
     "read_config",
     "replace_weights",
     "state_spec",
+    "step",
 ]
 
 

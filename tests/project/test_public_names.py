@@ -51,7 +51,7 @@ def used(node: ast.AST) -> list[str]:
             return [f"hal.{name}"]
         case ast.Attribute(value=ast.Attribute(value=ast.Name(id="hal"), attr=module), attr=name):
             # An operation has its page, generated from its declaration; a class's attributes belong to it.
-            return [f"hal.{module}.{name}"] if module not in hal.__all__ or module == "nn" else []
+            return [f"hal.{module}.{name}"] if module not in hal.__all__ or module in ("nn", "step") else []
     return []
 
 
