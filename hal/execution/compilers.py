@@ -46,7 +46,7 @@ class PiecewiseEagerCompiler(_Capturing):
     """Captures the model's Python code in pieces, between the splitting operations."""
 
     name = "piecewise_eager"
-    reads = frozenset({"splitting_ops"})
+    reads = frozenset({"splitting_ops", "passes"})
     any_shape = True
 
     def make(self, context: FormContext) -> Form:
@@ -59,7 +59,7 @@ class InductorCompiler(Compiler):
     """Compiles steps with Inductor, once for one sequence and once for any larger number."""
 
     name = "inductor"
-    reads = frozenset({"queries"})
+    reads = frozenset({"passes", "queries"})
 
     def unsupported(self, backend: Any) -> str | None:
         return None if backend.inductor is not None else "the driver does not support code from Inductor"

@@ -116,7 +116,12 @@ class Runner(Closable):
         compilation = backend.config.compilation
         chosen = [phase for phase in phases if compilation.of(phase).compiler != EAGER]
         uncaptured: dict[Phase, Uncaptured] = {
-            phase: Uncaptured(model, states, backend, compilation.of(phase).passes if chosen else None)
+            phase: Uncaptured(
+                model,
+                states,
+                backend,
+                compilation.of(phase).passes if chosen and getattr(compilation, phase).compiler != EAGER else None,
+            )
             for phase in phases
         }
         if uncaptured["prefill"].passes == uncaptured["decode"].passes:

@@ -101,7 +101,6 @@ class TestConfigurations:
             ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is set, but the compiler 'eager'"),
             ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is set"),
             ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is set"),
-            ({"compiler": "piecewise_eager", "passes": {"add_rms_norm": False}}, "passes is set"),
             ({"decode": {"compilr": "graph"}}, "compilr"),
             (
                 {"compiler": "graph", "prefill": {"compiler": "piecewise"}, "decode": {"splitting_ops": ["linear"]}},
