@@ -7,6 +7,7 @@ for the emulated NPU run with torch_npu as well, as in `.venv/npu`. Python runs 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_commands(clone: Clone, page: Path) -> None:
             continue
         # The clone's environment comes first in PATH, and stands in for that of `make`.
         run = command.replace(".venv/npu/bin/", "")
-        script += [f"echo '+' {command!r} >&2", f"{clone.npu_variable if needs_npu else ''} {run}"]
+        script += [f"echo + {shlex.quote(command)} >&2", f"{clone.npu_variable if needs_npu else ''} {run}"]
     clone.check(clone.root, "bash", "-c", "\n".join(script))
 
 
