@@ -82,7 +82,7 @@ def decoded(runner: hal.Runner, size: int) -> tuple[Tensor, Tensor]:
     """Return the logits of a decode step, and those of the model's own Python code."""
     batch = runner.batch([[row % 32] for row in range(size)], [[row + 1] for row in range(size)])
     with torch.inference_mode():
-        return runner.step(batch).logits.clone(), runner.model(batch, runner.states.layers)
+        return runner.step(batch).logits.clone(), runner.model.logits(runner.model(batch, runner.states.layers))
 
 
 class TestConfigurations:
@@ -251,8 +251,8 @@ class TestTraces:
                 self.out2.weight = self.out.weight
                 self.all_norms = [{"norm": (norm,)} for norm in self.norms]
                 self.project = self.projected
-                self.register_buffer("shift", torch.ones(32))
-                self.register_forward_hook(lambda module, given, logits: logits + self_of(module).shift)
+                self.register_buffer("shift", torch.ones(16))
+                self.register_forward_hook(lambda module, given, hidden: hidden + self_of(module).shift)
 
             def projected(self, hidden: Tensor) -> Tensor:
                 assert self.out is self.again

@@ -177,7 +177,8 @@ def run(cut: SplitStep, batch: Values, tokens: int, bucket: int) -> Tensor:
                 fixed[output.name][:tokens] = result
                 result = fixed[output.name][:tokens]
             values[output.name] = result if output.row is None else result[:tokens]
-    return values[cut.logits]
+    (name,) = cut.returned
+    return values[name]
 
 
 def drawn_batch(seed: int, tokens: int) -> Values:
