@@ -28,6 +28,7 @@ from hal.nn import CausalLM
 from hal.ops import Draw
 from hal.ops.tolerance import assert_agree
 from hal.parallel import SOLO, Group, Mesh
+from hal.step import ALL
 
 COLLECTIVES = [each for each in ops.catalogue().values() if each.collective]
 
@@ -158,7 +159,7 @@ COPIES = {"clone", "contiguous", "_to_copy", "copy_"}
 
 
 def traced(backend: hal.Backend, model: CausalLM) -> Counter[str]:
-    step = trace_step(model, states_of(model), StepSizes(3), whole=kept_whole(backend), decompose=False)
+    step = trace_step(model, states_of(model), StepSizes(3), whole=kept_whole(backend), decompose=False, rows=ALL)
     return called(step.graph)
 
 
@@ -187,7 +188,7 @@ def test_every_split_projection_of_a_model_is_fused(trained: Path, pair: Group, 
             "own", cpu.device, kernels=kernels("linear_all_reduce"), sources={"linear_all_reduce": "one launch"}
         )
         own.activate()
-        step = optimize_model(model, states_of(model), StepSizes(3), own, {"linear_all_reduce": True})
+        step = optimize_model(model, states_of(model), StepSizes(3), own, {"linear_all_reduce": True}, ALL)
         cpu.activate()
     counts = called(step.traced.graph)
     layers = len(model.states)
