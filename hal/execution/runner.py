@@ -98,6 +98,7 @@ class Runner(Closable):
     def _make(self, model: CausalLM, max_length: int | None, num_blocks: int | None) -> None:
         backend = self.backend
         check_placed(model, backend)
+        self._has_logits = model.has_logits
         self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
         with backend.explaining():
@@ -277,7 +278,7 @@ class Runner(Closable):
         batch.check()
         with self.backend.explaining(), torch.inference_mode():
             rows = check_rows(rows, batch)
-            if rows is not NONE and not self.model.has_logits:
+            if rows is not NONE and not self._has_logits:
                 raise ModelError(
                     f"{type(self.model).__name__} computes no logits, and rows is {rows}",
                     "pass rows=hal.step.NONE, and read hidden_states",
