@@ -235,7 +235,7 @@ def test_fields_of_a_model() -> None:
         (lambda it: it.batch([4, 1]), "row 0 has 3 tokens, 0 of them cached, and 4 are to run"),
         (lambda it: it.batch([1, 0]), "row 1 has no new token"),
         (lambda it: it.batch([1, 17]), "row 1 would have 17 tokens in the cache, but its 1 blocks hold 16"),
-        (lambda it: it.batch([1]), "2 rows, 1 numbers of tokens, 2 of cached ones"),
+        (lambda it: it.batch([1]), "2 rows, 1 numbers of tokens and 2 of cached ones"),
         (lambda it: it.batch([1], rows=[2]), r"the rows \[2\] are not different ones of the 2"),
         (lambda it: it.batch([1, 1], rows=[1, 1]), r"the rows \[1, 1\] are not different"),
         (lambda it: it.batch(rows=[]), "0 rows"),
