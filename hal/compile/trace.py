@@ -226,10 +226,10 @@ def trace_logits(model: CausalLM, hidden: Tensor, *, whole: Collection[str], dec
         return (copied.logits(*given),)
 
     graph, fixed = _trace(model, {"hidden": fake}, {}, step, mode, whole, decompose)
-    return TracedStep(graph, fixed, {"rows": rows}, 0, {"hidden": HIDDEN}, mode)
+    return TracedStep(graph, fixed, {"rows": rows}, 0, {"hidden": _HIDDEN}, mode)
 
 
-HIDDEN = Field("hidden", (Axis("rows"), Axis(None)), torch.float32, 0, False, None, None)
+_HIDDEN = Field("hidden", (Axis("rows"), Axis(None)), torch.float32, 0, False, None, None)
 
 
 def _fake_mode() -> FakeTensorMode:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from hal.compile.optimize import OptimizedStep, kept_whole, optimize, optimize_model
+from hal.compile.optimize import kept_whole, optimize, optimize_model
 from hal.compile.trace import StepSizes, trace_logits
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Outputs
@@ -35,14 +35,12 @@ class Uncaptured:
         states: its states.
         backend: runs the steps.
         passes: the configured passes; None to run the model's Python code.
-        optimized: the optimized step, once it has run.
     """
 
     model: CausalLM
     states: StateMemory
     backend: Backend
     passes: Mapping[str, bool] | None
-    optimized: OptimizedStep | None = None
     _step: Run | None = None
     _logits: Run | None = None
 
@@ -68,7 +66,6 @@ class Uncaptured:
         step = optimize_model(self.model, self.states, sizes, self.backend, self.passes)
         step.traced.check_any_size(self.model)
         step.hoist(self.backend)
-        self.optimized = step
         return step.lowered()
 
     def _optimized_logits(self, hidden: Tensor, passes: Mapping[str, bool]) -> Run:

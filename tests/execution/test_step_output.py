@@ -116,9 +116,13 @@ def test_no_head_runs_for_no_rows(compiler: str) -> None:
     with hal.Runner(Scorer(), backend) as runner:
         for new, cached in (([[1, 2, 3], [4]], [0, 0]), ([[5], [6]], [3, 1])):
             runner.step(runner.batch(new, [[1], [2]], cached=cached))
+            kept = runner.step(runner.batch(new, [[1], [2]], cached=cached)).logits
+            with torch.inference_mode():
+                kept.fill_(7)  # A replay calls no Python, and would write here.
             rows.clear()
             runner.step(runner.batch(new, [[1], [2]], cached=cached), NONE)
             assert rows == []
+            assert (kept == 7).all()
 
 
 def test_a_prefill_computes_the_asked_rows_only() -> None:
@@ -155,11 +159,11 @@ def test_outputs_are_valid_until_the_next_step(compiler: str) -> None:
         batch = runner.batch([[1, 2, 3], [4]], [[1], [2]])
         for _ in range(2):
             first = runner.step(batch)
-            kept = [first.hidden_states.clone(), first.logits.clone()]
+            kept = [first.hidden_states.clone(), first.logits.clone(), first.extra["sums"].clone()]
             assert not any(each.isnan().any() for each in kept)
             runner.step(runner.batch([[1] * 20], [[3, 4]]))
             stale = [first.hidden_states, first.logits, first.extra["sums"]]
-            assert not any(torch.equal(old, new) for old, new in zip(kept, stale, strict=False))
+            assert not any(torch.equal(old, new) for old, new in zip(kept, stale, strict=True))
 
 
 @pytest.mark.parametrize(
