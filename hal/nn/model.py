@@ -64,7 +64,7 @@ class CausalLM(nn.Module):
         """
 
     @abstractmethod
-    def forward(self, batch: Any, states: Sequence[LayerState]) -> Any:
+    def forward(self, batch: Any, states: Sequence[LayerState]) -> Tensor | tuple[Tensor, ...]:
         """Run one step.
 
         Args:
